@@ -19,11 +19,8 @@ from npt.random_state import kept_random_state
 
 @kept_random_state()
 def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
-    """Return the first finding: adapters, base, labels, then teacher's and student's logits.
-
-    Args:
-        model: with adapters attached; it stays as it is.
-        batch: the refused micro-batch, on any device.
+    """Return the first finding: adapters, base, labels, then teacher's and student's logits. The
+    model stays as it is.
     """
     finding = (
         tensor_fault(adapter_parameters(model))

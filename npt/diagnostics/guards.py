@@ -1,12 +1,10 @@
 """Watchdogs: pure observers that name the first bad number exactly.
 
 Each looks at one kind of thing and returns a `Finding`, or None; `require` raises it. Whatever
-costs a second pass, or memory of the size of the observed tensor, is paid only after a cheap look
-has found something.
+costs a second pass or much memory is paid only after a cheap look has found something.
 
 A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
 any byte pattern is a valid pair of codes, and read as floating-point numbers random bytes hold NaN.
-
 Shapes: B batch, T time, V vocabulary; `...` is any leading shape.
 """
 
@@ -47,24 +45,16 @@ class Finding:
 
 
 def require(finding: Finding | None) -> None:
-    """Raise a finding.
-
-    Raises:
-        NumericalError: with the finding's message.
-    """
+    """Raise a finding as a `NumericalError`."""
     if finding is not None:
         raise NumericalError(finding.message)
 
 
 def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
-    """Find NaN or +Inf among logits, or a position with -Inf only, whose softmax is NaN.
+    """Find NaN or +Inf among logits [..., V], or a position with -Inf only, whose softmax is NaN.
 
     -Inf next to a finite logit is a mask that somebody meant. A logsumexp per position shows all of
     this and nothing else: finite logits have a finite one. The elements are read only if it is not.
-
-    Args:
-        logits: [B, T, V] or [..., V].
-        name: for the message.
     """
     values = logits.detach()
     if values.numel() == 0 or bool(torch.isfinite(torch.logsumexp(values, dim=-1)).all()):
@@ -89,12 +79,6 @@ def target_fault(
 ) -> Finding | None:
     """Find a target id that is neither in [0, V) nor `ignore_index`. On a GPU such an id is an
     assertion that kills the process.
-
-    Args:
-        targets: any shape, integers.
-        vocab_size: V.
-        ignore_index: an id of no token that is allowed, if any.
-        name: for the message.
     """
     bad = (targets < 0) | (targets >= vocab_size)
     if ignore_index is not None:
@@ -115,13 +99,10 @@ def target_fault(
 def tensor_fault(
     named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
 ) -> Finding | None:
-    """Find the first named tensor with an element that is not finite, or larger than `limit`.
+    """Find the first named tensor with an element that is not finite, or larger than `limit`: a
+    flipped exponent bit makes a finite number of 1e36.
 
     One norm per tensor is taken and all are read at once, so the device is waited for once.
-
-    Args:
-        named: trainable tensors, gradients, moments and the like.
-        limit: of an element's size; a flipped exponent bit makes a finite number of 1e36.
     """
     pairs = named.items() if isinstance(named, Mapping) else named
     items = [(name, t.detach()) for name, t in pairs if t.numel() > 0]
@@ -161,10 +142,8 @@ def moments_fault(
 def base_fault(model: nn.Module) -> Finding | None:
     """Find a frozen weight that holds, or dequantises to, a non-finite value, by its module's name.
 
-    Reads the whole base once; meant for the start of a run and for a post-mortem.
-
-    Args:
-        model: quantised, partly or not at all; adapters are left to `tensor_fault`.
+    Reads the whole base once; meant for the start of a run and for a post-mortem. Adapters are left
+    to `tensor_fault`.
     """
     for name, layer in model.named_modules():
         if in_parts(layer):

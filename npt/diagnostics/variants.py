@@ -36,11 +36,8 @@ def load_variant(
     """Load a base in one of the `VARIANTS`, and its tokenizer.
 
     The loader knows fp32, fp16 and the 4-bit codes; other 16-bit variants are converted after
-    loading, so bf16 needs fp32's memory for a moment.
-
-    Raises:
-        ModelError: the base cannot be loaded, or is stored in 4 bit, so that there is no
-            unquantised one to compare with.
+    loading, so bf16 needs fp32's memory for a moment. A `ModelError` says that the base cannot be
+    loaded, or is stored in 4 bit, so that there is no unquantised one to compare with.
     """
     quantization, dtype = VARIANTS[variant]
     in_fp16 = quantization is None and dtype == torch.float16

@@ -144,12 +144,8 @@ class Bundle:
 def read_bundle(folder: str | Path) -> Bundle:
     """Read and check everything that can be checked without the base.
 
-    Args:
-        folder: as written by `write_postmortem`.
-
     Raises:
-        BundleError: a file is missing, unreadable, not of the form that is written, or of an
-            earlier version.
+        BundleError: a file is missing, unreadable, malformed, or of another version.
         CheckpointError, AdapterFileError: likewise, of the checkpoint in it.
     """
     folder = Path(folder)

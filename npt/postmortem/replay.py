@@ -259,12 +259,8 @@ def classify(
 def fresh_batch(like: Batch, avoid: torch.Tensor, vocab_size: int, seed: int) -> Batch:
     """Return a batch of random tokens in the shape and with the padding of another.
 
-    Args:
-        like: the other batch.
-        avoid: token ids that are not drawn, unless they are the whole vocabulary: a broken token is
-            the data's fault, not the state's.
-        vocab_size: V.
-        seed: of the draw.
+    Ids to `avoid` are not drawn, unless they are the whole vocabulary: a broken token is the data's
+    fault, not the state's.
     """
     ids = torch.arange(vocab_size)
     choice = ids[~torch.isin(ids, avoid)]

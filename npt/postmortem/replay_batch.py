@@ -59,15 +59,8 @@ def replay_batch(
     model_name: str | None = None,
     device: str | torch.device | None = None,
 ) -> BatchReplay:
-    """Compute one micro-batch of a bundle alone, in the bundle's state.
-
-    Args:
-        folder: of the bundle.
-        micro_batch: index in its window.
-        model_name, device: as for `replay`.
-
-    Raises:
-        BundleError, ConfigError: as `replay`.
+    """Compute one micro-batch of a bundle's window alone, in the bundle's state; arguments and
+    errors as in `replay`.
     """
     bundle = read_bundle(folder)
     check_index(bundle, micro_batch)

@@ -35,16 +35,7 @@ class Tried:
 
 
 class RestoredState:
-    """Model, optimizer, schedule and random state as the window of a bundle found them.
-
-    Args:
-        bundle: of the state.
-        model: its base, with adapters attached.
-        teacher: the run's own teacher, if it had one.
-
-    Raises:
-        CheckpointError, AdapterFileError: the bundle's tensors do not fit the model.
-    """
+    """Model, optimizer, schedule and random state as the window of a bundle found them."""
 
     def __init__(
         self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None
@@ -72,11 +63,8 @@ class RestoredState:
         return forward_backward(self.model, self._strategy, batch, config, splitter)
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
-        """Make one step, as the run would have; the state is the bundle's before and after.
-
-        Args:
-            batches: its micro-batches, on the host.
-            limits: of the spike guard; None refuses no spike.
+        """Make one step, as the run would have, with limits of the spike guard, if any; the state
+        is the bundle's before and after.
         """
         self.restore()
         step = self._step()
@@ -114,17 +102,12 @@ def restored(
 ) -> Iterator[RestoredState]:
     """Load the bundle's base, check that it is the same, and restore the bundle's state on it.
 
-    Precision of torch's products and random state are the bundle's within the context only.
-
-    Args:
-        bundle: from `read_bundle`.
-        model_name: of the base; default the recorded name.
-        device: default the recorded kind, since statistics of 4-bit weights are rounded otherwise
-            on another.
+    Precision of torch's products and random state are the bundle's within the context only. Default
+    are the recorded base and kind of device: statistics of 4-bit weights are rounded otherwise on
+    another.
 
     Raises:
-        BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit
-            it.
+        BundleError: the base cannot be loaded, is another one, or does not fit the tensors.
         ConfigError: no such kind of device exists.
     """
     precision = torch.get_float32_matmul_precision()

@@ -52,14 +52,11 @@ def growths(record: Record) -> list[Explosion]:
 
 
 def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
-    """Return the tensors whose RMS grew beyond `factor`, largest growth first.
+    """Return the tensors whose RMS grew beyond `factor` (above 1), largest growth first.
 
     Compared are a module's output with its input, except in normalisations and embeddings, whose
     output says nothing of its size, and the residual stream from layer to layer. A module is left
     out if one inside it is in the list: it repeats that one.
-
-    Args:
-        factor: above 1.
     """
     found = [g for g in growths(record) if g.growth > factor and (g.after.rms or 0.0) >= _SMALL]
     names = {growth.after.module for growth in found}

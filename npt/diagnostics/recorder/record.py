@@ -85,11 +85,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Return the record that `as_dict` gave, through JSON or not.
-
-        Raises:
-            ValueError: not of that form; the entry is named.
-        """
+        """Return the record that `as_dict` gave; a `ValueError` names a bad entry."""
         known = {f.name for f in fields(Row)}
         rows = []
         for number, row in enumerate(values["rows"]):

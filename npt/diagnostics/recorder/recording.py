@@ -21,13 +21,8 @@ class Recording:
     """The records of a run: each chosen step once, a JSON file each, and pictures of them all at
     the end.
 
-    Args:
-        folder: made with the first record; files are `step-XXXXXXXX.json`.
-        steps: chosen steps, counted from 1: `1,2,3`, `1-5` or a mix.
-        every: also every so many steps.
-
-    Raises:
-        ConfigError: steps that cannot be read.
+    Steps are counted from 1: `1,2,3`, `1-5` or a mix, and `every` so many steps; a `ConfigError`
+    says that they cannot be read. The folder is made with the first record.
     """
 
     def __init__(self, folder: str | Path, steps: str | None = None, every: int | None = None):
@@ -82,11 +77,7 @@ class Recording:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record from its file.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Read a record from its file; a `ValueError` says that it holds something else."""
     return Record.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -36,11 +36,8 @@ _NONE = (math.nan,) * 5
 def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the `FIELDS` of one tensor: [9] float64 on its device, without a wait on CUDA.
 
-    Args:
-        tensor: any shape, also empty or 0-dimensional; floating point, integers, bool, or complex,
-            whose elements are the real and imaginary parts.
-        valid: [B, T] bool, True at the tokens that count. Of a tensor whose first two dimensions
-            are these, the others are left out; any other tensor is taken whole.
+    Of a complex tensor the elements are the real and imaginary parts. Of a tensor whose first two
+    dimensions are those of `valid`, [B, T] bool, only tokens that are True there count.
     """
     values, mask = _elements(tensor, valid)
     if _readable(values):

@@ -37,9 +37,7 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
     """Find a valid query that may attend to nothing, or a row with an entry that no softmax can
     take (NaN, +Inf). A padded query may be without keys. Waits for the device.
 
-    Args:
-        mask: [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
-        valid: [B, T], bool or ones and zeros.
+    The mask is [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
     """
     valid = valid.bool()
     masked = mask <= MASKED if mask.is_floating_point() else ~mask
@@ -83,11 +81,8 @@ def _form(mask: Tensor, masked: Tensor) -> str:
 class MaskCheck:
     """Within the context every attention mask that a module is given is checked, once.
 
-    Args:
-        model: whose modules take `attention_mask` with a query axis.
-        batch: says which tokens are valid. If it does not, a token that no query may attend to is
-            taken for padding.
-        unpadded: a batch that says nothing has no padding.
+    The batch says which tokens are valid. If it does not, a token that no query may attend to is
+    taken for padding, or none if the batch is `unpadded`.
     """
 
     def __init__(self, model: nn.Module, batch: Any, unpadded: bool = False):

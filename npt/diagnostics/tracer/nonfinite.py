@@ -62,13 +62,7 @@ def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
 
 
 def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
-    """Return the index of the first bad element, empty if there is none.
-
-    Args:
-        tensor: of any dtype and layout.
-        limit: as for `judge`.
-        soft: count numbers that may be a mask as well.
-    """
+    """Return the index of the first bad element, if any; `soft` ones may be a mask."""
     values = numbers(tensor)
     if values is None:
         return ()

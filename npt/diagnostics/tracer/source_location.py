@@ -184,10 +184,7 @@ class Tokens:
     """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
 
     A shape that can be read in two ways tells nothing: no token is better than a wrong one.
-
-    Args:
-        batch: of the pass; None knows nothing.
-        others: shapes of tensors that are of no token, such as weights and their gradients.
+    `others` are shapes of tensors that are of no token, such as weights and their gradients.
     """
 
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
