@@ -15,7 +15,7 @@ from torch import Tensor
 
 from npt.adapters.files.adapter_files import StoredAdapter, find_adapter
 from npt.adapters.files.run_layout import ADAPTER
-from npt.config import QUANT_TYPES, NPTConfig, TrainConfig
+from npt.config import QUANT_TYPES, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.errors import BundleError, ConfigError
 from npt.postmortem.write import VERSION, WINDOW
@@ -74,9 +74,7 @@ _BASE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RecordedBase:
-    """The base of a run. dtype: of its computation, such as 'float32'; of a packed base, of its
-    products.
-    """
+    """The base of a run. dtype: of its computation; of a packed base, of its products."""
 
     name: str
     hash: str
@@ -89,11 +87,13 @@ class RecordedBase:
 class Bundle:
     """A post-mortem whose form has been checked; adapters and moments are still on disk.
 
-    window: the micro-batches that ended the run. accepted: those of the last window without a
-    refusal. rate: learning rate of the window's step. limits: of the spike guard, None without one.
-    random_state: by `cpu`, `cuda.0` and so on. said: `postmortem.json`.
+    step: applied steps before the window. window: the micro-batches that ended the run. accepted:
+    those of the last window without a refusal. rate: learning rate of the window's step. limits: of
+    the spike guard, if any. random_state: by `cpu`, `cuda.0` and so on. said: `postmortem.json`.
     """
 
+    folder: Path
+    step: int
     checkpoint: Checkpoint
     adapter: StoredAdapter
     refusals: tuple[Refusal, ...]
@@ -104,40 +104,13 @@ class Bundle:
     samples_at_once: int
     limits: tuple[float, float] | None
     base: RecordedBase
+    reason: str
+    device: str
     random_state: Mapping[str, Tensor]
     said: Mapping[str, Any]
 
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @property
-    def step(self) -> int:
-        """Applied steps before the window."""
-        return self.checkpoint.step
-
-    @property
-    def adapter_config(self) -> NPTConfig:
-        return self.adapter.config
-
-    @property
-    def reason(self) -> str:
-        return str(self.said["reason"])
-
-    @property
-    def device(self) -> str:
-        return str(self.said["device"])
-
-    @property
-    def versions(self) -> Mapping[str, Any]:
-        return self.checkpoint.record.get("versions", {})
-
     def snapshot(self, model: Any) -> Snapshot:
-        """Return adapters and moments, also non-finite ones, for a model with adapters attached.
-
-        Raises:
-            CheckpointError, AdapterFileError: a tensor does not fit.
-        """
+        """Return adapters and moments, also non-finite ones, for a model with adapters attached."""
         return self.checkpoint.snapshot(model, finite=False)
 
 
@@ -164,6 +137,8 @@ def read_bundle(folder: str | Path) -> Bundle:
     (rate,) = _numbers(path, "schedule.next_rate", [said["schedule"].get("next_rate")], 1)
     adapter = find_adapter(folder / ADAPTER)
     return Bundle(
+        folder=folder,
+        step=checkpoint.step,
         checkpoint=checkpoint,
         adapter=adapter,
         refusals=tuple(_refusal(path, entry) for entry in said["refusals"]),
@@ -174,6 +149,8 @@ def read_bundle(folder: str | Path) -> Bundle:
         samples_at_once=max(1, int(at_once)),
         limits=_limits(path, said["spike_limits"]),
         base=_base(path, said["base"], adapter, checkpoint),
+        reason=said["reason"],
+        device=said["device"],
         random_state=checkpoint.random_states()[0],
         said=said,
     )

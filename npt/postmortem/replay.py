@@ -125,7 +125,7 @@ class Replay:
             ],
             "device": self.device,
             "recorded_device": self.bundle.device,
-            "versions": _differing(self.bundle.versions),
+            "versions": _differing(self.bundle),
         }
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class Replay:
             f"base {base.name} ({base.hash[:12]}), recorded on {bundle.device}, replayed on"
             f" {self.device}",
         ]
-        for name, (then, now) in _differing(bundle.versions).items():
+        for name, (then, now) in _differing(bundle).items():
             lines.append(f"  {name} was {then}, is {now}")
         for title, refusals in (("recorded", bundle.refusals), ("replayed", self.found)):
             lines += [f"{title}: {refusal}" for refusal in refusals or ["no refusal"]]
@@ -355,7 +355,9 @@ def _places(refusals: Iterable[Refusal]) -> list[tuple[str, int | None]]:
     return [(refusal.kind, refusal.micro_batch) for refusal in refusals]
 
 
-def _differing(recorded: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _differing(bundle: Bundle) -> dict[str, tuple[str, str]]:
+    """Return versions of packages that differ, then and now."""
+    recorded = bundle.checkpoint.record.get("versions", {})
     now = {name: (str(recorded.get(name)), version) for name, version in versions().items()}
     return {name: pair for name, pair in now.items() if recorded.get(name) != pair[1]}
 

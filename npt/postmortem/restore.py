@@ -153,7 +153,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
             f" run's own model with --model_name{elsewhere if here != kind else ''}"
         )
     try:
-        attach(model, bundle.adapter_config)
+        attach(model, bundle.adapter.config)
     except ConfigError as error:
         raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
     return model

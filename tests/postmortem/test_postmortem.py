@@ -186,7 +186,7 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
     )
     read = read_bundle(stop(made))
     setup = made.setup
-    assert read.train_config == setup.config and read.adapter_config == setup.adapter_config
+    assert read.train_config == setup.config and read.adapter.config == setup.adapter_config
     assert (
         read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
     )

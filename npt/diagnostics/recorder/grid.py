@@ -1,9 +1,8 @@
 """A record as a grid: decoder layers down, checkpoints across, and one number in each cell.
 
 Lines run in the order of the forward pass, modules outside the decoder layers among them; columns
-are the rest of a tensor's name after the layer's index. Both are derived from the rows, so any
-module can be drawn. Gradients have the cells of their values: a forward fault spreads right and
-down, a gradient's left and up.
+are the rest of a tensor's name after the layer's index. Gradients have the cells of their values: a
+forward fault spreads right and down, a gradient's left and up.
 """
 
 from __future__ import annotations
@@ -89,10 +88,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Grid:
-    """One record in one direction: labels, and a number and a mark for each cell.
-
-    values: float64 [lines, columns], NaN if there is no number. marks: int8 [lines, columns],
-    values of `Mark`. first: line and column of the first non-finite tensor of the pass, if any.
+    """One record in one direction. values: NaN if there is no number. marks: values of `Mark`.
+    first: line and column of the first non-finite tensor of the pass, if any.
     """
 
     lines: tuple[str, ...]
@@ -150,10 +147,7 @@ def cells(record: Record, direction: Direction) -> dict[tuple[Line, str], Cell]:
 
 def layout(records: Iterable[Record], direction: Direction) -> Layout:
     """Return the lines and columns that the records need in one direction, in the order of the
-    forward pass.
-
-    A line or column that only some records or layers have comes after the one that it followed
-    there.
+    forward pass; those of some records or layers only come after the one that they followed there.
     """
     records = list(records)
     lines: list[Line] = []
@@ -221,10 +215,8 @@ def maximum(dtype: str) -> float | None:
 
 
 def scale(numbers: Iterable[float], quantity: Quantity) -> tuple[float, float]:
-    """Return the ends of the colours: [0, 1] for a share, else in log10.
-
-    There they cover what all but a fiftieth at either end need and one decade more, at most
-    `DECADES` from the median.
+    """Return the ends of the colours: [0, 1] for a share, else in log10, for all but a fiftieth at
+    either end and one decade more, at most `DECADES` from the median.
     """
     if quantity not in LOGARITHMIC:
         return 0.0, 1.0

@@ -14,20 +14,14 @@ from npt.diagnostics.recorder.record import DIRECTIONS, Direction, Record, Row
 
 
 @dataclass(frozen=True)
-class NonFinite:
-    """A tensor with NaN or infinities. record: index among the records."""
+class Found:
+    """A tensor. record: index among the records. share: its largest element over its dtype's
+    largest number.
+    """
 
     record: int
     row: Row
-
-
-@dataclass(frozen=True)
-class NearOverflow:
-    """A tensor whose largest element is this share of its dtype's largest number."""
-
-    record: int
-    row: Row
-    share: float
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,20 +38,20 @@ class Growth:
     rms_before: float
 
 
-def non_finite(records: Sequence[Record]) -> list[NonFinite]:
+def non_finite(records: Sequence[Record]) -> list[Found]:
     """Return all of them, in the order in which they appeared."""
-    return [NonFinite(i, row) for i, record in enumerate(records) for row in record.bad]
+    return [Found(i, row) for i, record in enumerate(records) for row in record.bad]
 
 
-def near_overflow(records: Sequence[Record], at_most: int = 5) -> list[NearOverflow]:
+def near_overflow(records: Sequence[Record], at_most: int = 5) -> list[Found]:
     """Return those nearest to their dtype's largest number, each tensor once, at its worst."""
-    found: dict[tuple[Direction, Line, str], NearOverflow] = {}
+    found: dict[tuple[Direction, Line, str], Found] = {}
     for i, record in enumerate(records):
         for row in record.rows:
             share = value(row, "maximum_share")
             at = (row.direction, *place(row))
             if share is not None and (at not in found or share > found[at].share):
-                found[at] = NearOverflow(i, row, share)
+                found[at] = Found(i, row, share)
     return sorted(found.values(), key=lambda x: -x.share)[:at_most]
 
 

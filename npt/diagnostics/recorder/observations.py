@@ -74,9 +74,7 @@ class Observations:
 
     def find(self, tensor: Tensor) -> Known | None:
         """Return the known tensor with these very numbers: another view of the same memory, in the
-        same shape, unchanged since.
-
-        An inference tensor counts no changes, so each look at one is a new one.
+        same shape, unchanged since. An inference tensor counts no changes, so it is always new.
         """
         known = self._known.get(_place(tensor))
         if known is None or tensor.is_inference() or known.unchanged() is None:

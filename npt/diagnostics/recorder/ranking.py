@@ -1,12 +1,11 @@
 """The notable tensors of a record: not finite, exploded, largest gradients. Pure functions of it.
 
 An explosion is seen before anything overflows: a tensor whose RMS is a thousand times that of the
-tensor it was made from. Why a thousand: in a Llama the first layers write the "massive activations"
-of its first token (up to 2,600 in one channel, Sun et al. 2024, arXiv:2402.17762), which multiplies
-the RMS of a stream that began near 0.02 by up to a few hundred over a short text, and is as it
-should be; every other module of a trained model stays far below that. In the embedded model the
-first layer multiplies the stream by 80. fp16 ends at 65,504, so from values around 1 a thousandfold
-growth leaves room for one more warning.
+tensor it was made from. In a Llama the first layers write the "massive activations" of its first
+token (up to 2,600 in one channel, Sun et al. 2024, arXiv:2402.17762), which multiplies the RMS of a
+stream that began near 0.02 by up to a few hundred over a short text; in the embedded model by 80.
+Every other module of a trained model stays far below. fp16 ends at 65,504, so from values around 1
+a thousandfold growth leaves room for one more warning.
 """
 
 from __future__ import annotations

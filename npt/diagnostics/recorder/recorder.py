@@ -5,9 +5,8 @@ to any of them.
         model(**batch).loss.backward()
     record = recorder.record(step=1)
 
-Each tensor is reduced to a few numbers where it lies (`npt.diagnostics.recorder.statistics`), and
-all of them are read at once by `record`. Nothing else is kept, and no tensor lives longer for it.
-On leaving the block every hook is gone, so a pass outside of it costs what it did before.
+Each tensor is reduced to a few numbers where it lies, and all of them are read at once by `record`.
+No tensor lives longer for it, and on leaving the block every hook is gone.
 
 Rows, by their `stage`:
 
@@ -32,15 +31,14 @@ and of an NPT layer:
     o             the residual sum after the layer, with its update ratio
     t             the teacher's o, under the local strategy
 
-RMSNorms, q, k and v are modules and so have their `out`. Rows are in the order of the pass. A
-tensor that several modules name is reduced once and has a row under each name. The stages of a
-module that is called again in the same pass are numbered: `out#2`. Such calls are the teacher's
-(first) and the student's (second) under the end_to_end strategy, and a recomputation under the
-gradient checkpointing of a model's own; that of `--gradient_checkpointing` is not looked at twice.
-Under the local strategy teacher and student go through gate_proj, up_proj and down_proj as one
-stack of rows, so the rows of these modules are of both, and through the first two just once if the
-attention residual is kept; a converted layer's own forward is not called. A gradient has the stage
-of its value; `out@2` is the second backward through it.
+Rows are in the order of the pass. A tensor that several modules name has a row under each name. The
+stages of a module that is called again in the same pass are numbered: `out#2`. Such calls are the
+teacher's (first) and the student's (second) under the end_to_end strategy, and a recomputation
+under the gradient checkpointing of a model's own; that of `--gradient_checkpointing` is not looked
+at twice. Under the local strategy teacher and student go through gate_proj, up_proj and down_proj
+as one stack of rows (through the first two just once if the attention residual is kept), and a
+converted layer's own forward is not called. A gradient has the stage of its value; `out@2` is the
+second backward through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of
 `valid`, else of the two-dimensional `attention_mask` that the model itself is called with.

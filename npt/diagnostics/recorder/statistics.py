@@ -1,14 +1,11 @@
-"""The statistics of one tensor, reduced where it lies: a vector of nine numbers that can wait on
-the device to be read.
+"""The statistics of one tensor, reduced where it lies: nine numbers that can wait on the device.
 
 Counts are of all elements; minimum, maximum, mean, standard deviation and RMS of the finite ones,
 so that one NaN hides nothing else. Before anything is squared the elements are scaled by the
 largest of them: the RMS of a tensor that is about to overflow is the number that one wants to see.
 
 On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes
-takes a short way: minimum and maximum, which a NaN cannot hide from, one sum, one product with
-itself. Elsewhere nothing is read, so nothing can be decided by the numbers, and every tensor takes
-the long way.
+takes a short way. Elsewhere nothing is read, and every tensor takes the long way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The ledger of a pass: every operation that torch dispatches, and for each bad tensor the
-operation that first made it bad.
+"""The ledger of a pass: for each bad tensor the operation that first made it bad.
 
 Passing a NaN along is no fault. A bad output whose inputs were all good has a new origin; one with
 a bad input inherits that input's. So a bad loss or gradient leads back to the one operation,
@@ -8,9 +7,6 @@ parameter or batch entry that it came from, and a NaN that was masked away on pu
 -Inf is what masks are made of. It counts as bad only if arithmetic made it from numbers that were
 no masks; writing it (`full`, `masked_fill`, `where`) is intended, and so is passing it along. A
 softmax over nothing but intended -Inf is then rightly the origin of its NaN.
-
-The inputs are kept for the one origin whose number is asked for, so that a model with thousands of
-harmless ones is not held in memory twice.
 """
 
 from __future__ import annotations
@@ -68,6 +64,8 @@ class Watched:
 
 class Ledger(TorchDispatchMode):
     """Numbers the operations of a pass and keeps the origin of every bad tensor.
+
+    Inputs are kept for one origin only: a model with thousands of harmless ones is not held twice.
 
     Args:
         modules: `source_location.module_names` of the model.

@@ -1,8 +1,7 @@
 """The place of an operation: its module, the source line that ran it, the token of an element.
 
-Read off the Python frames at the moment of the operation. Nothing is installed in the model for it,
-and code between modules, such as a residual sum in a layer's own forward, is attributed as exactly
-as code inside one.
+Read off the Python frames at the moment of the operation. Nothing is installed in the model, and
+code between modules, such as a residual sum, is attributed as exactly as code inside one.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class Stack:
     """The Python frames that an operation runs in.
 
     place: the first line that is not a library's, and the first module. own: there is such a line
-    on the way to the engine, so in backward a hook or a custom function runs; everything else that
-    backward does has no line of its own. recomputing: a checkpoint runs its forward again. nested:
-    the engine was entered from Python on this thread.
+    on the way to the engine: a hook or a custom function, in backward. recomputing: a checkpoint
+    runs its forward again. nested: the engine was entered from Python on this thread.
     """
 
     place: Place
@@ -86,9 +84,7 @@ class Stack:
 
 
 def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
-    """Walk outwards from `frame` to the entry of the engine or the trace; names of
-    `module_names`.
-    """
+    """Walk outwards from `frame` to the entry of the engine or the trace."""
     module: str | None = None
     source = fallback = ""
     own = recomputing = False
@@ -162,9 +158,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _expression(code: CodeType, instruction: int) -> str:
-    """Return the source text of one instruction, empty if the interpreter kept no columns for
-    it.
-    """
+    """Return the source text of one instruction, if the interpreter kept columns for it."""
     positions = list(code.co_positions())
     if not 0 <= instruction // 2 < len(positions):
         return ""

@@ -1,10 +1,9 @@
 """`trace`: from "loss is NaN" to the operation that did it.
 
 The pass is run once as it is; good loss and gradients end the matter. Otherwise it is run again,
-from the same random state, under a ledger of its operations, which knows for every bad tensor which
-operation made it bad; and once more for a close-up: the inputs of that operation, and the line of
-the forward operation whose backward failed. Of numbers that overflowed two further passes tell
-where they had begun to grow. Weights, gradients, buffers and random state are as before afterwards.
+from the same random state, under a ledger of its operations, and once more for a close-up: the
+inputs of the guilty operation, and the line of the forward operation whose backward failed. Of
+numbers that overflowed two further passes tell where they had begun to grow.
 """
 
 from __future__ import annotations
