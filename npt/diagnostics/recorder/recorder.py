@@ -58,7 +58,7 @@ from npt.adapters.adapter import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks
-from npt.diagnostics.recorder.observations import Entry, Known, Observations, Valid
+from npt.diagnostics.recorder.observations import Known, Observations, Valid
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.sites import Site, main_input, named_inputs, sites_of, tensors
 
@@ -178,8 +178,8 @@ class Recorder:
             site = sites[name]
             if not self._chosen(site):
                 continue
-            before = only_looks(partial(self._before, site))
-            after = only_looks(partial(self._after, site))
+            before = only_looks(partial(self._see, site, "in", self._inputs))
+            after = only_looks(partial(self._see, site, "out", self._outputs))
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
             if isinstance(module, NPTAdapter):
@@ -222,7 +222,8 @@ class Recorder:
         bare = not parameter._backward_hooks
 
         def look(gradient: Tensor) -> None:
-            self._quietly(site, f"gradient of {stage}", self._gradient, site, stage, gradient)
+            names = [(site, stage)]
+            self._quietly(site, f"gradient of {stage}", self._gradients, names, gradient, None)
 
         handle = parameter.register_hook(look)
 
@@ -243,15 +244,11 @@ class Recorder:
             reason = f": {type(error).__name__}: {error}".splitlines()[0]
             self.skipped.append(f"{site.name} {stage}".strip() + reason)
 
-    def _before(self, site: Site, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not is_recomputing():
-            self._quietly(site, "in", self._inputs, site, args, kwargs)
-
-    def _after(
-        self, site: Site, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    def _see(
+        self, site: Site, stage: str, look: Callable[..., None], module: nn.Module, *shown: Any
     ) -> None:
         if not is_recomputing():
-            self._quietly(site, "out", self._outputs, site, output)
+            self._quietly(site, stage, look, site, *shown)
 
     def _inputs(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._sources.pop(site.name, None)
@@ -267,7 +264,7 @@ class Recorder:
             if name == main and site.grows and tensor.is_floating_point():
                 self._sources[site.name] = known.entries[0], known
 
-    def _outputs(self, site: Site, output: Any) -> None:
+    def _outputs(self, site: Site, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         source, before = self._sources.pop(site.name, (None, None))
         for position, (name, tensor) in enumerate(tensors(output)):
             if position == 0:
@@ -313,22 +310,17 @@ class Recorder:
         valid, entries = self._observed.valid, self._observed.entries
 
         def look(gradient: Tensor) -> None:
-            self._quietly(
-                site, f"gradient of {stage}", self._gradients, entries, rows, gradient, valid
-            )
+            names = [(entries[row].site, entries[row].stage) for row in rows]
+            self._quietly(site, f"gradient of {stage}", self._gradients, names, gradient, valid)
 
         self._tensor_hooks.append(tensor.register_hook(look))
 
-    def _gradient(self, site: Site, stage: str, gradient: Tensor) -> None:
-        summary = self._observed.summarise(gradient, None)
-        self._observed.add_gradient(site, stage, gradient, summary)
-
     def _gradients(
-        self, entries: list[Entry], rows: list[int], gradient: Tensor, valid: Valid | None
+        self, names: list[tuple[Site, str]], gradient: Tensor, valid: Valid | None
     ) -> None:
         summary = self._observed.summarise(gradient, valid)
-        for entry in [entries[index] for index in rows]:
-            self._observed.add_gradient(entry.site, entry.stage, gradient, summary)
+        for site, stage in names:
+            self._observed.add_gradient(site, stage, gradient, summary)
 
 
 def _validity(found: Mapping[str, Tensor]) -> Valid | None:

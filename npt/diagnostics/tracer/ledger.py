@@ -62,6 +62,31 @@ class Watched:
     sequence: Sequence | None
 
 
+class _Externals:
+    """The tensors that exist before the pass, found by any view of their memory."""
+
+    def __init__(self, externals: Iterable[External], limit: float):
+        self._limit = limit
+        self._memory: Memory[External] = Memory()
+        for external in externals:
+            self._memory.add(external.tensor, external)
+
+    def of(self, tensor: Tensor) -> list[External]:
+        return self._memory.of(tensor)
+
+    def find(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
+        """Return what a tensor was before the pass, by the name that it has in `module`; `bad`: of
+        several that share its memory only a bad one.
+        """
+        known = [e for e in self.of(tensor) if not bad or judge(e.tensor, self._limit)]
+        return min(known, key=lambda external: external.module != module, default=None)
+
+    def mask(self, tensor: Tensor, was: Badness) -> bool:
+        """Tell if negative numbers from before the pass are a mask; trained ones never are."""
+        trained = any(external.trained for external in self.of(tensor))
+        return was == Badness.SOFT and not trained and looks_like_a_mask(tensor)
+
+
 class Ledger(TorchDispatchMode):
     """Numbers the operations of a pass and keeps the origin of every bad tensor.
 
@@ -98,9 +123,7 @@ class Ledger(TorchDispatchMode):
         self._home = threading.get_ident()
         self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
         self._origins: Memory[tuple[int, Origin]] = Memory()
-        self._externals: Memory[External] = Memory()
-        for external in externals:
-            self._externals.add(external.tensor, external)
+        self._externals = _Externals(externals, limit)
         self._blank: dict[int, StorageWeakRef] = {}
         self._scalars: dict[str, Origin] = {}
 
@@ -218,7 +241,7 @@ class Ledger(TorchDispatchMode):
             if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
                 continue
             known = self._origins.of(tensor)
-            if not known and self._is_mask(tensor, was):
+            if not known and self._externals.mask(tensor, was):
                 masks = True
                 continue
             if not known and tensor.ndim == 0 and not self._externals.of(tensor):
@@ -264,7 +287,7 @@ class Ledger(TorchDispatchMode):
         if self._keep == (call.number, position):
             origin.inputs, origin.constants = call.kept, call.constants
             for label, tensor in call.read:
-                external = self._external(tensor, place.module, Badness.FINE)
+                external = self._externals.find(tensor, place.module)
                 if external is not None:
                     origin.externals[label] = external
             self.kept = origin
@@ -280,7 +303,7 @@ class Ledger(TorchDispatchMode):
         tensor, ids = arguments[label], arguments.get("indices")
         shown = first_bad(result, self._limit, soft=badness == Badness.SOFT)
         origin = self._origin(call, result, 0, shown)
-        external = self._external(tensor, origin.place.module, Badness.SOFT)
+        external = self._externals.find(tensor, origin.place.module, bad=True)
         whole = tensor if external is None else external.tensor
         if external is None:
             name = f"the argument {label} of {call.name}"
@@ -299,22 +322,6 @@ class Ledger(TorchDispatchMode):
     def _note(self, origin: Origin) -> None:
         if self.first is None and not math.isnan(origin.value):
             self.first = origin
-
-    def _external(self, tensor: Tensor, module: str, at_least: Badness) -> External | None:
-        """Return what a tensor was before the pass; of several that share its memory the bad one,
-        by the name that it has in `module`.
-        """
-        known = [
-            e
-            for e in self._externals.of(tensor)
-            if at_least == Badness.FINE or judge(e.tensor, self._limit) != Badness.FINE
-        ]
-        return min(known, key=lambda external: external.module != module, default=None)
-
-    def _is_mask(self, tensor: Tensor, was: Badness) -> bool:
-        """Tell if negative numbers from before the pass are a mask; trained ones never are."""
-        trained = any(external.trained for external in self._externals.of(tensor))
-        return was == Badness.SOFT and not trained and looks_like_a_mask(tensor)
 
     def _masks_with(self, call: Call) -> bool:
         """Tell if a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
@@ -362,5 +369,5 @@ class Ledger(TorchDispatchMode):
         last node.
         """
         variable = getattr(node, "variable", None)
-        known = self._external(variable, "", Badness.FINE) if isinstance(variable, Tensor) else None
+        known = self._externals.find(variable, "") if isinstance(variable, Tensor) else None
         return "" if known is None else known.module
