@@ -5,7 +5,7 @@ layers, gradients, verdict.
     python debug/replay_batch.py RUN/postmortem/step-00000012 --micro_batch 0
 
 `npt replay` takes the whole window and says whether it is the data or the state. The exit status is
-0, 2 for wrong arguments, 5 where the bundle or its base cannot be used.
+0, 2 for wrong arguments, 5 if the bundle or its base cannot be used.
 """
 
 import argparse

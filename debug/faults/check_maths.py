@@ -163,7 +163,7 @@ def scaled_additive(base: Base) -> str:
 def _additive_terms(
     student: Student,
 ) -> list[tuple[NPTAdapter, str, Tensor, Tensor, Tensor, Tensor]]:
-    """(adapter, target, z, y, y', s) of the first converted layer."""
+    """Return (adapter, target, z, y, y', s) of the first converted layer."""
     generator = torch.Generator().manual_seed(3)
     adapter = adapters_of(student)[0]
     found = []

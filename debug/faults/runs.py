@@ -99,7 +99,7 @@ def autocast(setting: Setting) -> Verdict:
 
 
 def _looped(setting: Setting) -> dict[str, Tensor]:
-    """The state after three windows of the training loop itself."""
+    """Return the state after three windows of the training loop itself."""
     places = [whole_window(setting, window) for window in range(setting.windows)]
     windows = [[setting.batch(place) for place in window] for window in places]
     student = Student(setting)
@@ -157,7 +157,7 @@ def _never() -> Any:
 
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
-    """Within the context the loop's guarded steps read their flags one window late, or at once."""
+    """Let the loop's guarded steps read their flags one window late, or at once."""
     with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)):
         yield
 
@@ -182,7 +182,7 @@ def trainer(
 
 
 def records(good: int, bad: int) -> list[dict[str, Any]]:
-    """Records of eight token ids, those called `bad-...` with one outside the vocabulary."""
+    """Return records of eight token ids, those called `bad-...` with one outside the vocabulary."""
     ids = {f"good-{i}": [3 + (7 * i + j) % 2000 for j in range(8)] for i in range(good)}
     ids |= {f"bad-{i}": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i] for i in range(bad)}
     return [{"id": id, "input_ids": input_ids} for id, input_ids in ids.items()]

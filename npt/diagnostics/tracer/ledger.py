@@ -176,7 +176,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _look_at_inputs(self, call: Call) -> None:
-        """Judge, and keep if asked, what the operation writes over while it is unchanged."""
+        """Judge, and keep if asked, the inputs that the operation will write over."""
         memory = {key for t in call.written if (key := storage_key(t))}
         if memory:
             replaced = [t for _, t in call.read if storage_key(t) in memory]
