@@ -134,8 +134,8 @@ def adapters_of(student: Student) -> list[NPTAdapter]:
 
 
 def rounding() -> float:
-    """Return the relative rounding error of one fp32 product as this process computes it: TF32 keeps
-    10 bits of the factors.
+    """Return the relative rounding error of one fp32 product in this process: TF32 keeps 10 bits of
+    the factors.
     """
     return 2.0**-23 if torch.get_float32_matmul_precision() == "highest" else 2.0**-10
 
