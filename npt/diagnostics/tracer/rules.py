@@ -1,6 +1,6 @@
 """From the operation that made a bad number to the reason why.
 
-A rule looks at the operation's name and at its inputs, nothing else, and the first rule that fits
+A rule looks at the operation's name and at its inputs, nothing else, and the first one that fits
 names the cause. A fault that none of them knows stays `unknown`, with its operands on show: a guess
 would cost more time than it saves.
 """
@@ -53,6 +53,7 @@ NORMALISATIONS = names(
     " _batch_norm_with_update"
 )
 CASTS = names("_to_copy to copy_")
+PRODUCTS = names("mul mul_ addcmul")
 
 
 class Reason(NamedTuple):
@@ -66,8 +67,8 @@ def explain(origin: Origin) -> Reason:
     """Return the cause of an origin's bad number."""
     if origin.external is not None:
         return _external(origin, origin.external)
-    for rule in _RULES:
-        reason = rule(origin)
+    for operations, rule in _RULES:
+        reason = rule(origin) if operations is None or origin.operation in operations else None
         if reason is not None:
             return reason
     return Reason("unknown", f"{origin.operation} of {_given(origin)} gave {origin.value:g}")
@@ -183,9 +184,9 @@ def _labels(origin: Origin) -> Reason | None:
 
 def _cast(origin: Origin) -> Reason | None:
     source = _input(origin, "self", "src")
-    if origin.operation not in CASTS or source is None or not source.is_floating_point():
+    if source is None or not source.is_floating_point() or source.dtype == origin.dtype:
         return None
-    if not origin.dtype.is_floating_point or source.dtype == origin.dtype:
+    if not origin.dtype.is_floating_point:
         return None
     ends = torch.finfo(origin.dtype).max
     if ends >= torch.finfo(source.dtype).max:
@@ -198,7 +199,7 @@ def _cast(origin: Origin) -> Reason | None:
 
 def _mask(origin: Origin) -> Reason | None:
     logits = _input(origin, "self", "input")
-    if origin.operation not in SOFTMAXES or logits is None or tuple(logits.shape) != origin.shape:
+    if logits is None or tuple(logits.shape) != origin.shape:
         return None
     for axis in reversed(range(logits.ndim)):
         row = logits.movedim(axis, -1)[(*origin.index[:axis], *origin.index[axis + 1 :])]
@@ -222,7 +223,7 @@ def _attention_mask(origin: Origin) -> Reason | None:
 
 
 def _written(origin: Origin) -> Reason | None:
-    if origin.operation not in WRITERS or (origin.phase == "backward" and not origin.place.source):
+    if origin.phase == "backward" and not origin.place.source:
         return None
     wrote = f"{origin.operation} wrote"
     if origin.operation == "lift_fresh":
@@ -250,7 +251,7 @@ def _slope(origin: Origin) -> Reason | None:
 
 
 def _power(origin: Origin) -> Reason | None:
-    at = _at(origin, _input(origin, "self")) if origin.operation in POWERS else None
+    at = _at(origin, _input(origin, "self"))
     if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
         return None
     asked = "was an epsilon added to the variance?"
@@ -258,8 +259,6 @@ def _power(origin: Origin) -> Reason | None:
 
 
 def _division(origin: Origin) -> Reason | None:
-    if origin.operation not in DIVISIONS:
-        return None
     inverse = "reciprocal" in origin.operation
     divisor = _input(origin, "self" if inverse else "other")
     above = None if inverse else _at(origin, _input(origin, "self"))
@@ -277,15 +276,11 @@ def _division(origin: Origin) -> Reason | None:
     return Reason("division by zero", quotient)
 
 
-def _exponential(origin: Origin) -> Reason | None:
-    if origin.operation not in EXPONENTIALS:
-        return None
+def _exponential(origin: Origin) -> Reason:
     return Reason("exponential overflow", _result(origin, _at(origin, _input(origin, "self"))))
 
 
 def _domain(origin: Origin) -> Reason | None:
-    if origin.operation not in DOMAINS:
-        return None
     at = _at(origin, _input(origin, "self"))
     if origin.operation in POWERS and (at is None or at >= 0.0 or not math.isnan(origin.value)):
         return None
@@ -295,7 +290,7 @@ def _domain(origin: Origin) -> Reason | None:
 def _average(origin: Origin) -> Reason | None:
     """Recognise an average of nothing, or a variance of one element."""
     source, name = _input(origin, "self"), origin.operation
-    if name not in AVERAGES or source is None or not math.isnan(origin.value):
+    if source is None or not math.isnan(origin.value):
         return None
     if not source.numel():
         empty = f"the {name} of no element: of a tensor {list(source.shape)}"
@@ -308,7 +303,7 @@ def _average(origin: Origin) -> Reason | None:
 
 
 def _normalisation(origin: Origin) -> Reason | None:
-    if origin.operation not in NORMALISATIONS or _largest(origin) > HUGE:
+    if _largest(origin) > HUGE:
         return None
     variances = _input(origin, "running_var")
     if variances is not None and len(origin.index) > 1:
@@ -324,9 +319,7 @@ def _normalisation(origin: Origin) -> Reason | None:
 
 def _hidden_branch(origin: Origin) -> Reason | None:
     """Recognise 0 * Inf of an Inf that a `where` hid from the loss."""
-    if origin.operation not in ("mul", "mul_", "addcmul") or not math.isnan(origin.value):
-        return None
-    if 0.0 not in [_at(origin, t) for t in _floats(origin)]:
+    if not math.isnan(origin.value) or 0.0 not in [_at(origin, t) for t in _floats(origin)]:
         return None
     cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
     return Reason(cause, "0 was multiplied by an infinity")
@@ -369,23 +362,24 @@ def _product(origin: Origin) -> Reason | None:
     return Reason(cause, f"{origin.operation} of {_given(origin)} left {dtype_name(dtype)}{ends}")
 
 
-_RULES: tuple[Callable[[Origin], Reason | None], ...] = (
-    _beyond,
-    _constant,
-    _labels,
-    _cast,
-    _mask,
-    _attention_mask,
-    _written,
-    _slope,
-    _power,
-    _division,
-    _exponential,
-    _domain,
-    _average,
-    _normalisation,
-    _hidden_branch,
-    _mask_arithmetic,
-    _low_precision,
-    _product,
+_RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], ...] = (
+    (None, _beyond),
+    (None, _constant),
+    (None, _labels),
+    (CASTS, _cast),
+    (SOFTMAXES, _mask),
+    (None, _attention_mask),
+    (WRITERS, _written),
+    (None, _slope),
+    (POWERS, _power),
+    (DIVISIONS, _division),
+    (EXPONENTIALS, _exponential),
+    (DOMAINS, _domain),
+    (AVERAGES, _average),
+    (NORMALISATIONS, _normalisation),
+    (PRODUCTS, _hidden_branch),
+    (None, _mask_arithmetic),
+    (None, _low_precision),
+    (None, _product),
 )
+"""The operations that a rule is for, None for all, and the rule."""
