@@ -61,7 +61,7 @@ def pretrain(given: dict[str, Any]) -> int:
             "--any_base is about --resume or --adapter, which are missing; add one, or drop"
             " --any_base"
         )
-    from npt.distributed.processes import join_processes
+    from npt.distributed.join import join_processes
 
     processes = join_processes(training.rank_timeout)
     try:

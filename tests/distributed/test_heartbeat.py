@@ -21,7 +21,8 @@ from several import several
 from windows import Sums, add_filled, window_over
 
 from npt.distributed.heartbeat import Heartbeat
-from npt.distributed.processes import ProcessGroup, _check_devices, join_processes
+from npt.distributed.join import _check_devices, _own_device, join_processes
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 
 FAST: dict[str, Any] = {"period": 0.02, "silence": 0.3}
@@ -190,7 +191,7 @@ def test_a_reason_that_another_process_left_is_what_is_raised(
     with pytest.raises(ProcessError, match=r"^process 1 failed: the disk is full$") as raised:
         processes.wait_for(Arrival())
     assert raised.value.exit_status == 5 and processes.broken
-    with pytest.raises(ProcessError, match="has left the other processes already"):
+    with pytest.raises(ProcessError, match="process 1 failed: the disk is full"):
         processes.wait_for(Arrival(happened=True))  # whatever has arrived since means nothing
 
 
@@ -355,8 +356,6 @@ def test_two_processes_on_one_gpu_are_named() -> None:
 def test_a_process_that_is_shown_one_gpu_takes_it(
     monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, index: int
 ) -> None:
-    from npt.distributed.processes import _own_device
-
     chosen: list[int] = []
     monkeypatch.setenv("NPT_DEVICE", "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

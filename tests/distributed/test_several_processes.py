@@ -16,7 +16,8 @@ import pytest
 from process_work import loaded, looped, loops, random_windows, records, trained
 from several import Ended, several, values
 
-from npt.distributed.processes import ProcessGroup, join_processes
+from npt.distributed.join import join_processes
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.runs.checkpoint import read_checkpoint
 
@@ -279,7 +280,7 @@ def test_a_process_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: 
     windows = [GOOD[0], ["good", "sleep", "good", "good"]]
     left, slept = several(2, looped, base, str(tmp_path / "run"), windows, timeout=1.0)
     assert "process 1 does not answer any more (Timed out" in left.value["error"]
-    assert "gone on to end without process 1" in slept.value["error"]
+    assert "have ended without process 1" in slept.value["error"]
 
 
 # --- whole runs

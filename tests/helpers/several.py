@@ -24,7 +24,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from npt.distributed.processes import ProcessGroup, exit_status_of, join_processes
+from npt.distributed.join import join_processes
+from npt.distributed.processes import ProcessGroup, exit_status_of
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["npt.train.trainer", "npt.demo", "faults.runs", "torch.distributed"]
