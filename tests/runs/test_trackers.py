@@ -286,10 +286,10 @@ def test_one_that_fails_under_way_is_warned_of_once_and_counted(tmp_path) -> Non
     for step in range(1, 6):
         trackers.log({"loss": 1.0}, step)
     assert one.calls == 5 and said == [
-        "mlflow failed: call 2; the run goes on, and it may lack some of it"
+        "mlflow failed: call 2; the run continues, and it may lack some of it"
     ]
     trackers.close()
-    assert said[1:] == ["mlflow failed 3 times in all; what it was told then it has not"]
+    assert said[1:] == ["mlflow failed 3 times in all; what it was told then it lacks"]
     trackers.close()
     assert len(said) == 2
 
