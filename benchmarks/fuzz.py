@@ -43,9 +43,8 @@ from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
 from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
-from npt.runs.data_fingerprint import check_same_data
 from npt.runs.manifest import MANIFEST, write_manifest
-from npt.runs.resume import changed_settings
+from npt.runs.resume import changed_settings, check_same_data
 
 SLOW = 5.0
 MODEL = "tiny"

@@ -9,6 +9,8 @@ would not hang with a whole base.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +33,8 @@ class LayerGatherer:
     """Gathers the layers of a sharded base, in all processes together."""
 
     def __init__(self, processes: ProcessGroup, model: PreTrainedModel):
-        self._processes, self._layers = processes, list(decoder_layers(model))
+        self._processes = processes
+        self._layers: list[Any] = list(decoder_layers(model))
 
     def gather(self, index: int) -> None:
         """Make a layer whole here, and every other one in the processes that need it now."""

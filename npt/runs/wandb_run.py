@@ -77,7 +77,7 @@ def log_samples(run: Any, rows: Sequence[tuple[str, str, str]], step: int) -> No
     """Log rows of prompt, student's and teacher's text as a table."""
     import wandb
 
-    columns = ["step", "prompt", "student", "teacher"]
+    columns: list[str | int] = ["step", "prompt", "student", "teacher"]
     run.log({"samples": wandb.Table(columns, [[step, *row] for row in rows])}, step=step)
 
 
@@ -92,7 +92,7 @@ def log_histograms(
 
 
 def log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:
-    """Log a `report` of pages and pictures, and the adapters as `last` and `best`, with metadata."""
+    """Log pages and pictures as a `report`, and the adapters as `last` and `best`."""
     import wandb
 
     pages = [folder / name for name in (REPORT, *_PICTURES) if (folder / name).is_file()]

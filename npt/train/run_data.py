@@ -17,7 +17,7 @@ from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
 from npt.data.samples import no_sample
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
-from npt.runs.data_fingerprint import check_same_data, data_fingerprint
+from npt.runs.resume import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
 from npt.train.calibrated_start import is_solved, leaves_enough, solved_on
 from npt.train.run_checks import check_replay

@@ -33,8 +33,7 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import ProcessGroup
-from npt.runs.null_run_folder import NullRunFolder
-from npt.runs.run_folder import RunFolder
+from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.step.gradient_window import GradientWindow

@@ -408,7 +408,7 @@ def test_what_is_removed_under_way_is_made_anew_and_the_run_can_be_taken_up(
     here.run("run", resume="auto")
     one, other = here.outcome("run"), whole.outcome("whole")
     if what == "":
-        assert "removed or renamed under way" in events(run, "warning")[0]["message"]
+        assert "removed or renamed during the run" in events(run, "warning")[0]["message"]
         del other.metrics[:2]
     one.assert_equal(other)
 

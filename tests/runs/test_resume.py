@@ -38,9 +38,8 @@ import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
-from npt.runs.data_fingerprint import check_same_data, data_fingerprint
 from npt.runs.manifest import MANIFEST, write_manifest
-from npt.runs.resume import changed_settings, find_resumed
+from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_resumed
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.step import spikes
