@@ -213,7 +213,7 @@ def _split(
     """The text up to where the two part, and from there on; the latter from the whole, since tokens
     may share a character.
     """
-    from npt.data.encoding import continuation_text
+    from npt.data.continuation import continuation_text
 
     whole, common = (
         continuation_text(tokenizer, prompt, ids),

@@ -41,7 +41,8 @@ def trace(given: dict[str, Any]) -> int:
 
     import npt
     from npt.data.batch import batches, pad_id_of
-    from npt.data.samples import Samples, no_sample
+    from npt.data.report import no_sample
+    from npt.data.samples import Samples
     from npt.data.source import check_source, open_source
     from npt.distill.strategies import drive
     from npt.files import to_json

@@ -1,9 +1,8 @@
 """Readers: text, JSON, CSV and Parquet files, the hub, and the built-in text.
 
-The built-in text is the source of the Python standard library found on this machine: some 12 MB of
-real, structured writing that nothing has to download. Tests and vendored packages are left out. A
-file is held out by a hash of its path, the same on every machine and for every Python version; the
-embedded model has never seen those files.
+The built-in text is the source of this machine's Python standard library without its tests: some
+12 MB that nothing downloads. A hash of its path decides whether a file is held out, alike on every
+machine; the embedded model has never seen those files.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from npt.config import DataConfig
-from npt.data.encoding import PIECE
-from npt.data.source import READERS, FileError, LineFormat, Record, not_utf8, unreadable
+from npt.data.content import PIECE
+from npt.data.lines import LineFormat
+from npt.data.source import READERS, FileError, Record, not_utf8, unreadable
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
-"""Characters of a record of a text file: a longer file is cut after a line's end, and is one
-document all the same."""
+"""Characters of a record of a text file; a longer file is cut at line ends into one document."""
 
 SPLITS = ("train", "heldout")
 _HELDOUT_ONE_IN = 20
@@ -37,7 +36,7 @@ csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise, in every reader of the pro
 
 
 def _csv_rows(path: Path, file: BinaryIO, line: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield rows (RFC 4180, fields between commas) that are not blank; fields are text."""
+    """Yield rows (RFC 4180) that are not blank; fields are text."""
     at = [0, line]  # byte and line at which the next row starts
 
     def decoded() -> Iterator[str]:
@@ -113,9 +112,8 @@ def read_json(path: Path, config: DataConfig) -> list[Record]:
         place = (found.lineno, found.colno) if found else (None, None)
         raise FileError(path, said, *place) from error
     if not isinstance(values, list):
-        raise FileError(
-            path, f' holds {kind_of(values)}; it has to be a list of objects like {{"text": ...}}'
-        )
+        said = f' holds {kind_of(values)}; it must be a list of objects like {{"text": ...}}'
+        raise FileError(path, said)
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             said = f', entry {number}: {kind_of(value)}, not an object like {{"text": ...}}'
@@ -137,7 +135,7 @@ def lines_not_utf8(path: Path) -> Iterator[FileError]:
 
 def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
     """Return the rows of a Parquet file, memory-mapped unless they are streamed."""
-    # what it logs is raised and said here
+    # its log repeats what is raised here
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
 
     def fault(error: Exception) -> DataError:
@@ -159,14 +157,14 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
             f" local file ({files})"
         )
 
-    def on_the_way(error: Exception) -> DataError:
+    def later(error: Exception) -> DataError:
         return DataError(
             f"the data set {name!r} broke off: {first_line(error)[:300]}; check the network, or"
             " download it and pass the files"
         )
 
     options = {"split": config.dataset_split}
-    return _loaded(name, config.dataset_config, config, options, at_start, on_the_way)
+    return _loaded(name, config.dataset_config, config, options, at_start, later)
 
 
 Fault = Callable[[Exception], DataError]
@@ -175,7 +173,7 @@ Fault = Callable[[Exception], DataError]
 def _loaded(
     name: str, part: str | None, config: DataConfig, options: Any, at_start: Fault, later: Fault
 ) -> Iterable[Record]:
-    """Return what `datasets` loads; its errors, of dozens of classes, as faults of ours."""
+    """Return records that `datasets` loads; its many classes of errors become faults of ours."""
     import datasets
 
     try:
@@ -186,7 +184,7 @@ def _loaded(
 
 
 class _Stream:
-    """A stream of `datasets`, whose failures on the way are faults of ours."""
+    """A stream of `datasets`, whose later errors become faults of ours."""
 
     def __init__(self, records: Any, fault: Fault):
         self._records, self._fault = records, fault

@@ -18,7 +18,7 @@ from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import base_identity
 from npt.calibration.report import Calibration
 from npt.config import DataConfig, TrainConfig
-from npt.data.samples import no_sample
+from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.stages import stages_of

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from sentencepieces import EOS, PLAIN, PREFIXING, tokenizer_of
 
 import npt
-from npt.data.encoding import PIECE
+from npt.data.content import PIECE
 from npt.data.samples import cut
 from npt.tools.collect.prompts import read_prompts
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from npt.config import DataConfig
 from npt.data import readers, source
-from npt.data.encoding import PIECE
+from npt.data.content import PIECE
 from npt.data.source import local_files
 from npt.errors import DataError
 
@@ -288,7 +288,7 @@ class TestBroken:
                 '[{"text": "a"},\n {"text" "b"}]',
                 ", line 2, column 10: not JSON (Expecting ':' delimiter)",
             ),
-            ('{"text": "a"}', ' holds a dict; it has to be a list of objects like {"text": ...}'),
+            ('{"text": "a"}', ' holds a dict; it must be a list of objects like {"text": ...}'),
             (
                 '{"text": "a"}\n{"text": "b"}\n',
                 ", line 2, column 1: not JSON (Extra data); mend it there, or name the file .jsonl",

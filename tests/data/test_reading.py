@@ -50,7 +50,7 @@ def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streamin
         (7, 11, "not UTF-8"),
         (8, 1, 'a NoneType, not an object like {"text": ...}'),
     ]
-    first = "not JSON (Expecting value); each line has to be one JSON object"
+    first = "not JSON (Expecting value); each line must be one JSON object"
     assert str(reading.broken[0]) == f"{path}, line 3, column 9: {first}"
 
 

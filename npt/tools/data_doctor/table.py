@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npt.data.encoding import listed_columns
+from npt.data.report import listed_columns
 from npt.tools.data_doctor.report import DataReport, listed
 
 OPEN, CLOSE = "⟦", "⟧"

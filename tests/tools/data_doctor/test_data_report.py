@@ -376,7 +376,7 @@ def test_the_report_is_json(tmp_path, tokenizer):
             "line": 3,
             "column": 2,
             "problem": (
-                "not JSON (Expecting property name enclosed in double quotes); each line has to be"
+                "not JSON (Expecting property name enclosed in double quotes); each line must be"
                 " one JSON object"
             ),
         }
