@@ -14,7 +14,7 @@ PIECE = "npt:piece"  # key of a piece of a longer text: whether it is the first,
 
 @dataclass(frozen=True)
 class Content:
-    """What a record has to train on: texts (one, or a prompt and its completion), columns to read
+    """The trainable part of a record: texts (one, or a prompt and its completion), columns to read
     these from, or ids with labels or without.
 
     used: further columns that it is made of. unused: keys inside them that it is not made of.

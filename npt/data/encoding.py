@@ -24,7 +24,7 @@ _COLUMNS_NAMED = 32
 
 @dataclass
 class Counts:
-    """What became of the records that were read, counted at every pass.
+    """Counts of what became of the records, over every pass.
 
     skipped: records, or windows of given ids, by reason. cut_prompts, cut_completions: samples that
     lost tokens to `max_length`. unused: records by columns that nothing is made of."""

@@ -45,7 +45,7 @@ Read = Callable[[Any, DataConfig], Iterable[Record]]
 
 
 class Reader(NamedTuple):
-    """How one kind of data is read, and the package that this needs."""
+    """A reader of one kind of data, and the package that it needs."""
 
     read: Read
     needs: str | None = None

@@ -71,7 +71,7 @@ class ProcessGroup:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True for the process that writes and prints."""
         return self.index == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Trackers:
 
     @property
     def active(self) -> bool:
-        """Whether any tracker is open."""
+        """True while any tracker is open."""
         return bool(self._trackers)
 
     @property
