@@ -111,9 +111,7 @@ def test_a_file_of_settings_takes_them_too_and_none_twice(tmp_path):
         "report_to": ("wandb",),
     }
     file.write_text("batch_size: 8\nper_device_train_batch_size: 4\n")
-    with pytest.raises(
-        ConfigError, match="batch_size stands there twice, once as per_device_train_batch_size"
-    ):
+    with pytest.raises(ConfigError, match="twice, once as per_device_train_batch_size"):
         read_yaml(str(file), CLASSES)
     file.write_text("mixed_precision: fp16\n")
     with pytest.raises(

@@ -150,7 +150,7 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, side, mode):
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, whole.hidden_states, strict=True):
         # default tolerance of fp32, of the largest entry: valid tokens see the same keys, only what
-        # stands at padding differs
+        # is at padding differs
         assert_close(
             stream.rows(got),
             stream.rows(wanted),
@@ -204,8 +204,8 @@ def test_packed_documents_see_what_they_see_in_rows_of_their_own(
 
 @torch.no_grad()
 def test_a_layer_with_a_window_does_not_see_beyond_it(model):
-    """Layer by layer, a change of the first token moves the last one's attention output only where
-    there is no window between them.
+    """Layer by layer, a change of the first token moves the last one's attention output only if
+    no window separates them.
     """
     one = padded("right").input_ids[:1]
     other = one.clone()

@@ -69,9 +69,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def words(command: str) -> list[str]:
-    """The arguments as a shell would give them, without a comment and the dots that stand for more
-    of them.
-    """
+    """Return the arguments as a shell would, without a comment and the dots for more of them."""
     given = [word for word in shlex.split(command, comments=True) if word != "..."]
     return given[: given.index(">")] if ">" in given else given
 
@@ -86,7 +84,7 @@ def cases(keep: Any = lambda command: True) -> list[Any]:
 
 
 class ReadError(Exception):
-    """Ends a program behind its arguments."""
+    """Ends a program after its arguments."""
 
 
 @pytest.mark.parametrize("command", cases())
@@ -174,7 +172,7 @@ def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tm
 
 
 def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
-    """Each block behind the ones before it, as a reader would type them; what a block takes for
+    """Run each block after the ones before it, as a reader would type them; what a block takes for
     granted is given to it.
     """
     from transformers import TrainingArguments

@@ -100,8 +100,8 @@ def check_bits(bench: Bench, found: Findings) -> None:
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
-    """Return what differs between a run of six steps and one resumed after three, with a micro-batch
-    refused in each half.
+    """Return what differs between a run of six steps and one resumed after three, with a
+    micro-batch refused in each half.
     """
 
     def train(name: str, **settings: Any) -> Path:

@@ -106,7 +106,7 @@ class TestAlignedTeacherForcing:
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_the_loss_counts_the_completions_tokens_and_no_others(self, tokenizer, side):
-        """Of logits that give the right token probability 1/2 behind the prompt and 1e-30
+        """Of logits that give the right token probability 1/2 after the prompt and 1e-30
         elsewhere, only the former counts.
         """
         samples = list(cut([pair("ab", "cd"), pair("abcd", "e")], tokenizer, config()))
@@ -451,7 +451,7 @@ class TestConversations:
         assert tokenizer.decode(sample.input_ids) == prompt + "(4)</s>"
         start = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer = [*tokenizer("(4)", add_special_tokens=False)["input_ids"], EOS]
-        # no token across the border, though "](" is one where it stands alone
+        # no token across the border, though "](" is one when it is alone
         assert list(sample.input_ids) == start + answer
         assert list(sample.labels) == [-100] * len(start) + answer
         assert sample.input_ids.count(BOS) == 1
@@ -505,8 +505,8 @@ class TestConversations:
         ("template", "message"),
         [
             (
-                "{{ raise_exception('roles have to alternate') }}",
-                "the chat template refuses it: roles have to alternate; mend the record",
+                "{{ raise_exception('roles must alternate') }}",
+                "the chat template refuses it: roles must alternate; mend the record",
             ),
             ("{{ messages[0]['content'] + 1 }}", "the chat template refuses it: "),
             (

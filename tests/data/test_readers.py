@@ -56,7 +56,7 @@ def write(path: Path, texts: list[str]) -> Path:
 
 
 def both(*paths: Path) -> list[Any]:
-    """The records of the files, read in order and streamed, which have to be the same."""
+    """The records of the files, read in order and streamed, which must be the same."""
     records = read_sequence(paths)
     listed = [dict(records[i]) for i in range(len(records))]
     assert [dict(record) for record in read_stream(paths)] == listed
@@ -230,7 +230,7 @@ class TestLongTexts:
         monkeypatch.setattr(readers, "TEXT_PIECE", 100)
         path = tmp_path / "book.txt"
         path.write_bytes(b"a line of text\n" * 10_000 + b"caf\xe9\n")
-        # what is broken lies far behind
+        # what is broken comes much later
         assert next(read_stream([path]))["text"].startswith("a line")
 
 

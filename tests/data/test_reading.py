@@ -98,7 +98,7 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
     [
         ("a.json", b'[{"text": "a"},\n {"text" "b"}]', 2, 10, "not JSON (Expecting ':' delimiter)"),
         ("a.json", b'[\n"\xff"]', 2, 2, "not UTF-8 (byte 1: invalid start byte)"),
-        ("a.json", b'{"text": 1}', None, None, "holds a dict; it has to be a list"),
+        ("a.json", b'{"text": 1}', None, None, "holds a dict; it must be a list"),
         ("a.json", b'[{"text": "a"}, 1]', None, None, "entry 1: an int, not an object"),
         ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (byte 2: invalid start byte)"),
         ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, 3, "3 fields, but the header names 2"),

@@ -173,12 +173,12 @@ class TestAlpaca:
                 tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer)
             ]
             assert list(sample.input_ids[:start])[-len(ids[0]) :] == ids[0]
-            behind = list(sample.input_ids[start:])
-            assert behind[: len(ids[1])] == ids[1] and behind[len(ids[1]) :] in (
+            rest = list(sample.input_ids[start:])
+            assert rest[: len(ids[1])] == ids[1] and rest[len(ids[1]) :] in (
                 [],
                 [tokenizer.eos_token_id],
             )
-            assert list(sample.labels[start:]) == behind and set(sample.labels[:start]) == {-100}
+            assert list(sample.labels[start:]) == rest and set(sample.labels[:start]) == {-100}
             assert not lost(counts)
 
     def test_the_two_prompts_differ_where_there_is_an_input_alone(self) -> None:

@@ -23,7 +23,7 @@ def streaming(request) -> bool:
 
 
 class TestFiles:
-    """What is special about files as a source; the files themselves are test_readers'."""
+    """Properties of files as a source; the files themselves are test_readers'."""
 
     @pytest.fixture
     def lines(self, tmp_path: Path) -> Path:
@@ -202,7 +202,7 @@ class TestHub:
 
 
 class TestHubStream:
-    """A local data set stands for one of the hub: `load_dataset` gives the same class."""
+    """A local data set replaces one of the hub: `load_dataset` gives the same class."""
 
     @pytest.fixture
     def opened(self, monkeypatch):

@@ -287,7 +287,7 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
 
 class Uncompared(ProcessGroup):
     """One of two processes, of which the other is lost between the window's sum and the comparison
-    of what the step left behind.
+    of what the step left.
     """
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
 
 
 def placed(gpus: list[str]) -> list[str]:
-    """What `_check_devices` says to each process, by the GPU that each has ("" for none)."""
+    """Return what `_check_devices` says to each process, by the GPU that each has ("" for none)."""
     store, said = dist.HashStore(), {}
 
     def check(process: int) -> None:

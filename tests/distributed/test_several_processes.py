@@ -1,5 +1,5 @@
 """Several processes: they share every window, decide alike, and end together, with the reason, when
-one of them cannot go on.
+one of them cannot continue.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def assert_equal(*states: dict[str, np.ndarray]) -> None:
 
 def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], steps: int) -> None:
     """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of
-    themselves, and Adam divides by the gradient's size, so where it is nearly 0 that may turn a
+    themselves, and Adam divides by the gradient's size, so if it is nearly 0 that may turn a
     step by a good part of the learning rate, 1e-2."""
     for name, value in one.items():
         difference = np.abs(value - other[name])

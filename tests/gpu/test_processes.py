@@ -42,7 +42,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(
     processes: ProcessGroup, out: str, plant: str = "", sharded: bool = False
 ) -> dict[str, Any]:
-    """A run of 8 steps; in front of its fifth micro-batch process 1 does what `plant` says."""
+    """A run of 8 steps; before its fifth micro-batch process 1 does what `plant` says."""
     device, pack_on = ("cpu", processes.device) if sharded else (processes.device, None)
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device=device, pack_on=pack_on)
     npt.attach(model, npt.NPTConfig(rank=8, additive_scale=1.0), seed=0)
@@ -139,7 +139,7 @@ def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
         event.record()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         assert heartbeat.wait_for(event)
-        assert came and time.monotonic() - came[0] > 0.3  # in the middle of the wait, not behind it
+        assert came and time.monotonic() - came[0] > 0.3  # in the middle of the wait, not after it
     finally:
         signal.signal(signal.SIGUSR1, before)
         heartbeat.stop()

@@ -227,7 +227,7 @@ def trained(
     own: dict[int, dict[str, Any]] | None = None,
     **config: Any,
 ):
-    """A whole run; `plant` is done on process 1 in front of its micro-batch number `at`, `own` are
+    """A whole run; `plant` is done on process 1 before its micro-batch number `at`, `own` are
     settings of one process alone.
     """
     at = config.pop("at", 0)
@@ -403,8 +403,8 @@ def _small(
 
 
 def drawn_by_name(processes: ProcessGroup) -> dict[str, list[float]]:
-    """What each of this process's micro-batches draws, by its name, in windows that a process may
-    have less of than another.
+    """Return each micro-batch's draws, by its name, in windows that a process may have less of than
+    another.
     """
     found: dict[str, list[float]] = {}
     torch.manual_seed(100 + processes.index)  # whatever the process's own state is

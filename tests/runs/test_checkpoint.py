@@ -84,7 +84,7 @@ def transaction_of(model: nn.Module, **config: Any) -> GradientWindow[Any]:
 def refused(
     folder: Path, error: type[NPTError] = CheckpointError, model: nn.Module | None = None
 ) -> str:
-    """What it is refused with, in one line and with status 5; the model is as it was."""
+    """Return what it is refused with, in one line and with status 5; the model is as it was."""
     before = (
         {}
         if model is None
@@ -164,7 +164,7 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
 
 
 def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
-    """What goes on in it must not write into it."""
+    """Continuing a run in it must not write into it."""
     state = read_checkpoint(folder).state(model, npt.base_identity(model))
     for _ in range(2):
         transaction = transaction_of(model)

@@ -1,5 +1,5 @@
 """The run folder: complete lines, no NaN, one writer, checkpoints that rotate only once the new one
-stands, and folders in use.
+exists, and folders in use.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_the_same_step_saved_twice_is_the_second_one(folder, keep) -> None:
 
 def test_a_checkpoint_that_was_just_written_is_never_rotated_away(folder) -> None:
     folder.save_checkpoint(400, filled(), None)
-    folder.save_checkpoint(250, filled(), 1)  # the run went on from an earlier one
+    folder.save_checkpoint(250, filled(), 1)  # the run resumed from an earlier one
     assert "step-00000250" in names(folder)
 
 
@@ -260,7 +260,7 @@ def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_
     assert torch.equal(other.model.layers[3].npt.A, model.model.layers[3].npt.A)
 
 
-# --- going on in a folder
+# --- resuming in a folder
 # ----------------------------------------------------------------------------------------------
 
 

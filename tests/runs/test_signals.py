@@ -180,7 +180,7 @@ def whole(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def in_front_of(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, call: int = 0
 ) -> None:
-    """A signal in front of one call of a function."""
+    """A signal before one call of a function."""
     original, calls = getattr(owner, name), iter(range(10**6))
 
     def function(*arguments: Any, **more: Any) -> Any:
@@ -233,7 +233,7 @@ WITHIN: dict[str, tuple[Any, str, int, int]] = {
     "its file": (RunFolder, "write", 1, 4),
     "the end": (Trackers, "close", 0, 4),
 }
-"""What is called, at which call of it, and the step that the run is at."""
+"""The function that is called, at which call of it, and the step that the run is at."""
 
 
 @with_signals("phase", WITHIN)
@@ -254,7 +254,7 @@ def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactl
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-# windows of two: either half of one, in warm-up, behind a save, the last
+# windows of two: either half of one, in warm-up, after a save, the last
 @with_signals("call", (1, 4, 7))
 def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, number, call) -> None:
     result = here.run("run", at(call, number), smoke_test=False)
@@ -267,7 +267,7 @@ def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, numb
 def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkeypatch) -> None:
     def wait(self: Any, *_: Any, **__: Any) -> None:
         raised(signal.SIGTERM)
-        raise AssertionError("went on waiting")
+        raise AssertionError("kept waiting")
 
     with monkeypatch.context() as patched:
         patched.setattr(Trackers, "__init__", wait)
@@ -353,7 +353,7 @@ def test_a_second_interrupt_does_not_save_either(here, whole, monkeypatch) -> No
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-# --- in front of the trainer
+# --- before the trainer
 # -------------------------------------------------------------------------------------------
 
 
@@ -380,7 +380,7 @@ def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(
         @staticmethod
         def from_pretrained(*_: Any, **__: Any) -> nn.Module:
             raised(number)
-            raise AssertionError("went on loading")
+            raise AssertionError("kept loading")
 
     monkeypatch.setattr(loading, "AutoModelForCausalLM", Interrupted)
     with pytest.raises(StoppedError), StopOnSignal(at_once=True):
@@ -393,7 +393,7 @@ def test_the_program_ends_in_one_line_and_128_and_the_number(
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raised(number)
-        raise AssertionError("went on loading")
+        raise AssertionError("kept loading")
 
     monkeypatch.setattr(npt, "load_base", interrupted)
     assert (

@@ -53,7 +53,7 @@ ROWS = [("Once", " upon a | time", "\nthere was")]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What stands in for every tracker of accelerate is asked to do; their packages are there."""
+    """Record what a stub of every tracker of accelerate is asked to do; their packages exist."""
     from accelerate import tracking
 
     found: list[tuple[Any, ...]] = []
