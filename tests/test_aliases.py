@@ -85,9 +85,7 @@ def test_values_are_left_as_they_are():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_flag_that_there_is_not_is_one_line_with_what_was_meant_and_the_verbs_own_help(
-    capsys, written, said
-):
+def test_an_unknown_flag_is_one_line_with_the_likely_one(capsys, written, said):
     line = refused(capsys, *written)
     assert (
         line.startswith("npt pretrain: error: ")

@@ -163,7 +163,7 @@ def test_killed_in_a_section_the_files_hold_all_that_ended(parts, sections, run,
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_later_runs_add_to_the_folder_and_another_machine_begins_it_anew(run):
+def test_later_runs_add_to_the_folder_and_another_machine_starts_anew(run):
     run("fails", "passes")
     _, _, found = run("misses")
     assert [section["number"] for section in found["sections"]] == [1, 2, 3]

@@ -114,7 +114,7 @@ def test_a_heartbeat_that_stops_is_a_lost_process(beating: Any) -> None:
     assert until(lambda: heartbeat.losses) == [heartbeat.lost]  # once, and with the reason known
 
 
-def test_the_communicators_are_aborted_though_the_host_never_gets_to_wait(beating: Any) -> None:
+def test_communicators_are_aborted_before_the_host_waits(beating: Any) -> None:
     """The queue of launches is full: the main thread is inside CUDA, and only this thread can end
     what it waits for.
     """
@@ -140,9 +140,7 @@ def test_a_process_that_has_not_begun_to_beat_is_waited_for(beating: Any) -> Non
     assert heartbeat.wait_for(arrival)
 
 
-def test_a_process_that_beats_and_makes_no_progress_is_waited_for_until_the_time_is_up(
-    beating: Any,
-) -> None:
+def test_a_beating_process_without_progress_times_out(beating: Any) -> None:
     heartbeat, _ = beating(0, timeout=0.6), beating(1)
     started = time.monotonic()
     assert not heartbeat.wait_for(Arrival())

@@ -95,7 +95,7 @@ def trained(
 
 
 @two_gpus
-def test_a_killed_process_is_named_over_nccl_and_what_was_trained_is_saved(tmp_path: Path) -> None:
+def test_a_killed_process_is_named_over_nccl_and_training_is_saved(tmp_path: Path) -> None:
     left, killed = several(2, trained, str(tmp_path / "run"), plant="kill", timeout=120.0)
     assert killed.status == -signal.SIGKILL
     assert left.kind == "ProcessError" and left.status == 6, left.trace
@@ -117,9 +117,7 @@ def test_an_error_on_one_process_is_the_error_of_both(tmp_path: Path) -> None:
 
 
 @two_gpus
-def test_a_process_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_hangs_is_named_and_no_process_aborts(tmp_path: Path) -> None:
     left, slept = several(2, trained, str(tmp_path / "run"), plant="sleep", timeout=10.0)
     assert left.kind == "ProcessError" and "process 1 does not answer any more (Timed out" in str(
         left.error
@@ -171,7 +169,7 @@ def test_two_processes_on_the_only_gpu_are_refused_by_name() -> None:
 # --------------------------------------------------------------------
 
 
-def test_a_base_that_the_gpu_packs_and_the_host_keeps_is_that_of_the_gpu() -> None:
+def test_a_base_packed_by_the_gpu_and_kept_on_the_host_is_the_gpus() -> None:
     expected, _ = npt.load_base("tiny", quantization="nf4", device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

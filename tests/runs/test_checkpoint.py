@@ -377,9 +377,7 @@ def test_a_manifest_of_any_depth_or_length_is_refused_and_not_read(folder) -> No
     assert "more than" in refused(folder)
 
 
-def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(
-    folder, monkeypatch
-) -> None:
+def test_an_unreadable_file_is_a_checkpoint_that_does_not_verify(folder, monkeypatch) -> None:
     def failing(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
 
@@ -399,7 +397,7 @@ def run(folder: Path) -> Path:
     return folder.parent
 
 
-def test_the_newest_that_verifies_is_picked_and_the_others_are_told_of_and_left_alone(run) -> None:
+def test_the_newest_that_verifies_is_picked_and_others_are_reported(run) -> None:
     found, broken = newest_good(run)
     assert found is not None and found.folder.name == "step-00000003" and broken == {}
     flip(run / "step-00000003" / TENSORS, 4000)
@@ -581,7 +579,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
 
 
 @pytest.mark.parametrize("case", TENSOR_CASES)
-def test_tensors_that_cannot_be_are_refused_by_name_and_change_nothing(folder, model, case) -> None:
+def test_impossible_tensors_are_refused_by_name_and_change_nothing(folder, model, case) -> None:
     change, named = TENSOR_CASES[case]
     change_tensors(folder, change)
     message = refused(folder, model=model)

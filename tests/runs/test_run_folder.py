@@ -238,9 +238,7 @@ def test_what_cannot_be_renamed_stays_as_it_is(folder) -> None:
     assert folder.set_aside(gone, BROKEN) == gone
 
 
-def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_whole(
-    folder, load_model
-) -> None:
+def test_the_best_adapters_are_replaced_as_a_whole(folder, load_model) -> None:
     model = student(load_model)
     assert not folder.has_best
     for kl in (0.5, 0.25):
@@ -371,9 +369,7 @@ def test_where_the_file_system_has_no_locks_a_run_does_without(tmp_path, monkeyp
     RunFolder(tmp_path / "run").close()
 
 
-def test_a_folder_that_was_made_for_nothing_is_removed_and_one_that_is_gone_on_in_is_not(
-    folder,
-) -> None:
+def test_only_a_folder_made_for_nothing_is_removed(folder) -> None:
     folder.write("run.json", {})
     folder.save_checkpoint(1, filled(), None)
     folder.close()
@@ -421,9 +417,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_without_room_is_lost_as_a_whole_and_counted_and_the_next_ones_are_not(
-    folder,
-) -> None:
+def test_a_line_without_room_is_lost_as_a_whole_and_counted(folder) -> None:
     folder.metrics({"step": 1})
     with files_of_at_most(30):  # room for half a line
         folder.metrics({"step": 2, "more": "x" * 50})
@@ -456,7 +450,7 @@ def test_a_folder_that_goes_away_is_made_anew_with_what_comes(folder, way) -> No
         assert lines(folder.path.with_name("old") / "metrics.jsonl") == [{"step": 1}]
 
 
-def test_a_folder_that_cannot_be_made_anew_loses_lines_and_says_how_many(folder) -> None:
+def test_a_folder_that_cannot_be_made_anew_counts_lost_lines(folder) -> None:
     shutil.rmtree(folder.path)
     folder.path.touch()  # a file in its place
     folder.metrics({"step": 1})

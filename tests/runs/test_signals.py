@@ -73,7 +73,7 @@ def in_a_child(act: Callable[[], Any]) -> int:
 
 
 @each_signal
-def test_a_signal_is_noted_and_the_handlers_are_as_before_from_then_on(number) -> None:
+def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     before = handlers()
     with StopOnSignal() as stop:
         stop.check()
@@ -93,7 +93,7 @@ def test_without_a_signal_the_handlers_are_put_back_at_the_end() -> None:
 
 
 @each_signal
-def test_at_once_it_is_raised_where_it_arrives_and_no_library_can_swallow_it(number) -> None:
+def test_at_once_raises_on_arrival_and_no_library_can_swallow_it(number) -> None:
     with pytest.raises(StoppedError), StopOnSignal(at_once=True):
         try:
             raised(number)
@@ -215,9 +215,7 @@ def test_before_training_a_signal_ends_the_run_and_nothing_is_left(
     assert list(here.place.iterdir()) == []
 
 
-def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_were(
-    here, whole
-) -> None:
+def test_a_signal_during_the_smoke_test_leaves_the_adapters_unchanged(here, whole) -> None:
     with pytest.raises(StoppedError):
         here.run("run", at(1))  # the first micro-batch after the smoke test's first
     assert list(here.place.iterdir()) == []
@@ -237,7 +235,7 @@ WITHIN: dict[str, tuple[Any, str, int, int]] = {
 
 
 @with_signals("phase", WITHIN)
-def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactly(
+def test_a_signal_in_any_phase_leaves_a_run_that_resumes_exactly(
     here, whole, monkeypatch, phase, number
 ) -> None:
     owner, name, call, step = WITHIN[phase]
@@ -317,7 +315,7 @@ def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path, m
 @pytest.mark.parametrize(
     ("where", "number"), [("write_manifest", signal.SIGUSR1), ("_sums", signal.SIGTERM)]
 )
-def test_a_second_signal_in_the_middle_of_saving_ends_at_once_and_leaves_a_folder_in_order(
+def test_a_second_signal_during_a_save_leaves_a_folder_in_order(
     here, whole, monkeypatch, where, number
 ) -> None:
     def ended() -> None:
@@ -404,7 +402,7 @@ def test_the_program_ends_in_one_line_and_128_and_the_number(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_that_a_destructor_swallowed_ends_the_program_all_the_same(
+def test_a_signal_swallowed_by_a_destructor_still_ends_the_program(
     short_library, tmp_path, monkeypatch, capsys
 ) -> None:
     class Swallowing:
