@@ -84,10 +84,8 @@ class Other(NamedTuple):
 class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
-    Args:
-        samples: of the first source, whose end is the epoch's.
-        others: sources that are mixed in, drawn by the seed, their shares and a sample's number.
-        pin: put the batches into pinned memory, for a GPU to copy from.
+    others: sources that are mixed in, drawn by the seed, their shares and a sample's number. pin:
+    put the batches into pinned memory, for a GPU to copy from.
     """
 
     def __init__(

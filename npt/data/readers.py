@@ -15,6 +15,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,45 +143,45 @@ def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
         what = first_line(error.__cause__ or error)[:300]
         return FileError(path, f" cannot be read as Parquet: {what}; mend the file")
 
-    options: Any = {"data_files": glob.escape(str(path)), "split": "train"}
-    return _loaded("parquet", None, config, options, fault, fault)
+    with _raising(fault):
+        records = _load("parquet", config, data_files=glob.escape(str(path)), split="train")
+    return _Stream(records, fault) if config.streaming else records
 
 
 def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
     """Return a data set of the hub."""
+    split, files = config.dataset_split, ", ".join(kind for kind in READERS if kind[0] == ".")
+    remedy = f"check the name and the network, or give --dataset_name a local file ({files})"
 
     def at_start(error: Exception) -> DataError:
-        files = ", ".join(kind for kind in READERS if kind.startswith("."))
-        return DataError(
-            f"cannot load the data set {name!r} (split {config.dataset_split!r}):"
-            f" {first_line(error)[:300]}; check the name and the network, or give --dataset_name a"
-            f" local file ({files})"
-        )
+        said = f"cannot load the data set {name!r} (split {split!r}): {first_line(error)[:300]}"
+        return DataError(f"{said}; {remedy}")
 
     def later(error: Exception) -> DataError:
-        return DataError(
-            f"the data set {name!r} broke off: {first_line(error)[:300]}; check the network, or"
-            " download it and pass the files"
-        )
+        said = f"the data set {name!r} broke off: {first_line(error)[:300]}"
+        return DataError(f"{said}; check the network, or download it and pass the files")
 
-    options = {"split": config.dataset_split}
-    return _loaded(name, config.dataset_config, config, options, at_start, later)
+    with _raising(at_start):
+        records = _load(name, config, name=config.dataset_config, split=split)
+    return _Stream(records, later) if config.streaming else records
+
+
+def _load(path: str, config: DataConfig, **options: Any) -> Any:
+    import datasets
+
+    return datasets.load_dataset(path, streaming=config.streaming, **options)
 
 
 Fault = Callable[[Exception], DataError]
 
 
-def _loaded(
-    name: str, part: str | None, config: DataConfig, options: Any, at_start: Fault, later: Fault
-) -> Iterable[Record]:
-    """Return records that `datasets` loads; its many classes of errors become faults of ours."""
-    import datasets
-
+@contextmanager
+def _raising(fault: Fault) -> Iterator[None]:
+    """Raise errors of `datasets`, of dozens of classes, as a fault of ours."""
     try:
-        records = datasets.load_dataset(name, part, streaming=config.streaming, **options)
+        yield
     except Exception as error:
-        raise at_start(error) from error
-    return _Stream(records, later) if config.streaming else records
+        raise fault(error) from error
 
 
 class _Stream:
@@ -190,10 +191,8 @@ class _Stream:
         self._records, self._fault = records, fault
 
     def __iter__(self) -> Iterator[Record]:
-        try:
+        with _raising(self._fault):
             yield from self._records
-        except Exception as error:
-            raise self._fault(error) from error
 
     def skip(self, count: int) -> _Stream:
         """Return the records after the first `count`, without reading those."""
@@ -213,11 +212,7 @@ def is_heldout(relative_path: str) -> bool:
 
 
 def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (relative POSIX path, text) of one split in path order.
-
-    Raises:
-        DataError: an unknown split, or a Python without its library's source below `root`.
-    """
+    """Yield (relative POSIX path, text) of one split, in path order."""
     if split not in SPLITS:
         raise DataError(f"built-in text has no split {split!r}; choose one of {', '.join(SPLITS)}")
     root = root if root is not None else Path(sysconfig.get_paths()["stdlib"])

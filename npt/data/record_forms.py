@@ -31,16 +31,10 @@ UNWRITTEN = "messages that the chat template does not write as they are"
 _INT64_MAX = 2**63 - 1
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 """Roles of chat templates by ShareGPT's speakers."""
 
@@ -51,8 +45,8 @@ _TASK = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."
 ALPACA = f"{_TASK}. {_ASKED}\n\n### Instruction:\n%s\n\n### Response:\n"
 ALPACA_WITH_INPUT = (
-    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n###"
-    " Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
+    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n"
+    "### Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
 )
 """The prompts of Stanford's Alpaca, as its data set has them."""
 
@@ -180,12 +174,7 @@ def is_turn(entry: Any) -> bool:
 
 
 def messages_of(name: str, record: Record, column: str) -> list[Any]:
-    """Return a column's list as messages: turns of ShareGPT, with their system text, are renamed,
-    other entries left as they are.
-
-    Raises:
-        DataError: an unknown speaker, or a turn that is no text.
-    """
+    """Return a column's list as messages; turns of ShareGPT and their system text are renamed."""
     entries = list(record[column])
     if not (entries and all(map(is_turn, entries))):
         return entries
@@ -197,10 +186,8 @@ def messages_of(name: str, record: Record, column: str) -> list[Any]:
             known = f"rename it to one of {', '.join(ROLES)}"
             raise DataError(f"record {name}: turn {number} is from {str(speaker)[:40]!r}; {known}")
         if not isinstance(said, str):
-            raise DataError(
-                f"record {name}: turn {number} has {kind_of(said)} as 'value'; write a text, or"
-                " leave the turn out"
-            )
+            has = f"turn {number} has {kind_of(said)} as 'value'"
+            raise DataError(f"record {name}: {has}; write a text, or leave the turn out")
         messages.append({"role": role, "content": said})
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -211,10 +198,8 @@ def messages_of(name: str, record: Record, column: str) -> list[Any]:
 def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> Content:
     """Return a conversation as the chat template writes it, start and end tokens included."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
-            " and completion texts"
-        )
+        said = "is a conversation, but the tokenizer has no chat template"
+        raise DataError(f"record {name} {said}; use prompt and completion texts")
     last = answer[-1] if answer else {"role": "user"}
     if last["role"] in NO_ANSWER or not str(last["content"] or "").strip():
         return Content(skipped="empty completion")

@@ -44,15 +44,9 @@ class Arrival(Protocol):
 class Heartbeat:
     """A thread that beats for this process and watches the others.
 
-    Args:
-        store: the launcher's, on a connection that nobody else blocks.
-        index: of this process.
-        size: number of processes.
-        timeout: seconds that an arrival may take, even if all processes beat.
-        on_loss: called once, in the thread, after `lost` is set; ends the waits for the others.
-        device: that arrivals are on.
-        period: seconds between two beats.
-        silence: seconds without a beat before a process counts as lost; at most `timeout`.
+    timeout: seconds that an arrival on `device` may take, even if all processes beat. on_loss:
+    called once, in the thread, after `lost` is set; ends the waits for the others. period: seconds
+    between two beats. silence: seconds without one before a process counts as lost.
     """
 
     def __init__(

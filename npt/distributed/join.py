@@ -44,14 +44,9 @@ def join_processes(
 ) -> ProcessGroup:
     """Return the processes that the launcher started; a process group of torch's is taken as it is.
 
-    Args:
-        timeout: seconds to wait for another process, now and at every sum.
-        environment: default the process's.
-
-    Raises:
-        ConfigError: the launcher's variables do not fit together, or two processes would share a
-            GPU.
-        ProcessError: not all processes came.
+    timeout: seconds to wait for another process, now and at every sum. ConfigError if the
+    launcher's variables do not fit together or two processes would share a GPU, ProcessError if
+    not all processes came.
     """
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() == 1:
@@ -151,12 +146,7 @@ def _own_device(environment: Mapping[str, str], local_rank: int) -> torch.device
 
 
 def _check_devices(store: dist.Store, process: int, size: int, device: torch.device) -> None:
-    """Refuse processes that share a GPU or mix GPUs with CPUs, alike on every process.
-
-    Raises:
-        ConfigError: which processes, and where.
-        RuntimeError: not all processes came.
-    """
+    """Refuse processes that share a GPU or mix GPUs with CPUs, alike on every process."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"npt/device/{process}", json.dumps([socket.gethostname(), uuid]))
     found: dict[str, int] = {}

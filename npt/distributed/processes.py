@@ -42,12 +42,9 @@ E = TypeVar("E", bound=BaseException)
 class ProcessGroup:
     """The processes of a run, seen from one of them; by default it is alone, which costs nothing.
 
-    Args:
-        index: of this process, from 0.
-        size: number of processes.
-        device: that this process computes on, if there is a choice.
-        store: the launcher's key-value store, if it is known.
-        owned: `close` destroys torch's process group.
+    index: of this process, from 0. device: that it computes on. store: the launcher's key-value
+    store. owned: `close` destroys torch's process group. Exchanges raise ProcessError if another
+    process is lost or has left with a reason.
     """
 
     def __init__(
@@ -75,22 +72,14 @@ class ProcessGroup:
         return self.index == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum over all processes, in place, without waiting for a device; NaN stays NaN.
-
-        Raises:
-            ProcessError: another process is lost, or has left with a reason.
-        """
+        """Sum over all processes, in place, without waiting for a device; NaN stays NaN."""
         if self.size > 1:
             self._collect(lambda: dist.all_reduce(tensor), tensor.device)
         return tensor
 
     def wait_for(self, arrival: Any) -> None:
-        """Wait for a `torch.cuda.Event`, or another object with `query` and `synchronize`, while
-        signal handlers run.
-
-        Raises:
-            ProcessError: a process was lost, so the results on the device mean nothing.
-        """
+        """Wait for a `torch.cuda.Event` or the like while signal handlers run; ProcessError if a
+        process was lost and the results on the device mean nothing."""
         if self.broken:
             raise self._end()
         if self._heartbeat is None:
@@ -131,11 +120,7 @@ class ProcessGroup:
         return self.sum_(torch.tensor(numbers, dtype=torch.float64, device=on)).tolist()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return the value of every process, by process, through JSON; a lone process's as it is.
-
-        Raises:
-            ProcessError: as `sum_`.
-        """
+        """Return each process's value, by process, through JSON; a lone process's as it is."""
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -153,11 +138,8 @@ class ProcessGroup:
         ]
 
     def first(self, act: Callable[[], T]) -> T:
-        """Call `act` on process 0 and return its value on every process, through JSON elsewhere.
-
-        Raises:
-            ProcessError: `act` failed; process 0 raises the error itself.
-        """
+        """Call `act` on process 0 and return its value on every process, through JSON elsewhere;
+        its error is a ProcessError there."""
         if self.size == 1:
             return act()
         told: dict[str, Any] = {}
@@ -176,11 +158,7 @@ class ProcessGroup:
         return value if self.main else said["value"]  # type: ignore[return-value]
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Refuse to continue if a process's values differ, by a name to show.
-
-        Raises:
-            ConfigError: which process differs from process 0, in what; the same on all processes.
-        """
+        """Raise ConfigError on all processes if a value, by its name, is not the same on all."""
         everyone = self.gather_json(values)
         for process, theirs in enumerate(everyone):
             for name in everyone[0] | theirs:

@@ -140,14 +140,9 @@ class Checkpoint:
     ) -> State:
         """Return everything that is restored, checked; the model is not changed.
 
-        Args:
-            model: with adapters of the checkpoint's form attached.
-            base: of the model.
-            check_base: False takes a checkpoint of any base that its shapes fit.
-
-        Raises:
-            CheckpointError: a tensor of the state is missing, extra, misshapen or not finite.
-            AdapterFileError: the adapter does not fit, or the base is another one.
+        The model has adapters of the checkpoint's form. CheckpointError if the state does not fit,
+        AdapterFileError if the adapter does not or, unless `check_base` is False, the base is
+        another one.
         """
         snapshot = self.snapshot(model, base if check_base else None)
         return State(self.step, snapshot, self._spikes(), self.random_states())
@@ -223,19 +218,10 @@ def write_checkpoint(
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Write a checkpoint as a whole or not at all.
+    """Write a checkpoint as a whole, or raise OSError.
 
-    Args:
-        folder: becomes the checkpoint.
-        model: whose adapters are saved; they must be finite.
-        window: whose results are all read.
-        record: content of `state.json`: `step`, counters, position, settings.
-        base: of the model.
-        random_states: by process.
-
-    Raises:
-        OSError: it could not be written.
-        AdapterFileError: an adapter is not finite.
+    record: content of `state.json`. window: all of whose results are read. An adapter that is not
+    finite is an AdapterFileError.
     """
     check_savable(adapter_parameters(model), folder)
     spikes = None if window.spikes is None else window.spikes.remembered()
@@ -280,11 +266,7 @@ def write_state(
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and check its record, without reading tensors.
-
-    Raises:
-        CheckpointError: it does not verify, or its record has another form.
-    """
+    """Verify a checkpoint and check its record, or raise CheckpointError; no tensor is read."""
     if (folder / POSTMORTEM).exists():
         raise CheckpointError(f"{folder} is a post-mortem; name a checkpoint, or `npt replay` it")
     checkpoint = read_state(folder)
@@ -315,11 +297,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_state(folder: Path) -> Checkpoint:
-    """Verify a checkpoint or a post-mortem; the training loop's part is not checked.
-
-    Raises:
-        CheckpointError: it does not verify, or is of another format.
-    """
+    """Verify a checkpoint or post-mortem, or raise CheckpointError; loop entries are unchecked."""
     verify_checkpoint(folder)
     path = folder / RECORD
     record = read_json(path, CheckpointError)
@@ -335,10 +313,9 @@ def read_state(folder: Path) -> Checkpoint:
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest checkpoint that verifies, and what is wrong with newer ones.
+    """Return the newest checkpoint that verifies, and the faults of newer ones.
 
-    Raises:
-        CheckpointError: the newest one that verifies has another form than this version's.
+    CheckpointError if it has another form than this version's.
     """
     broken: dict[Path, str] = {}
     for path in reversed(checkpoints(folder)):

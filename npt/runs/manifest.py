@@ -25,11 +25,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Check a checkpoint against its manifest, and the manifest against its own sum.
-
-    Raises:
-        CheckpointError: which file, with both sums.
-    """
+    """Check a checkpoint against its manifest, and that against its own sum, or raise."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no {MANIFEST}; it was not written to its end")

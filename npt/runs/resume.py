@@ -41,9 +41,8 @@ _OF_ONE_START = ("resume", "output_dir")
 class Resumed:
     """The checkpoint that a run resumes from; finding it has changed nothing.
 
-    folder: the run's. checkpoint: None if a run starts anew in it. goes_on: the folder is the
-    checkpoint's own, not a new one. broken: newer checkpoints that do not verify, and why. seen:
-    names of all checkpoints.
+    checkpoint: None if a run starts anew. goes_on: `folder` is the checkpoint's own, not a new one.
+    broken: newer checkpoints that do not verify, and why. seen: names of all checkpoints.
     """
 
     folder: Path
@@ -58,16 +57,8 @@ class Resumed:
 
 
 def find_resumed(resume: str, output_dir: str | None) -> Resumed:
-    """Return the checkpoint that `--resume` means.
-
-    Args:
-        resume: `auto` for the newest good one below `output_dir`; else a run or checkpoint folder.
-        output_dir: of the run; default the folder of the checkpoint's run.
-
-    Raises:
-        ConfigError: the folder is missing in the settings, holds no run or is being written.
-        CheckpointError: no checkpoint exists, verifies or can be read.
-    """
+    """Return the checkpoint that `--resume` means: `auto` (the newest good one below `output_dir`),
+    a run folder or a checkpoint. ConfigError or CheckpointError if there is none to resume."""
     try:
         return _find(resume, output_dir)
     except OSError as error:
@@ -145,11 +136,7 @@ def _same(one: Path, other: Path) -> bool:
 def changed_settings(
     recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of both runs that differ, with both values.
-
-    Raises:
-        CheckpointError: a setting differs that must not change.
-    """
+    """Return the settings that differ, with both values; CheckpointError if one must not."""
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
         old, new = _listed(recorded[name]), _listed(now[name])
@@ -180,12 +167,10 @@ def _shown(value: Any) -> str:
 
 
 def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
-    """Return the number of records and a hash over some: it finds a wrong file, not every edit.
+    """Return for JSON the number of `records`, and the `sha256` of some; None for what is unknown.
 
-    Of a stream only the first record is read, of a generator, which can be read only once, none.
-
-    Returns:
-        For JSON: `records`, None for a stream, and `sha256`, None if unknown.
+    It finds a wrong file, not every edit: of a stream only the first record is read, of a
+    generator, which can be read only once, none.
     """
     if records is None:
         return {"records": 0, "sha256": None}
@@ -206,14 +191,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 
 
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume with other data than a checkpoint's run had.
-
-    Args:
-        recorded, now: `data_fingerprint` by the name of the data; unknown values are not compared.
-
-    Raises:
-        CheckpointError: with both.
-    """
+    """Refuse to resume if a known `data_fingerprint`, by the name of the data, has changed."""
     for name, ours in now.items():
         theirs = recorded.get(name)
         if isinstance(theirs, Mapping) and any(

@@ -67,12 +67,8 @@ class RunFolder:
     One process writes it at a time. A line that the disk has no room for is lost and counted. A
     folder that is removed or renamed during the run is made anew.
 
-    Args:
-        path: made if missing; must be empty otherwise.
-        resume_at: step at which the run in this folder resumes; later metrics are removed.
-
-    Raises:
-        ConfigError: the folder is not empty, not writable, or another process is writing it.
+    path: made if missing, else empty; ConfigError if it cannot be written. resume_at: step at which
+    the run in this folder resumes; later metrics are removed.
     """
 
     def __init__(self, path: str | Path, resume_at: int | None = None):
@@ -148,12 +144,9 @@ class RunFolder:
         self.event("warning", message=f"{self.path} {said}")
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        """Let `write` make `checkpoints/step-XXXXXXXX`, verify it, and then remove older ones
-        beyond `keep`.
+        """Let `write` make a checkpoint, verify it, and remove older ones beyond `keep`.
 
-        Raises:
-            OSError: it could not be written.
-            CheckpointError: it does not read back as it was written; it is set aside.
+        One that does not verify is set aside, and a CheckpointError.
         """
         self._make_anew_if_gone()
         folder = self.path / CHECKPOINTS / step_name(step)
@@ -196,12 +189,8 @@ class RunFolder:
             return []
 
     def set_aside(self, checkpoint: Path, why: str) -> Path:
-        """Rename a checkpoint if possible, so that it is never picked again; return its folder.
-
-        Args:
-            checkpoint: its folder.
-            why: BROKEN or SUPERSEDED.
-        """
+        """Rename a checkpoint, if possible, so that it is never picked again (`why`: BROKEN or
+        SUPERSEDED); return its folder."""
         aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
         while aside.exists():
             number += 1
@@ -251,11 +240,7 @@ class _Log:
 
 
 class NullRunFolder(RunFolder):
-    """A run folder that nothing is written to: of every process but process 0.
-
-    Args:
-        path: the folder of process 0.
-    """
+    """The run folder of every process but process 0: nothing is written."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -328,12 +313,8 @@ def is_run(path: Path) -> bool:
 
 
 def tidy(path: Path) -> None:
-    """Remove half-written files that a killed process left in a run's folder.
-
-    Raises:
-        ConfigError: another process is writing it.
-        OSError: it cannot be read.
-    """
+    """Remove half-written files that a killed process left in a run's folder; ConfigError if another
+    process is writing it."""
     lock = _locked(path)
     try:
         for folder in (path, path / CHECKPOINTS):
@@ -344,11 +325,7 @@ def tidy(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that is in use or cannot be made, before anything expensive is done.
-
-    Raises:
-        ConfigError: it is a file or holds something, or nothing can be written there.
-    """
+    """Raise ConfigError for a folder in use or not writable, before anything expensive."""
     try:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--output_dir {path} is a file; name a folder")

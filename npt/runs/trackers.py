@@ -51,11 +51,7 @@ _REMEDIES = {
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
-    """Return the names of the trackers that the configuration asks for.
-
-    Raises:
-        ConfigError: one of them is not installed.
-    """
+    """Return the trackers that the configuration asks for; ConfigError if one is not installed."""
     asked = config.report_to or ()
     if "none" in asked:
         return []
@@ -85,9 +81,7 @@ def start_trackers(
 ) -> Trackers:
     """Start a run's trackers on process 0, which alone has any; see `Trackers`.
 
-    Raises:
-        ConfigError: one cannot be started. The folder is as it was.
-        ProcessError: the same, on the other processes.
+    If one cannot start, ConfigError there and ProcessError on the other processes.
     """
     started: list[Trackers] = []
     run = wandb_run.known_run(folder) if resume_at is not None else None
@@ -98,19 +92,12 @@ def start_trackers(
 class Trackers:
     """The trackers of one run, opened before its base is loaded; a context, which closes them.
 
-    One that fails is warned of once and counted; the run continues as without it, with the same
-    random numbers.
+    One that cannot be started is a ConfigError, and nothing is left over. One that fails later is
+    warned of once and counted; the run continues with the same random numbers.
 
-    Args:
-        config: which ones, and how they name the run.
-        folder: the run's, which is made if it is missing.
-        run: the run's id in Weights & Biases; a known one is continued.
-        group: default of the group in Weights & Biases.
-        resume_at: the step that the run in this folder resumes from. TensorBoard forgets later
-            steps; Weights & Biases keeps its first figures, which differ only if settings changed.
-
-    Raises:
-        ConfigError: one of them cannot be started; nothing is left over.
+    run: the id in Weights & Biases; a known one is continued. group: default of the group there.
+    resume_at: the step that the run in `folder` resumes from. TensorBoard forgets later steps;
+    Weights & Biases keeps its first figures, which differ only if settings changed.
     """
 
     def __init__(
@@ -247,11 +234,8 @@ class Trackers:
         self._each_wandb(lambda run: wandb_run.log_files(run, self.folder, _plain(record)))
 
     def close(self, status: int = 0) -> None:
-        """Close all, once; a run that failed before `describe` leaves nothing.
-
-        Args:
-            status: the run's exit status.
-        """
+        """Close all, once, with the run's exit status; a run that failed before `describe` leaves
+        nothing."""
 
         def end(name: str, tracker: Any) -> None:
             if name == "wandb":
