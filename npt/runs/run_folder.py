@@ -313,7 +313,7 @@ def is_run(path: Path) -> bool:
 
 
 def tidy(path: Path) -> None:
-    """Remove half-written files that a killed process left in a run's folder; ConfigError if another
+    """Remove half-written files of a killed process from a run's folder; ConfigError if another
     process is writing it."""
     lock = _locked(path)
     try:

@@ -198,7 +198,8 @@ class TestHub:
             streaming=streaming,
         )
         assert "".join(open_source(config)) == "records"
-        assert asked == [(("team/data", "de"), {"split": "train[:1%]", "streaming": streaming})]
+        options = {"name": "de", "split": "train[:1%]", "streaming": streaming}
+        assert asked == [(("team/data",), options)]
 
 
 class TestHubStream:
