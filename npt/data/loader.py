@@ -98,12 +98,12 @@ class Loader:
         epochs: int = 1,
         others: Sequence[Other] = (),
         seed: int = 0,
-        pin: bool = False,
     ):
         self.samples, self.others = samples, tuple(others)
         self._batch_size, self._pad_id, self._side, self._epochs = batch_size, pad_id, side, epochs
         self._bounds = tuple(accumulate(other.share for other in self.others))
-        self._seed, self._pin = seed, pin
+        self._seed = seed
+        self.pin = False
 
     def count(self, limit: int | None = None, begun: int = 0) -> int | None:
         """Count the batches of all epochs but the `begun` samples, no further than `limit`; None
@@ -136,7 +136,7 @@ class Loader:
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
         batch = collate(group, self._pad_id, side=self._side)
         batch = replace(batch, offset=position.drawn - len(group))
-        return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
+        return Loaded(position.epoch, batch.pinned() if self.pin else batch, position)
 
     def groups(self, position: Position, size: int) -> Iterator[tuple[list[Sample], Position]]:
         """Yield the samples of all sources, `size` at a time, with the position after them."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,20 @@ class Arrival(Protocol):
     def query(self) -> bool: ...
 
 
+class Pace(NamedTuple):
+    """Seconds: that an arrival may take, between two beats, and without a beat until a process
+    counts as lost."""
+
+    timeout: float
+    period: float = BEAT_SECONDS
+    silence: float = SILENT_SECONDS
+
+
 class Heartbeat:
     """A thread that beats for this process and watches the others.
 
-    timeout: seconds that an arrival on `device` may take, even if all processes beat. on_loss:
-    called once, in the thread, after `lost` is set; ends the waits for the others. period: seconds
-    between two beats. silence: seconds without one before a process counts as lost.
+    on_loss: called once, in the thread, after `lost` is set; ends the waits for the others. device:
+    that arrivals are on.
     """
 
     def __init__(
@@ -54,17 +62,15 @@ class Heartbeat:
         store: dist.Store,
         index: int,
         size: int,
-        timeout: float,
+        pace: Pace,
         on_loss: Callable[[], None],
         device: torch.device | None = None,
-        *,
-        period: float = BEAT_SECONDS,
-        silence: float = SILENT_SECONDS,
     ):
         self.lost: str | None = None
         """Why waiting is useless, once it is."""
         self._store, self._index, self._device = store, index, device
-        self._timeout, self._period, self._silence = timeout, period, min(silence, timeout)
+        self._timeout, self._period = pace.timeout, pace.period
+        self._silence = min(pace.silence, pace.timeout)
         self._on_loss = on_loss
         self._others = [other for other in range(size) if other != index]
         # the last beat of each other process, and when it was first read

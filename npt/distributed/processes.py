@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npt.distributed.heartbeat import Heartbeat, abort_groups, reachable
+from npt.distributed.heartbeat import Heartbeat, Pace, abort_groups, reachable
 from npt.errors import ConfigError, NPTError, ProcessError, StoppedError
 
 ANSWER_SECONDS = 5.0
@@ -88,7 +88,7 @@ class ProcessGroup:
             raise self._lost(RuntimeError(self._heartbeat.lost))
 
     def watch(self, timeout: float, **settings: float) -> None:
-        """Start this process's `Heartbeat`, which takes `timeout` and `settings`."""
+        """Start this process's heartbeat at the `Pace` of these seconds."""
         assert self._store is not None
         own: Any = self._store
         if hasattr(own, "clone"):  # a connection whose requests wait for nobody else's
@@ -102,7 +102,7 @@ class ProcessGroup:
             abort_groups(ABORT_SECONDS)
 
         self._heartbeat = Heartbeat(
-            own, self.index, self.size, timeout, end, self.device, **settings
+            own, self.index, self.size, Pace(timeout, **settings), end, self.device
         )
         self._heartbeat.start()
 

@@ -177,7 +177,7 @@ class RunData:
         setup, config = self._setup, self._setup.config
         leave_out = self._leave_out[: len(sources)]
         samples, *others = samples_of(sources, setup.tokenizer, config.seed, leave_out)
-        return Loader(
+        loader = Loader(
             samples,
             config.batch_size,
             setup.pad_id,
@@ -188,8 +188,9 @@ class RunData:
                 for other, source in zip(others, sources[1:], strict=True)
             ],
             seed=config.seed,
-            pin=setup.device.type == "cuda",
         )
+        loader.pin = setup.device.type == "cuda"
+        return loader
 
     def _identify(self) -> dict[str, Any]:
         """Return fingerprints of the data; refuse a resumed run other data than it had."""

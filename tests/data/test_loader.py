@@ -543,7 +543,9 @@ def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monke
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     plain = [loaded.batch for loaded in make_loader(tokenizer, records(9)).batches()]
     assert threads == []
-    ahead = Prefetcher(make_loader(tokenizer, records(9), pin=True).batches())
+    loader = make_loader(tokenizer, records(9))
+    loader.pin = True
+    ahead = Prefetcher(loader.batches())
     pinned = [loaded.batch for loaded in ahead]
     ahead.close()
     assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1

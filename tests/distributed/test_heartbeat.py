@@ -20,7 +20,7 @@ import torch.distributed as dist
 from several import several
 from windows import Sums, add_filled, window_over
 
-from npt.distributed.heartbeat import Heartbeat
+from npt.distributed.heartbeat import Heartbeat, Pace
 from npt.distributed.join import _check_devices, _own_device, join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
@@ -66,9 +66,8 @@ def beating(store: dist.Store) -> Iterator[Any]:
             store.clone(),
             process,
             size,
-            timeout,
+            Pace(timeout, **{**FAST, **settings}),
             lambda: losses.append(heartbeat.lost),
-            **{**FAST, **settings},
         )
         heartbeat.losses = losses  # type: ignore[attr-defined]
         heartbeat.start()

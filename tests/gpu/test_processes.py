@@ -22,7 +22,7 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.base.linear import quantized_linears
 from npt.distill.strategies import STRATEGIES
-from npt.distributed.heartbeat import Heartbeat
+from npt.distributed.heartbeat import Heartbeat, Pace
 from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
 
@@ -127,7 +127,7 @@ def test_a_process_that_hangs_is_named_and_no_process_aborts(tmp_path: Path) -> 
 
 
 def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
-    heartbeat = Heartbeat(dist.HashStore(), 0, 1, 60.0, lambda: None, torch.device("cuda", 0))
+    heartbeat = Heartbeat(dist.HashStore(), 0, 1, Pace(60.0), lambda: None, torch.device("cuda", 0))
     heartbeat.start()
     came: list[float] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: came.append(time.monotonic()))
