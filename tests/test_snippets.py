@@ -38,9 +38,9 @@ SHORT = {
     "consolidate": "--eval_samples 2 --max_length 64",
     "transplant": "",
 }
-"""Behind a printed command, so that it ends soon; of two values of a flag the last one counts."""
+"""Added to a printed command, so that it ends soon; of two values of a flag the last one counts."""
 FRESH = ["--init", "random", "--layers", "6,7", "--adapter_rank", "8", "--no_smoke_test"]
-"""Behind a run that begins with adapters of its own. A start that is solved is no matter of a
+"""Added to a run that begins with adapters of its own. A start that is solved is no matter of a
 printed command.
 """
 FOR_MODELS = re.compile(r"--model_name (?!tiny)|--shape|--repo_id|--measure")
