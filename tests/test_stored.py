@@ -148,7 +148,7 @@ class TestEntries:
         assert "deep.c is 1, expected bool" in self.message({"a": 1, "b": "", "c": 1})
 
 
-def test_wrong_names_are_counted_and_the_first_is_named() -> None:
+def test_wrong_tensor_names_are_counted_and_the_first_is_named() -> None:
     check_names(Path("x"), ["b", "a"], ["a", "b"], BundleError)
     with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 such\)"):
         check_names(Path("x"), ["a"], ["a", "b", "c"], BundleError)
