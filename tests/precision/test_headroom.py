@@ -1,5 +1,5 @@
-"""Errors and headroom by number format: exact where they are exact, and a layer that overflows is
-the layer that is named.
+"""Errors and headroom by number format: exactly zero against itself, and a layer that overflows is
+the one that is named.
 """
 
 from __future__ import annotations
@@ -29,20 +29,13 @@ from npt.base.linear import dense_weight, quantized_linears
 from npt.base.load import EMBEDDED_FOLDER
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
-from npt.diagnostics import headroom
-from npt.diagnostics.headroom import (
-    CHECKPOINTS,
-    VARIANTS,
-    Extent,
-    VariantFigures,
-    compare_precision,
-    load_variant,
-    measure,
-    refer,
-)
-from npt.diagnostics.headroom_table import SHOWN, print_precision
+from npt.diagnostics.variants import VARIANTS, load_variant
 from npt.errors import ConfigError, ModelError
 from npt.files import to_json
+from precision import headroom
+from precision.figures import CHECKPOINTS, Extent, PrecisionComparison, VariantFigures
+from precision.headroom import compare_precision, measure, refer
+from precision.table import SHOWN, print_precision
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "compare_precision.py"
 SHORT = DataConfig(max_length=16)
@@ -124,9 +117,7 @@ def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> 
             h = t
 
 
-def test_the_error_of_an_early_layer_is_not_counted_again_in_the_later_ones(
-    load_model, batch
-) -> None:
+def test_the_error_of_an_early_layer_is_not_counted_again_later(load_model, batch) -> None:
     worse = load_model(None)
     with torch.no_grad():
         worse.model.layers[1].mlp.down_proj.weight.mul_(1.1)
@@ -163,9 +154,7 @@ def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -
     )
 
 
-def test_4_bit_that_computes_in_fp16_overflows_where_4_bit_in_fp32_does_not(
-    load_model, batch
-) -> None:
+def test_4_bit_in_fp16_overflows_in_a_layer_that_fp32_carries(load_model, batch) -> None:
     reference = refer(load_model(None), [batch])
 
     def measured(dtype: torch.dtype) -> VariantFigures:
@@ -188,7 +177,7 @@ def test_a_weight_that_is_not_finite_is_said_of_fp32_as_well(load_model, batch) 
     measured = measure(model, refer(model, [batch]))
     first = measured.first_non_finite
     assert first is not None and first[:2] == (2, "v")
-    assert measured.failing_layers == (2, 3)  # fp32's own stream is not finite behind it
+    assert measured.failing_layers == (2, 3)  # fp32's own stream is not finite after it
     assert measured.layers[2].checkpoints["v"].headroom(torch.float16) == -math.inf
 
 
@@ -353,11 +342,11 @@ def test_a_batch_without_padding_and_one_of_two_tokens_are_taken(load_model) -> 
 
 
 @pytest.fixture(scope="module")
-def comparison() -> headroom.PrecisionComparison:
+def comparison() -> PrecisionComparison:
     return compare_precision("tiny", SHORT, count=2, batch_size=2, device="cpu")
 
 
-def test_every_variant_is_measured_on_the_same_tokens_in_its_own_format(comparison) -> None:
+def test_variants_are_measured_on_the_same_tokens_in_their_formats(comparison) -> None:
     assert (
         [v.name for v in comparison.variants] == list(VARIANTS)
         and comparison.heldout
@@ -401,9 +390,7 @@ def test_one_variant_is_in_memory_at_a_time(monkeypatch) -> None:
     assert alive == [0, 0, 0]
 
 
-def test_a_base_that_is_stored_in_4_bit_has_nothing_to_be_compared_with(
-    load_model, tmp_path
-) -> None:
+def test_a_base_stored_in_4_bit_cannot_be_compared(load_model, tmp_path) -> None:
     load_model("nf4").save_pretrained(tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_FOLDER / file, tmp_path / file)
@@ -435,13 +422,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(
 # ------------------------------------------------------------------------------------------------
 
 
-def printed(comparison: headroom.PrecisionComparison) -> str:
+def printed(comparison: PrecisionComparison) -> str:
     out = io.StringIO()
     print_precision(comparison, Console(file=out, width=100))
     return out.getvalue()
 
 
-def test_the_tables_fit_a_hundred_columns_and_show_every_variant_and_layer(comparison) -> None:
+def test_tables_fit_a_hundred_columns_and_show_variants_and_layers(comparison) -> None:
     text = printed(comparison)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and "…" not in text
