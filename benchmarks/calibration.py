@@ -30,9 +30,7 @@ from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_
 
 @dataclass(frozen=True)
 class Case:
-    """What is converted, and how. rank: D / 4 is 48 of the embedded model's 192. steps: of training
-    behind it.
-    """
+    """A conversion. rank: D / 4 is 48 of the embedded model's 192. steps: of training after it."""
 
     name: str
     layers: str

@@ -89,8 +89,8 @@ def measure(
 
     Returns:
         Settings and figures. `seconds` is the wall time of `npt.calibrate`; `host_seconds` of it
-        are factorisations and solves on the host, `device_seconds` the rest, 0 on a CPU, where all
-        is the host's. `cpu_seconds` is the processor time of all threads.
+        are factorisations and solves on the host, `device_seconds` the rest, 0 on a
+        CPU. `cpu_seconds` is the processor time of all threads.
     """
     heads = hidden // HEAD
     kv_heads = heads // 4 if heads % 4 == 0 else heads

@@ -13,8 +13,8 @@ interpreter. None is forked from this one: packing a base is enough to start Ope
 a fork does not take along, and the child would wait for them for ever.
 
     kills       processes that were killed
-    resumed     kills after which the next process went on from the newest checkpoint there was
-    bit_equal   kills behind a run that ended equal to the uninterrupted one
+    resumed     kills after which the next process resumed from the newest checkpoint
+    bit_equal   kills in runs that ended equal to the uninterrupted one
     lost        processes that failed, and kills after which a checkpoint that had been reported was
                 missing, or did not verify
 
@@ -56,7 +56,7 @@ Child = BaseProcess | subprocess.Popen[bytes]
 
 @dataclass
 class Figures:
-    """What is reported; the first six are promised, the others say what was tried."""
+    """The reported figures; the first six are promised, the others say what was tried."""
 
     kills: int = 0
     resumed: int = 0
@@ -74,7 +74,7 @@ class Figures:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """Everything that a run came to, but for what depends on the clock or on where it is."""
+    """Return everything that a run came to, apart from clock and place."""
     (checkpoint,) = (
         path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-")
     )
@@ -107,11 +107,11 @@ class Campaign:
         self.place, self.steps = place, steps
         self.source = random.Random(seed)
         self.figures = Figures()
-        # steps that the next process has to go on from, of kills since the last one that said so
+        # steps that the next process must resume from, of kills since the last one that said so
         self.pending: list[int] = []
 
     def make_reference(self) -> None:
-        """The run without interruption, and how long it takes."""
+        """Make the run without interruption, and time it."""
         folder = self.place / "reference"
         status = wait(forked_process(folder, self.steps, timed=True), None)
         if status != 0:
@@ -124,7 +124,7 @@ class Campaign:
         )
 
     def kill(self, kills: int, fresh_every: int) -> None:
-        """Runs until so many processes have been killed, and the last of them to its end."""
+        """Run until so many processes have been killed, and the last run to its end."""
         while self.figures.kills < kills:
             folder = self.place / f"run-{self.figures.runs}"
             before, losses = self.figures.kills, self.figures.lost
@@ -138,9 +138,7 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _one_process(self, folder: Path, kills: int, fresh_every: int) -> bool:
-        """Start one, and kill it if there are kills left; False where the run has come to
-        its end.
-        """
+        """Start one, and kill it if there are kills left; return False at the run's end."""
         figures = self.figures
         said = resumptions(folder)
         kill = figures.kills < kills
@@ -154,7 +152,7 @@ class Campaign:
         self._check_resumption(folder, said)
         if status is None:
             figures.kills += 1
-            self._check_what_stands(folder)
+            self._check_checkpoints(folder)
             return True
         if status != 0:
             figures.lost += 1
@@ -163,9 +161,7 @@ class Campaign:
         return False
 
     def _check_resumption(self, folder: Path, said: int) -> None:
-        """Whether the process that has just ended went on from where it had to, if it came so far
-        as to say it.
-        """
+        """Check which step the process that has just ended resumed from, if it said so."""
         found = resumptions(folder)
         if found == said or not self.pending:
             return
@@ -174,15 +170,12 @@ class Campaign:
         self.figures.resumed += good
         self.figures.lost += len(self.pending) - good
         if good != len(self.pending):
-            self.figures.problems.append(
-                f"{folder.name} went on from step {step}, not from {self.pending}"
-            )
+            problem = f"resumed from step {step}, not from {self.pending}"
+            self.figures.problems.append(f"{folder.name} {problem}")
         self.pending.clear()
 
-    def _check_what_stands(self, folder: Path) -> None:
-        """After a kill: everything under a checkpoint's name verifies, and the last one that was
-        reported is there.
-        """
+    def _check_checkpoints(self, folder: Path) -> None:
+        """Check that all checkpoints verify after a kill, and the last reported one exists."""
         below = folder / "checkpoints"
         found, broken = newest_good(below)
         step = 0 if found is None else found.step
@@ -194,11 +187,11 @@ class Campaign:
         if broken or step < saved:
             self.figures.lost += 1
             self.figures.problems.append(
-                f"{folder.name}: {broken or f'step {saved} was saved, {step} stands'}"
+                f"{folder.name}: {broken or f'step {saved} was saved, {step} is the newest'}"
             )
 
     def flip_bits(self, flips: int) -> None:
-        """Single bits of every file of a finished checkpoint, in turn."""
+        """Flip single bits of every file of a finished checkpoint, in turn."""
         (checkpoint,) = (
             path
             for path in (self.place / "reference" / "checkpoints").iterdir()
@@ -226,24 +219,24 @@ class Campaign:
 
 
 def forked_process(folder: Path, steps: int, timed: bool = False) -> Child:
-    """A process that takes the run up, forked from a server that never computes."""
+    """Resume the run in a process forked from a server that never computes."""
     process = _CONTEXT.Process(target=crash_run.work, args=(folder, steps, timed))
     process.start()
     return process
 
 
 def fresh_process(folder: Path, steps: int) -> Child:
-    """A new interpreter that takes the run up."""
+    """Resume the run in a new interpreter."""
     return subprocess.Popen([sys.executable, crash_run.__file__, str(folder), str(steps)])
 
 
 def ended(child: Child) -> int | None:
-    """Its exit status, negative for the signal that ended it; None as long as it runs."""
+    """Return its exit status, negative for the signal that ended it; None while it runs."""
     return child.poll() if isinstance(child, subprocess.Popen) else child.exitcode
 
 
 def wait(child: Child, seconds: float | None) -> int | None:
-    """A child's exit status; None where it had to be killed after so many seconds."""
+    """Return a child's exit status; None if it was killed after so many seconds."""
     end = float("inf") if seconds is None else time.perf_counter() + seconds
     while (status := ended(child)) is None and time.perf_counter() < end:
         time.sleep(0.002)
@@ -259,7 +252,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of a kind; a last line that was cut off is none."""
+    """Return events of a kind; a last line that was cut off is none."""
     path = folder / "events.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     found = []

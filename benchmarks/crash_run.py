@@ -22,12 +22,12 @@ MODEL = "tiny"
 
 
 def work(folder: Path, steps: int, timed: bool = False) -> None:
-    """Take the run up where it is, and end this process with its exit status.
+    """Resume the run, and end this process with its exit status.
 
     Args:
         folder: of the run.
         steps: that it has.
-        timed: tell in `times.json` beside its folder how long all of it and its saves took.
+        timed: write to `times.json` next to its folder how long the run and its saves took.
     """
     model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
     alive(folder).touch()
@@ -37,12 +37,12 @@ def work(folder: Path, steps: int, timed: bool = False) -> None:
 
 
 def alive(folder: Path) -> Path:
-    """What a process makes beside the folder once it is about to begin."""
+    """Return the file that a process makes next to the folder when it begins."""
     return folder.with_suffix(".alive")
 
 
 def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
-    """The run; its exit status."""
+    """Make the run and return its exit status."""
     npt.attach(model, npt.NPTConfig(rank=2, layers="6,7"))
     config = npt.TrainConfig(
         max_steps=steps,
@@ -94,7 +94,7 @@ def _timed(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
 
 
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Short records of token ids, one in ten with an id that is refused."""
+    """Return short records of token ids, one in ten with an id that is refused."""
     source = random.Random(seed)
     made = [[source.randrange(3, 2000) for _ in range(source.randint(4, 14))] for _ in range(count)]
     for ids in made[5::10]:

@@ -1,13 +1,12 @@
-"""What the loaders do with files that nobody wrote: adapters, checkpoints and post-mortem bundles,
-changed at random.
+"""Load randomly changed adapters, checkpoints and post-mortem bundles.
 
     python benchmarks/fuzz.py [--inputs 100000] [--json]
 
 Each input is a valid folder with one file changed: bits, bytes and pieces of it; values anywhere in
 its JSON; names, dtypes, shapes and offsets in the header of its tensors; or it is missing, a
-folder, or another one's. In most of the checkpoints the sums are made right again, so that what
-stands behind them is reached. Whatever comes of it, it has to be read or refused by an error of one
-line that is meant for the user, in less than SLOW seconds, with the model as it was.
+folder, or another one's. Most of the checkpoints get right sums again, so that later checks are
+reached. Each must be read, or refused by an error of one line that is meant for the user, in less
+than SLOW seconds, with the model as it was.
 
     inputs      that were tried
     read        that were valid all the same
@@ -43,44 +42,15 @@ from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
 from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
-from npt.runs.data_fingerprint import check_same_data
 from npt.runs.manifest import MANIFEST, write_manifest
-from npt.runs.resume import changed_settings
+from npt.runs.resume import changed_settings, check_same_data
 
 SLOW = 5.0
 MODEL = "tiny"
-NUMBERS: list[Any] = [
-    0,
-    1,
-    -1,
-    2,
-    0.5,
-    -0.0,
-    1e308,
-    1e-320,
-    2**31,
-    2**62,
-    2**63,
-    2**64,
-    -(2**63),
-    10**30,
-]
-TEXTS: list[Any] = [
-    "",
-    "x",
-    "0",
-    "nf4",
-    "1,3",
-    "../../etc/passwd",
-    "a\nb",
-    "\ud800",
-    "\x00",
-    "9" * 5000,
-    "x" * 10_000,
-    "F32",
-    "cuda.0",
-    "0-99999999999",
-]
+NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, -0.0, 1e308, 1e-320, 2**31, 2**62, 2**63, 2**64, -(2**63)]
+NUMBERS += [10**30]
+TEXTS: list[Any] = ["", "x", "0", "nf4", "1,3", "../../etc/passwd", "a\nb", "\ud800", "\x00"]
+TEXTS += ["9" * 5000, "x" * 10_000, "F32", "cuda.0", "0-99999999999"]
 OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], [0] * 1000]
 DTYPES = [
     "F64",
@@ -98,24 +68,28 @@ DTYPES = [
     3,
     None,
 ]
+LENGTHS = [2**20, 101 << 20, 2**40, 2**63, 2**64 - 1]
+
+
+Finish = Callable[[Path, random.Random], None]
 
 
 @dataclass
 class Target:
     """A loader, and a folder that it reads.
 
-    files: of it that are changed. finish: done to the folder after a change, before it is read.
+    files: that are changed. finish: called on the folder after a change, before it is read.
     """
 
     name: str
     folder: Path
     read: Callable[[Path], Any]
     files: list[str]
-    finish: Callable[[Path, random.Random], None] = lambda folder, source: None
+    finish: Finish
 
 
 class Fuzzer:
-    """Changed copies of what a small run has written, one after the other.
+    """Changes and reads copies of a small run's files.
 
     Args:
         place: a folder to write in, best in memory.
@@ -133,11 +107,11 @@ class Fuzzer:
         self.base = npt.base_identity(self.model)
         self.record = read_checkpoint(checkpoint).record
         self.parameters = adapter_parameters(self.model)
-        self.before = {
-            name: parameter.detach().clone() for name, parameter in self.parameters.items()
-        }
+        self.before = {name: value.detach().clone() for name, value in self.parameters.items()}
         self.targets = [
-            self._target("adapter", checkpoint / "adapter", place, self._read_adapter),
+            self._target(
+                "adapter", checkpoint / "adapter", place, self._read_adapter, lambda *_: None
+            ),
             self._target("checkpoint", checkpoint, place, self._read_checkpoint, right_sums),
             self._target("bundle", bundle, place, self._read_bundle, right_sums),
         ]
@@ -149,7 +123,7 @@ class Fuzzer:
         ]
 
     def _target(
-        self, name: str, folder: Path, place: Path, read: Callable[[Path], Any], finish: Any = None
+        self, name: str, folder: Path, place: Path, read: Callable[[Path], Any], finish: Finish
     ) -> Target:
         copy = Path(shutil.copytree(folder, place / name))
         files = sorted(
@@ -157,12 +131,8 @@ class Fuzzer:
             for path in copy.rglob("*")
             if path.is_file() and path.suffix != ".md"
         )
-        target = (
-            Target(name, copy, read, files)
-            if finish is None
-            else Target(name, copy, read, files, finish)
-        )
-        target.read(copy)  # what is changed is valid
+        target = Target(name, copy, read, files, finish)
+        target.read(copy)  # valid before it is changed
         return target
 
     def _read_adapter(self, folder: Path) -> Any:
@@ -223,9 +193,7 @@ class Fuzzer:
 
 
 def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
-    """A checkpoint and a bundle: of a run that takes three steps and then meets two samples that it
-    refuses.
-    """
+    """Return checkpoint and bundle of a run of three steps that then refuses two samples."""
 
     def break_down(strategy: Callable[..., Any]) -> Callable[..., Any]:
         calls = iter(range(10**6))
@@ -262,7 +230,7 @@ def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
 
 
 def right_sums(folder: Path, source: random.Random) -> None:
-    """Sums of what there is now, as somebody would make them who wants it to be loaded."""
+    """Write sums of the changed files, as somebody would who wants them loaded."""
     if (
         source.random() < 0.9
         and (folder / MANIFEST).is_file()
@@ -271,12 +239,8 @@ def right_sums(folder: Path, source: random.Random) -> None:
         write_manifest(folder)
 
 
-# --- changes
-# --------------------------------------------------------------------------------------------------
-
-
 def change(path: Path, content: bytes, source: random.Random, others: list[bytes]) -> None:
-    """Change one file in one of the ways there are."""
+    """Change one file at random."""
     way = source.random()
     if way < 0.01:
         path.unlink()
@@ -296,7 +260,7 @@ def change(path: Path, content: bytes, source: random.Random, others: list[bytes
 
 
 def changed_bytes(content: bytes, source: random.Random) -> bytes:
-    """Bits, bytes and pieces; half of them in the first kilobytes, where a header is."""
+    """Change bits, bytes and pieces; half of them in the first kilobytes, the header."""
     made = bytearray(content)
     for _ in range(source.choice([1, 1, 1, 2, 5])):
         size = max(1, len(made))
@@ -314,9 +278,8 @@ def changed_bytes(content: bytes, source: random.Random) -> bytes:
         elif way == 4:
             del made[at:]
         else:
-            made[at : at + length] = bytes([source.choice([0, 255, 0x22, 0x5B, 0x7B, 0x7D])]) * min(
-                length, 4096
-            )
+            byte = source.choice([0, 255, 0x22, 0x5B, 0x7B, 0x7D])
+            made[at : at + length] = bytes([byte]) * min(length, 4096)
     return bytes(made)
 
 
@@ -327,16 +290,15 @@ def changed_json(content: bytes, source: random.Random) -> bytes:
     text = json.dumps(value)
     way = source.random()
     if way < 0.02:
-        return text.replace(
-            "1", source.choice(["NaN", "Infinity", "1e999", "1" * 5000, "01", "1.", "0x1"]), 1
-        ).encode()
+        number = source.choice(["NaN", "Infinity", "1e999", "1" * 5000, "01", "1.", "0x1"])
+        return text.replace("1", number, 1).encode()
     if way < 0.03:
         return (source.choice(["[", '{"a":']) * source.choice([10, 500, 50_000]) + text).encode()
     return text.encode()
 
 
 def changed_value(value: Any, source: random.Random) -> Any:
-    """One value somewhere in it is another, is gone, is there twice or has moved."""
+    """Replace, remove, repeat or move one value somewhere in it."""
     if isinstance(value, dict) and value and source.random() < 0.9:
         key = source.choice(list(value))
         made = dict(value)
@@ -368,22 +330,13 @@ def changed_value(value: Any, source: random.Random) -> Any:
 
 
 def changed_tensors(content: bytes, source: random.Random) -> bytes:
-    """The header of a safetensors file: entries, dtypes, shapes, offsets, its own length; or
-    numbers behind it.
-    """
+    """Change a safetensors file's header (entries, its own length) or the numbers after it."""
     (length,) = struct.unpack("<Q", content[:8])
     header, body = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
     way = source.random()
     if way < 0.15:
-        return (
-            struct.pack(
-                "<Q",
-                source.choice(
-                    [0, 1, length - 1, length + 1, 2**20, 101 << 20, 2**40, 2**63, 2**64 - 1]
-                ),
-            )
-            + content[8:]
-        )
+        said = source.choice([0, 1, length - 1, length + 1, *LENGTHS])
+        return struct.pack("<Q", said) + content[8:]
     if way < 0.35 and len(body) >= 8:  # numbers that are not finite, or far away
         at = source.randrange(len(body) // 4) * 4
         number = source.choice([float("nan"), float("inf"), -float("inf"), 3e38, -1.0, 1e-45])
@@ -419,11 +372,8 @@ def change_header(header: dict[str, Any], size: int, source: random.Random) -> N
         del header[name]
         return
     elif way == 4:
-        header[
-            source.choice(
-                [*map(str, TEXTS), name + "x", name.replace("rng", "RNG"), name.replace("7", "8")]
-            )
-        ] = header.pop(name)
+        near = [name + "x", name.replace("rng", "RNG"), name.replace("7", "8")]
+        header[source.choice([*map(str, TEXTS), *near])] = header.pop(name)
         return
     elif way == 5:
         header[source.choice([name + "x", "rng.1.cpu", "spikes.x", "stranger"])] = entry
@@ -464,12 +414,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(figures))
     else:
         for name, outcomes in fuzzer.by_target.items():
-            print(
-                f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}"
-            )
-        print(
-            f"{figures['inputs']} inputs in {figures['seconds']} s, {figures['failures']} failures"
-        )
+            said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+            print(f"{name}: {said}")
+        count, seconds, failures = (figures[key] for key in ("inputs", "seconds", "failures"))
+        print(f"{count} inputs in {seconds} s, {failures} failures")
     for failure in fuzzer.failures[:20]:
         print(failure, file=sys.stderr)
     return 1 if fuzzer.failures else 0

@@ -7,7 +7,7 @@ rows of RESULTS.md.
 
 FOLDER/gpu_check.json and FOLDER/RESULTS.md are written anew as each section ends, so that a run
 which is cut off leaves all that it had found. MISS is a figure that misses its target, and no
-failure. Sections that take a GPU say so where there is none.
+failure. Sections that take a GPU say so without one.
 
 Exit status: 0 nothing failed; 1 a section failed; 2 wrong arguments; 3 nothing failed, but
 --minutes did not do for all sections.

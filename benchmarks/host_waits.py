@@ -35,10 +35,10 @@ WAITING = frozenset(
 """Operations that wait for a GPU whatever they are given."""
 
 _BY_MASK = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
-"""Operations that wait where they are given a mask in place of indices."""
+"""Operations that wait if they are given a mask in place of indices."""
 
 _REPORT = "called a synchronizing CUDA operation"
-"""What torch's warnings and errors begin with."""
+"""Beginnings of torch's warnings and errors."""
 
 
 class HostWaitError(RuntimeError):

@@ -89,7 +89,7 @@ def cross_entropy(model: LlamaForCausalLM, batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What a mask leaves out, and the loss that counts it where the mask is ignored. prompt: the
+    """Data that a mask leaves out, and a loss that counts it regardless. prompt: the
     kind of it, None of short texts.
     """
 
@@ -151,7 +151,7 @@ class Bench:
         )
 
     def arm(self, case: Case, masked: bool) -> dict[str, Any]:
-        """Train one arm and measure it, with the floor beside it."""
+        """Train one arm and measure it, with the floor."""
         npt.attach(self.model, npt.NPTConfig(additive_scale=1.0), seed=0)
         parameters = adapter_parameters(self.model)
         optimizer = torch.optim.AdamW(parameters.values(), lr=RATE)

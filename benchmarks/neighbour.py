@@ -4,9 +4,9 @@ that sleep.
 
     python benchmarks/neighbour.py --rounds 2
 
-A few steps of the embedded model, each time in a process of its own: alone, and beside a process
+A few steps of the embedded model, each time in a process of its own: alone, and next to a process
 that keeps one core busy; with OpenMP's threads as they wait by default, and asleep
-(OMP_WAIT_POLICY=PASSIVE), as `npt` lets them where others are computing. Tokens a second, the best
+(OMP_WAIT_POLICY=PASSIVE), as `npt` lets them next to others. Tokens a second, the best
 of the rounds, and their ratios. Small products wait often: a wider model loses less by sleeping.
 """
 
@@ -38,7 +38,7 @@ RUN = (
 START = (
     "import torch, sys; from npt.cli.main import main; sys.exit(main(['pretrain', *sys.argv[1:]]))"
 )
-"""OpenMP is there before `npt` could say anything."""
+"""OpenMP loads before `npt` could say anything."""
 
 POLICIES: dict[str, dict[str, str]] = {"by default": {}, "asleep": {"OMP_WAIT_POLICY": "PASSIVE"}}
 
@@ -80,7 +80,7 @@ def main() -> None:
     for busy in (False, True):
         found = {policy: max(speed(policy, busy) for _ in range(rounds)) for policy in POLICIES}
         usual, asleep = found["by default"], found["asleep"]
-        where = "beside a busy process" if busy else "alone"
+        where = "next to a busy process" if busy else "alone"
         print(
             f"{where}: {usual:,.0f} tokens/s as threads wait by default, {asleep:,.0f} asleep,"
             f" {asleep / usual:.2f} times",

@@ -6,8 +6,8 @@ Steps of the local strategy (forward and backward of one micro-batch) on the emb
 one process, the same batches, one thread. Three kinds of step are timed in turn, so that a slow
 moment of the machine hits all of them: plain on a model that no recorder has been on, recorded on
 another copy of it (the recorder's hooks put on, the step, hooks taken off, the numbers read and
-written to a file, as a run does at a chosen step), and plain on that copy behind it. `ratio` is the
-median of recorded / plain, `ratio_after` that of plain behind a recording / plain, and `hooks_left`
+written to a file, as a run does at a chosen step), and plain on that copy after it. `ratio` is the
+median of recorded / plain, `ratio_after` that of plain after a recording / plain, and `hooks_left`
 counts what is still on the copy's modules and parameters.
 """
 
@@ -110,7 +110,7 @@ def main() -> None:
                 lambda batch=batch: watched.plain(batch),
             ]
             times = [0.0] * 3
-            # each of the plain ones as often behind the recorded one
+            # each of the plain ones as often after the recorded one
             for i in (1, 2, 0) if number % 2 == 0 else (1, 0, 2):
                 times[i] = watched.time(steps[i])
             if number:  # the first round makes allocations and imports
@@ -141,7 +141,7 @@ def main() -> None:
         )
         low, high = figures["ratio_after_quartiles"]
         print(
-            f"plain step behind a recording / plain step: {figures['ratio_after']:.3f} (quartiles"
+            f"plain step after a recording / plain step: {figures['ratio_after']:.3f} (quartiles"
             f" {low:.3f} to {high:.3f})"
         )
         print(f"hooks left: {figures['hooks_left']}; rows of a record: {figures['rows']}")

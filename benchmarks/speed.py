@@ -7,7 +7,7 @@ process.
 Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's
 step is first taken twice under instruments, which also warms it up: once with its matrix products
 counted, once with its memory followed. Then all are timed in turn, in reversed order every other
-round, so that a slow moment of the machine hits all of them and none is always behind the same
+round, so that a slow moment of the machine hits all of them and none always follows the same
 other.
 
     tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the
@@ -25,7 +25,7 @@ other.
                         measured before and after the rounds
 
 A step is one row of 1,024 tokens unless told otherwise; the sweep also has the same tokens in
-shorter rows, where attention is cheaper.
+shorter rows, whose attention is cheaper.
 
 `--sweep` varies the tokens of a batch, the length of its rows and the number of converted layers
 one by one (`speed_sweep.py`).
@@ -95,7 +95,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[str, Any]:
-    """What a run's step costs whatever the machine's speed: two steps, of which the second finds
+    """Count what a run's step costs at any machine's speed: two steps, of which the second finds
     the optimizer's moments in place.
     """
     losses: list[torch.Tensor] = []
@@ -156,7 +156,7 @@ def measure(
         except torch.OutOfMemoryError:
             run.forget()
             missing[run.name] = (
-                "it does not fit into the device's memory beside the other runs' bases"
+                "it does not fit into the device's memory next to the other runs' bases"
             )
             note(f"{run.name} is left out: {missing[run.name]}")
     before = matmul_roofline(device)
@@ -199,7 +199,7 @@ def measure(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return what the figures were measured on."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": processor(),
@@ -225,7 +225,7 @@ def processor() -> str:
 
 
 def make_setting(args: argparse.Namespace) -> Setting:
-    """What the flags say.
+    """Read the flags.
 
     Raises:
         ConfigError: flags that do not go together.
@@ -346,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     figures = measure(setting, names, args.repeats, note)
     if args.sweep:
         figures["sweep"] = sweep(setting, args.repeats, note, in_turns)
-    # first: nothing that fails behind it loses them
+    # first: nothing that fails later loses them
     print(json.dumps(figures) if args.json else markdown(figures), flush=True)
     if args.output is not None:
         write_all(figures, args.output)

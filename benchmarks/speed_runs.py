@@ -20,7 +20,7 @@ one backward, and no value read back from the device.
                             `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
-Of transformers' hidden states the last comes behind the final norm, so that the two-model runs
+Of transformers' hidden states the last comes after the final norm, so that the two-model runs
 compare the last layer there. Its lm_head runs in all of them, as it does for everybody who calls a
 causal language model.
 
@@ -65,7 +65,7 @@ MAX_GRAD_NORM = 0.5
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs have in common."""
+    """The base of all runs."""
 
     shape: str
     layers: str
@@ -85,7 +85,7 @@ class Setting:
 class Run:
     """A kind of training step.
 
-    step: forward, backward and the optimizer's step on a batch; gradients are gone behind it. It
+    step: forward, backward and the optimizer's step on a batch; gradients are gone after it. It
     returns the loss, on the device. holds: everything that this kind alone would need in memory,
     the batch left out. trainable: what its optimizer moves.
     """

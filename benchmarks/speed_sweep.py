@@ -112,7 +112,7 @@ def sweep(
 
 
 def linearity(curve: list[tuple[int, float]]) -> dict[str, float]:
-    """How straight seconds are against tokens, in order.
+    """Measure how straight seconds are against tokens, in order.
 
     seconds_per_token, fixed_seconds: of the straight line through the points, by least squares.
     largest_deviation: of a point from that line, over its own seconds. slope_ratio: seconds per

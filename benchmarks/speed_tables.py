@@ -50,7 +50,7 @@ def markdown(figures: dict[str, Any]) -> str:
 
 
 def place(shape: str) -> tuple[str, str]:
-    """What stands before and behind the tables of a shape in a text that holds them."""
+    """Return the marks before and after a shape's tables in a text that holds them."""
     return f"<!-- speed.py --shape {shape} -->\n", "<!-- end -->\n"
 
 

@@ -4,13 +4,13 @@ without changing what it computes.
     python benchmarks/widths.py [--widths 1,2,4,8] [--output FOLDER] [--workers INT]
 
 A model k times as wide has k copies of every coordinate of the stream and of the MLP, and weights
-divided by k where they are summed over. Logits, attention outputs and the loss of a layer are those
+divided by k before they are summed. Logits, attention outputs and the loss of a layer are those
 of the embedded model whatever k is; only the adapters have more to sum over and more to write to.
 So what changes between two widths is not the task, the text or the teacher. Attention keeps its
 heads.
 
-A study like any other is written to the folder, run with `npt sweep` and gone on with if it is
-there: `npt report FOLDER/study` draws it.
+A study like any other is written to the folder, run with `npt sweep` and continued if it
+exists: `npt report FOLDER/study` draws it.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def widened(model: LlamaForCausalLM, k: int) -> LlamaForCausalLM:
 
 def _tiled(name: str, weight: Tensor, shape: torch.Size) -> Tensor:
     """The weight repeated to a shape, and divided by the copies that it sums over. Whole copies
-    stand one behind the other, so that the blocks of a 4-bit format hold the same numbers."""
+    follow one another, so that the blocks of a 4-bit format hold the same numbers."""
     times = [new // old for new, old in zip(shape, weight.shape, strict=True)]
     summed = times[1] if weight.ndim == 2 and "embed_tokens" not in name else 1
     return weight.repeat(*times) / summed
 
 
 def write_bases(folder: Path, widths: Sequence[int]) -> dict[int, Path]:
-    """A folder of each width, made where it is not there yet."""
+    """Return a folder of each width, made if it is missing."""
     model = LlamaForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_FOLDER)
     found = {k: folder / f"{k * model.config.hidden_size}" for k in widths}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tiers import listed, slow
 
-# torch and transformers are imported where they are used: the process that hands tests to workers
+# torch and transformers are imported by their users: the process that hands tests to workers
 # needs neither, and they take seconds.
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--no-skips",
         action="store_true",
-        help="a test that would be skipped fails: what it lacks has to be installed",
+        help="a test that would be skipped fails: what it lacks must be installed",
     )
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds for a test; obeyed where pytest-timeout is installed")
@@ -96,7 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there for good, libraries and tests by the million objects, out of every later
+    """Leave what stays for good, libraries and tests by the million objects, out of every later
     search for garbage.
     """
     gc.collect()
@@ -214,7 +214,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        # large enough that attention and MLP matter beside the residual stream
+        # large enough that attention and MLP matter next to the residual stream
         initializer_range=0.15,
         tie_word_embeddings=False,
         bos_token_id=0,
@@ -293,7 +293,7 @@ def load_model(llama_folder: Path) -> LoadModel:
     from npt.base import load as loading
     from npt.config import QUANT_TYPES
 
-    # load_base wants a tokenizer beside the weights; the embedded model's serves.
+    # load_base wants a tokenizer with the weights; the embedded model's serves.
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(loading.EMBEDDED_FOLDER / file, llama_folder / file)
 
@@ -360,7 +360,7 @@ def _unsynced(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(llama_folder: Path, load_model: Any) -> Path:
-    """The random Llama's folder, with a tokenizer beside the weights."""
+    """The random Llama's folder, with a tokenizer."""
     return llama_folder
 
 

@@ -499,7 +499,7 @@ def test_a_value_of_the_wrong_type_is_refused_like_any_other(config, settings, m
     assert str(refusal.value).replace("'", "").startswith(message)
 
 
-def test_a_refusal_ends_the_program_with_status_2_and_can_be_caught_as_a_value_error():
+def test_a_refusal_is_a_value_error_and_exit_status_2():
     with pytest.raises(ValueError, match="--adapter_rank") as refusal:
         NPTConfig(rank=0)
     assert isinstance(refusal.value, NPTError)

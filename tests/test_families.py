@@ -150,7 +150,7 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, side, mode):
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, whole.hidden_states, strict=True):
         # default tolerance of fp32, of the largest entry: valid tokens see the same keys, only what
-        # stands at padding differs
+        # is at padding differs
         assert_close(
             stream.rows(got),
             stream.rows(wanted),
@@ -204,8 +204,8 @@ def test_packed_documents_see_what_they_see_in_rows_of_their_own(
 
 @torch.no_grad()
 def test_a_layer_with_a_window_does_not_see_beyond_it(model):
-    """Layer by layer, a change of the first token moves the last one's attention output only where
-    there is no window between them.
+    """Layer by layer, a change of the first token moves the last one's attention output only if
+    no window separates them.
     """
     one = padded("right").input_ids[:1]
     other = one.clone()
@@ -242,9 +242,7 @@ def test_generating_with_the_cache_gives_the_same_tokens_as_without(model):
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("local", "padded"), ("end_to_end", "packed")])
-def test_a_step_of_training_gives_every_adapter_a_gradient_that_the_plain_pass_confirms(
-    folder, strategy, rows
-):
+def test_a_step_gives_every_adapter_the_plain_pass_gradient(folder, strategy, rows):
     model = load(folder)
     npt.attach(model, CONFIG)
     shake(model)
@@ -316,9 +314,7 @@ def test_a_fault_planted_in_a_layer_is_found_in_every_family(model):
     assert verdict is not None and "model.layers.2.mlp.up_proj" in str(verdict)
 
 
-def test_a_saved_adapter_loads_onto_its_base_and_not_onto_one_of_another_window(
-    model, folder, tmp_path
-):
+def test_a_saved_adapter_loads_only_onto_a_base_of_its_window(model, folder, tmp_path):
     npt.save_adapter(model, tmp_path / "adapter")
     fresh = load(folder)
     npt.load_adapter(fresh, tmp_path / "adapter")

@@ -1,5 +1,5 @@
 """Imports run one way: a module imports from its own package and from lower levels, never from
-beside or above.
+its own level or above.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def unit_of(path: str) -> str:
 
 
 def imported_modules(source: str, path: str) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import of npt in `source`, wherever it stands, relative ones
+    """(line, dotted name) of every import of npt in `source`, wherever it is, relative ones
     resolved.
     """
     package = ["npt", *path.split("/")[:-1]]
@@ -74,7 +74,7 @@ def imported_modules(source: str, path: str) -> list[tuple[int, str]]:
 
 
 def violations(source: str, path: str) -> list[str]:
-    """What `source`, standing at `path` below npt, imports against the rules."""
+    """Return what `source`, at `path` below npt, imports against the rules."""
     own = unit_of(path)
     units = {unit for units in LEVELS for unit in units}
     found: list[str] = []

@@ -38,9 +38,9 @@ SHORT = {
     "consolidate": "--eval_samples 2 --max_length 64",
     "transplant": "",
 }
-"""Behind a printed command, so that it ends soon; of two values of a flag the last one counts."""
+"""Added to a printed command, so that it ends soon; of two values of a flag the last one counts."""
 FRESH = ["--init", "random", "--layers", "6,7", "--adapter_rank", "8", "--no_smoke_test"]
-"""Behind a run that begins with adapters of its own. A start that is solved is no matter of a
+"""Added to a run that begins with adapters of its own. A start that is solved is no matter of a
 printed command.
 """
 FOR_MODELS = re.compile(r"--model_name (?!tiny)|--shape|--repo_id|--measure")
@@ -69,9 +69,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def words(command: str) -> list[str]:
-    """The arguments as a shell would give them, without a comment and the dots that stand for more
-    of them.
-    """
+    """Return the arguments as a shell would, without a comment and the dots for more of them."""
     given = [word for word in shlex.split(command, comments=True) if word != "..."]
     return given[: given.index(">")] if ">" in given else given
 
@@ -86,7 +84,7 @@ def cases(keep: Any = lambda command: True) -> list[Any]:
 
 
 class ReadError(Exception):
-    """Ends a program behind its arguments."""
+    """Ends a program after its arguments."""
 
 
 @pytest.mark.parametrize("command", cases())
@@ -174,7 +172,7 @@ def test_the_printed_commands_of_npt_run(command, place, monkeypatch, capsys, tm
 
 
 def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
-    """Each block behind the ones before it, as a reader would type them; what a block takes for
+    """Run each block after the ones before it, as a reader would type them; what a block takes for
     granted is given to it.
     """
     from transformers import TrainingArguments

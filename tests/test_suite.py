@@ -143,7 +143,7 @@ class TestTiers:
                 inside = found[0].body
 
     def test_every_file_has_a_fast_test(self) -> None:
-        """What breaks a module as a whole is seen at once. Files for a browser or a card are not
+        """A fault that breaks a whole module is seen at once. Files for a browser or a card are not
         for every machine.
         """
         names = {entry for entry in listed() if "::" not in entry}

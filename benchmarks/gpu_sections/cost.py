@@ -362,7 +362,7 @@ def _check_cache(bench: Bench, found: Findings) -> None:
 
 
 def _both_ways(model: Any, prompt: list[int], count: int = 12) -> tuple[list[int], list[int]]:
-    """Tokens continued with a cache, and the likeliest behind each of their beginnings in one
+    """Tokens continued with a cache, and the likeliest next one of each prefix in one
     forward without.
     """
     (written,) = continue_greedily(model, [prompt], [count], (), ["prompt"])

@@ -48,7 +48,7 @@ def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: i
 def base_of(
     bench: Bench, large: str, length: int, layers: int | None = None, vocab: int | None = None
 ) -> Any:
-    """A random base of a named shape, or of the embedded model's where all is small.
+    """A random base of a named shape, or of the embedded model's in a small check.
 
     Args:
         bench: where.

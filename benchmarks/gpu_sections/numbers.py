@@ -36,7 +36,7 @@ SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limi
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the results are of: the card and the libraries."""
+    """Return what the results are of: the card and the libraries."""
     found: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -55,7 +55,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _smi() -> dict[str, str]:
-    """What nvidia-smi says of the first card; empty where there is none."""
+    """Return what nvidia-smi says of the first card; empty without one."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader", "--id=0"]
@@ -235,8 +235,8 @@ KINDS = ("no mask", "padded right", "padded left", "packed")
 
 
 def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
-    """One row of `length` places; a quarter of them is padding where it is padded, and two
-    documents where it is packed.
+    """One row of `length` places; a quarter of them is padding if it is padded, and two
+    documents if it is packed.
     """
     ids = torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

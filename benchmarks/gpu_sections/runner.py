@@ -48,7 +48,7 @@ class OutOfTimeError(BaseException):
 
 @dataclass
 class Findings:
-    """What a section has found so far.
+    """The findings of a section so far.
 
     checks: [name, passed, detail]. targets: [name, met, detail], of which a missed one is no
     failure. figures: by name. tables: in Markdown. notes: for the closing line, what was left out
@@ -81,13 +81,13 @@ class Findings:
         )
 
     def target(self, name: str, met: bool, detail: str) -> None:
-        """A figure that is to be reached, and is told where it is not."""
+        """Check a figure that must be reached, and report it if it is not."""
         self.targets.append((name, bool(met), detail))
 
 
 @dataclass
 class Bench:
-    """Where sections run.
+    """The place that sections run in.
 
     folder: for what they write, removed at the end. small: tiny models and shapes.
     """
@@ -143,7 +143,7 @@ class Section:
 
 @dataclass
 class Result:
-    """What became of a section."""
+    """The outcome of a section."""
 
     number: int
     name: str
@@ -235,7 +235,7 @@ def _judged(found: Findings, verdict: str | None, failure: str | None) -> tuple[
 
 @contextmanager
 def _as_it_was(device: torch.device) -> Iterator[None]:
-    """What sections set for the whole process, set back after them."""
+    """Restore after sections what they set for the whole process."""
     precision = torch.get_float32_matmul_precision()
     torch.manual_seed(0)
     try:

@@ -100,7 +100,7 @@ def check_bits(bench: Bench, found: Findings) -> None:
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
-    """What differs between a run of six steps and one that is taken up again after three, with a
+    """Return what differs between a run of six steps and one resumed after three, with a
     micro-batch refused in each half.
     """
 

@@ -122,7 +122,7 @@ def _tests(bench: Bench, found: Findings) -> None:
         (line.strip("= ") for line in reversed(answer.stdout.splitlines()) if line.strip()),
         answer.stderr[-200:],
     )
-    nothing_ran = 5  # pytest's status where all are deselected
+    nothing_ran = 5  # pytest's status if all are deselected
     found.check(
         "pytest -m gpu tests/gpu", answer.returncode == (0 if bench.cuda else nothing_ran), closing
     )
@@ -147,7 +147,7 @@ def check_two(bench: Bench, found: Findings) -> None:
 
 
 def several_processes(bench: Bench, found: Findings) -> None:
-    """On whatever device the script takes: cards, or the CPU where there is none."""
+    """Run on the script's own choice of device: cards, or the CPU without one."""
     alone = found.figures["losses"] = _losses(_pretrain(bench, "alone", 4))
     found.check("one process", len(alone) == STEPS, f"{len(alone)} of {STEPS} steps")
     # Sums over two processes are in another order than those over one.

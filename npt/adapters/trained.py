@@ -188,6 +188,7 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
         and (layer.npt.observer is not None or not is_hooked(mlp.act_fn))
         and all(_is_by_hand(part) for part in parts)
         and not any(may_change(module) for module in (mlp, mlp.act_fn, *parts))
+        and {"gate", "up", "down"}.issuperset(layer.npt.config.targets)
     )
 
 

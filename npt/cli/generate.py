@@ -190,7 +190,7 @@ def _split(
     """Split a text at a token. The second part is cut from the whole, since tokens may share a
     character.
     """
-    from npt.data.encoding import continuation_text
+    from npt.data.continuation import continuation_text
 
     whole = continuation_text(tokenizer, prompt, ids)
     common = continuation_text(tokenizer, prompt, ids[:position]).rstrip("�")

@@ -70,7 +70,7 @@ def pretrain(given: dict[str, Any]) -> int:
             "--any_base is about --resume or --adapter, which are missing; add one, or drop"
             " --any_base"
         )
-    from npt.distributed.processes import join_processes
+    from npt.distributed.join import join_processes
     from npt.runs.signals import StopOnSignal
     from npt.runs.trackers import start_trackers
 

@@ -38,7 +38,8 @@ def trace(given: dict[str, Any]) -> int:
     data = build(DataConfig, given)
     import npt
     from npt.data.batch import batches, pad_id_of
-    from npt.data.samples import Samples, no_sample
+    from npt.data.report import no_sample
+    from npt.data.samples import Samples
     from npt.data.source import check_source, open_source
     from npt.distill.strategies import drive
     from npt.step.train_step import forward_backward

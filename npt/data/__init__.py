@@ -1,18 +1,18 @@
 """Data: from files, hub and built-in text to batches, resumable at any sample.
 
-A record passes source (where it is read), encoding (tokens), samples (cut, in order), loader
-(batches, mixed, ahead of training) and batch. The tables below say what can be read;
-docs/extend/data-reader.md shows how to add to them from outside.
+A record passes source and lines (read), encoding (tokens), samples (cut, in order), loader (mixed,
+prepared ahead) and batch. The tables below say what can be read; docs/extend/data-reader.md shows
+how to add to them from outside.
 """
 
-from npt.data import encoding, readers, record_forms, source
-from npt.data.encoding import Content, register_form
+from npt.data import encoding, lines, readers, record_forms, source
+from npt.data.content import Content, register_form
 from npt.data.source import register_reader
 
 __all__ = ["Content", "register_form", "register_reader"]
 
 register_reader(".txt", readers.read_text)
-register_reader(".jsonl", source.JSON_LINES.read)
+register_reader(".jsonl", lines.JSON_LINES.read)
 register_reader(".json", readers.read_json)
 register_reader(".csv", readers.CSV.read)
 register_reader(".parquet", readers.read_parquet, needs="datasets")
@@ -23,6 +23,6 @@ register_reader(source.HUB, readers.read_hub, needs="datasets")
 register_form("text", (), encoding.plain_text)
 register_form("messages", ("messages",), record_forms.conversation)
 register_form("ShareGPT", ("conversations",), record_forms.conversation)
-register_form("prompt and completion", ("prompt", "completion"), encoding.prompt_texts)
+register_form("prompt and completion", ("prompt", "completion"), record_forms.prompt_texts)
 register_form("Alpaca", ("instruction", "output"), record_forms.alpaca)
 register_form("token ids", ("input_ids",), record_forms.given_ids)

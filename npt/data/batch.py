@@ -1,4 +1,4 @@
-"""A sample, and a batch of them: padded token ids, and which of them are real."""
+"""A sample, and a batch of samples: padded token ids, and which of them are real."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""The label of a token that nothing is to predict."""
+"""The label of a token that is no target."""
 
 _HELDOUT_ONE_IN = 20
 _FOUND = ("scored_index", "document_lengths", "scored_lengths")
@@ -46,10 +46,9 @@ class Batch:
         restart with every packed document; labels are -100 at padding, on prompts and at the first
         token of a packed document (the loss shifts them).
     documents: [B, T] int64, the number of each token's document, if a row has several.
-    valid_index: [N] int64, the valid tokens in [B * T]. Like what the properties find it is made
-        on the host, and `to` takes it along: no device is asked how many there are.
-    offset: samples that the run had drawn before these; with their ids it names the random numbers
-        of their training.
+    valid_index: [N] int64, the valid tokens in [B * T]. It and the properties' indices are made on
+        the host and moved by `to`, so no device is asked for a count.
+    offset: samples drawn before these; with their ids it seeds the random numbers of training.
     """
 
     input_ids: Tensor
@@ -80,7 +79,7 @@ class Batch:
 
     @property
     def scored(self) -> int:
-        """Positions S whose next token is predicted and counts: see `scored_index`."""
+        """Number S of positions in `scored_index`."""
         return len(self.scored_index)
 
     @property
@@ -110,7 +109,7 @@ class Batch:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return this batch with every tensor changed, those that the properties find included."""
+        """Return this batch with every tensor changed, the properties' included."""
         found = {name: change(getattr(self, name)) for name in _FOUND}
         tensors: dict[str, Any] = {name: change(t) for name, t in self.row_tensors.items()}
         changed = replace(self, **tensors, valid_index=change(self.valid_index))
@@ -133,8 +132,7 @@ ROW_TENSORS = tuple(
 def collate(
     samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None
 ) -> Batch:
-    """Pad samples, none of them empty, to the longest or to `length`. Any `pad_id` does: real
-    tokens are told by the samples' lengths."""
+    """Pad non-empty samples to the longest or to `length`; any `pad_id` does."""
     longest = max(len(s.input_ids) for s in samples)
     width = longest if length is None else length
     if side not in ("left", "right") or width < longest:
@@ -185,9 +183,9 @@ def target_index(
     ahead: int = 1,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Return positions [S] in [B * T], ascending, that have a target `ahead` tokens later: both
-    tokens valid and of one document, and the target's label not `ignore_index`. All tensors are
-    [B, T]; positions default to those of each row's valid tokens."""
+    """Return positions [S] in [B * T] that have a target `ahead` tokens later: both valid, of one
+    document, and the target's label not `ignore_index`. All tensors are [B, T]; positions default
+    to those of each row's valid tokens."""
     positions = attention_mask.cumsum(dim=-1) if position_ids is None else position_ids
     counts = _follows(attention_mask, positions, ahead) & (labels[:, ahead:] != ignore_index)
     row, column = counts.nonzero(as_tuple=True)
@@ -195,8 +193,8 @@ def target_index(
 
 
 def _follows(attention_mask: Tensor, position_ids: Tensor, ahead: int) -> Tensor:
-    """Return [B, T - ahead] bool: the token `ahead` later is of the same document, with nothing but
-    valid tokens between."""
+    """Return [B, T - ahead] bool: the token `ahead` later is of the same document, all between
+    valid."""
     valid = attention_mask.bool()
     kept = max(0, valid.shape[1] - ahead)
     adjacent = position_ids[:, ahead:] == position_ids[:, :kept] + ahead
@@ -214,17 +212,14 @@ def batches(
 
 def pad_id_of(tokenizer: object) -> int:
     """Return the tokenizer's pad id, else its end id, else 0: the choice changes nothing."""
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(tokenizer, name, None)
-        if isinstance(value, int):
-            return value
-    return 0
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((value for value in ids if isinstance(value, int)), 0)
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:
-    """Return what is wrong with a batch on the host, located; None if nothing is.
+    """Return the first fault of a batch on the host, located, or None.
 
-    Token ids have to lie in [0, V), labels too or be -100, and every row needs a valid token.
+    Ids must lie in [0, V), labels too unless they are -100, and every row needs a valid token.
     """
     ids, mask = batch.input_ids, batch.attention_mask
     if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Position:
     """A position in the data: epoch and place in the first source, samples drawn of all sources,
-    samples of the first epoch that the run began after, epoch and place in each other source."""
+    samples of the first epoch before the run's start, epoch and place in each other source."""
 
     epoch: int = 0
     place: Place = field(default_factory=Place)
@@ -47,7 +47,7 @@ class Position:
         return replace(self, others=others, drawn=self.drawn + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the position for JSON, as earlier versions wrote it."""
+        """Return the position for JSON, in the format of earlier versions."""
         epoch, place = self.other(0)
         values: dict[str, Any] = {"epoch": self.epoch, "place": list(self.place)}
         values |= {"replay_epoch": epoch, "replay_place": list(place), "drawn": self.drawn}
@@ -84,11 +84,8 @@ class Other(NamedTuple):
 class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
-    Args:
-        samples: of the source whose end is the epoch's.
-        others: sources that are mixed in: the seed, their shares and a sample's number draw whose
-            it is.
-        pin: put the batches into pinned memory, for a GPU to copy from.
+    others: sources that are mixed in, drawn by the seed, their shares and a sample's number. pin:
+    put the batches into pinned memory, for a GPU to copy from.
     """
 
     def __init__(
@@ -101,16 +98,16 @@ class Loader:
         epochs: int = 1,
         others: Sequence[Other] = (),
         seed: int = 0,
-        pin: bool = False,
     ):
         self.samples, self.others = samples, tuple(others)
         self._batch_size, self._pad_id, self._side, self._epochs = batch_size, pad_id, side, epochs
         self._bounds = tuple(accumulate(other.share for other in self.others))
-        self._seed, self._pin = seed, pin
+        self._seed = seed
+        self.pin = False
 
     def count(self, limit: int | None = None, begun: int = 0) -> int | None:
-        """Count the batches of all epochs, the first one without the samples it begins after; no
-        further than `limit`; None for a stream."""
+        """Count the batches of all epochs but the `begun` samples, no further than `limit`; None
+        for a stream."""
         size = self.samples.count(None if limit is None else limit * self._batch_size + begun)
         if size is None:
             return None
@@ -128,13 +125,9 @@ class Loader:
         return total
 
     def _other_at(self, drawn: int) -> int | None:
-        """Return which of the sources mixed in the next sample is of; None for the first source."""
-        if self._bounds:
-            draw = uniform(self._seed, drawn)
-            for number, bound in enumerate(self._bounds):
-                if draw < bound:
-                    return number
-        return None
+        """Return which of the others the next sample is of; None for the first source."""
+        draw = uniform(self._seed, drawn) if self._bounds else 1.0
+        return next((n for n, bound in enumerate(self._bounds) if draw < bound), None)
 
     def batches(self, start: Position = Position()) -> Iterator[Loaded]:
         """Return the batches from a position on, made as they are asked for."""
@@ -143,10 +136,10 @@ class Loader:
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
         batch = collate(group, self._pad_id, side=self._side)
         batch = replace(batch, offset=position.drawn - len(group))
-        return Loaded(position.epoch, batch.pinned() if self._pin else batch, position)
+        return Loaded(position.epoch, batch.pinned() if self.pin else batch, position)
 
     def groups(self, position: Position, size: int) -> Iterator[tuple[list[Sample], Position]]:
-        """Yield the samples of all sources, so many at a time, with the position after them."""
+        """Yield the samples of all sources, `size` at a time, with the position after them."""
         walks = [
             other.samples.walk(*position.other(number), end=math.inf)
             for number, other in enumerate(self.others)
@@ -165,8 +158,8 @@ class Loader:
                     group.append(own)
                     position = replace(position, place=place, drawn=position.drawn + 1)
                 elif (found := next(walks[number], None)) is None:
-                    what = f"{self.others[number].label}: no sample came out of it"
-                    raise DataError(f"{what}; check its name and its columns")
+                    said = "no sample came out of it; check its name and its columns"
+                    raise DataError(f"{self.others[number].label}: {said}")
                 else:
                     group.append(found[0])
                     position = position.after_other(number, *found[1:])
@@ -178,8 +171,8 @@ class Loader:
 
 
 class Prefetcher(Generic[T]):
-    """An iterator that a thread keeps `depth` items ahead. What the items raise is raised in turn;
-    the iteration ends if `stop`, asked while waiting, says so."""
+    """An iterator that a thread keeps `depth` items ahead, errors included; it ends early if
+    `stop`, asked while waiting, says so."""
 
     def __init__(
         self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], bool] = lambda: False
@@ -203,7 +196,7 @@ class Prefetcher(Generic[T]):
             yield item
 
     def close(self) -> None:
-        """Stop the thread and drop what is ready. A thread that waits for its source is left."""
+        """Stop the thread and drop its items; a thread that waits for its source is left alone."""
         self._closed.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
 
@@ -211,7 +204,7 @@ class Prefetcher(Generic[T]):
         try:
             while not self._closed.is_set():
                 self._put(next(self._items))
-        except BaseException as error:  # raised where the item would have come; the end is one
+        except BaseException as error:  # StopIteration included; raised in the item's turn
             self._put(None, error)
 
     def _put(self, item: Any, error: BaseException | None = None) -> None:

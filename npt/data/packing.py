@@ -1,8 +1,7 @@
-"""Packing: short documents side by side in one row, so that little of a batch is padding.
+"""Packing: short documents share a row, so that little of a batch is padding.
 
 Attention stays inside a document and positions restart with each (`Batch.documents`), so a token's
-state is what it would be in a row of its own; only where it stands differs. The first token of a
-packed document has nothing before it, and is no target.
+state is the same as in a row of its own. A packed document's first token is no target.
 """
 
 from __future__ import annotations
@@ -14,15 +13,8 @@ from npt.data.batch import IGNORE_INDEX, Sample
 
 
 def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
-    """Put samples together to rows of at most `max_length` tokens: best fit, longest first.
-
-    Args:
-        samples: none empty, none longer than `max_length`.
-        max_length: of a row.
-
-    Returns:
-        Every sample once, in rows whose order and content depend on the samples alone.
-    """
+    """Join samples to rows of at most `max_length` tokens, which none exceeds: best fit, longest
+    first. The rows depend on the samples alone."""
     assert all(0 < len(s.input_ids) <= max_length for s in samples)
     rows: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted

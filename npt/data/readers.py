@@ -1,9 +1,8 @@
 """Readers: text, JSON, CSV and Parquet files, the hub, and the built-in text.
 
-The built-in text is the source of the Python standard library found on this machine: some 12 MB of
-real, structured writing that nothing has to download. Tests and vendored packages are left out. A
-file is held out by a hash of its path, the same on every machine and for every Python version; the
-embedded model has never seen those files.
+The built-in text is the source of this machine's Python standard library without its tests: some
+12 MB that nothing downloads. A hash of its path decides whether a file is held out, alike on every
+machine; the embedded model has never seen those files.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from npt.config import DataConfig
-from npt.data.encoding import PIECE
-from npt.data.source import READERS, FileError, LineFormat, Record, not_utf8, unreadable
+from npt.data.content import PIECE
+from npt.data.lines import LineFormat
+from npt.data.source import READERS, FileError, Record, not_utf8, unreadable
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
-"""Characters of a record of a text file: a longer file is cut after a line's end, and is one
-document all the same."""
+"""Characters of a record of a text file; a longer file is cut at line ends into one document."""
 
 SPLITS = ("train", "heldout")
 _HELDOUT_ONE_IN = 20
@@ -37,7 +37,7 @@ csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise, in every reader of the pro
 
 
 def _csv_rows(path: Path, file: BinaryIO, line: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield rows (RFC 4180, fields between commas) that are not blank; fields are text."""
+    """Yield rows (RFC 4180) that are not blank; fields are text."""
     at = [0, line]  # byte and line at which the next row starts
 
     def decoded() -> Iterator[str]:
@@ -113,9 +113,8 @@ def read_json(path: Path, config: DataConfig) -> list[Record]:
         place = (found.lineno, found.colno) if found else (None, None)
         raise FileError(path, said, *place) from error
     if not isinstance(values, list):
-        raise FileError(
-            path, f' holds {kind_of(values)}; it has to be a list of objects like {{"text": ...}}'
-        )
+        said = f' holds {kind_of(values)}; it must be a list of objects like {{"text": ...}}'
+        raise FileError(path, said)
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             said = f', entry {number}: {kind_of(value)}, not an object like {{"text": ...}}'
@@ -137,65 +136,63 @@ def lines_not_utf8(path: Path) -> Iterator[FileError]:
 
 def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
     """Return the rows of a Parquet file, memory-mapped unless they are streamed."""
-    # what it logs is raised and said here
+    # its log repeats what is raised here
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
 
     def fault(error: Exception) -> DataError:
         what = first_line(error.__cause__ or error)[:300]
         return FileError(path, f" cannot be read as Parquet: {what}; mend the file")
 
-    options: Any = {"data_files": glob.escape(str(path)), "split": "train"}
-    return _loaded("parquet", None, config, options, fault, fault)
+    with _raising(fault):
+        records = _load("parquet", config, data_files=glob.escape(str(path)), split="train")
+    return _Stream(records, fault) if config.streaming else records
 
 
 def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
     """Return a data set of the hub."""
+    split, files = config.dataset_split, ", ".join(kind for kind in READERS if kind[0] == ".")
+    remedy = f"check the name and the network, or give --dataset_name a local file ({files})"
 
     def at_start(error: Exception) -> DataError:
-        files = ", ".join(kind for kind in READERS if kind.startswith("."))
-        return DataError(
-            f"cannot load the data set {name!r} (split {config.dataset_split!r}):"
-            f" {first_line(error)[:300]}; check the name and the network, or give --dataset_name a"
-            f" local file ({files})"
-        )
+        said = f"cannot load the data set {name!r} (split {split!r}): {first_line(error)[:300]}"
+        return DataError(f"{said}; {remedy}")
 
-    def on_the_way(error: Exception) -> DataError:
-        return DataError(
-            f"the data set {name!r} broke off: {first_line(error)[:300]}; check the network, or"
-            " download it and pass the files"
-        )
+    def later(error: Exception) -> DataError:
+        said = f"the data set {name!r} broke off: {first_line(error)[:300]}"
+        return DataError(f"{said}; check the network, or download it and pass the files")
 
-    options = {"split": config.dataset_split}
-    return _loaded(name, config.dataset_config, config, options, at_start, on_the_way)
+    with _raising(at_start):
+        records = _load(name, config, name=config.dataset_config, split=split)
+    return _Stream(records, later) if config.streaming else records
+
+
+def _load(path: str, config: DataConfig, **options: Any) -> Any:
+    import datasets
+
+    return datasets.load_dataset(path, streaming=config.streaming, **options)
 
 
 Fault = Callable[[Exception], DataError]
 
 
-def _loaded(
-    name: str, part: str | None, config: DataConfig, options: Any, at_start: Fault, later: Fault
-) -> Iterable[Record]:
-    """Return what `datasets` loads; its errors, of dozens of classes, as faults of ours."""
-    import datasets
-
+@contextmanager
+def _raising(fault: Fault) -> Iterator[None]:
+    """Raise errors of `datasets`, of dozens of classes, as a fault of ours."""
     try:
-        records = datasets.load_dataset(name, part, streaming=config.streaming, **options)
+        yield
     except Exception as error:
-        raise at_start(error) from error
-    return _Stream(records, later) if config.streaming else records
+        raise fault(error) from error
 
 
 class _Stream:
-    """A stream of `datasets`, whose failures on the way are faults of ours."""
+    """A stream of `datasets`, whose later errors become faults of ours."""
 
     def __init__(self, records: Any, fault: Fault):
         self._records, self._fault = records, fault
 
     def __iter__(self) -> Iterator[Record]:
-        try:
+        with _raising(self._fault):
             yield from self._records
-        except Exception as error:
-            raise self._fault(error) from error
 
     def skip(self, count: int) -> _Stream:
         """Return the records after the first `count`, without reading those."""
@@ -215,11 +212,7 @@ def is_heldout(relative_path: str) -> bool:
 
 
 def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (relative POSIX path, text) of one split in path order.
-
-    Raises:
-        DataError: an unknown split, or a Python without its library's source below `root`.
-    """
+    """Yield (relative POSIX path, text) of one split, in path order."""
     if split not in SPLITS:
         raise DataError(f"built-in text has no split {split!r}; choose one of {', '.join(SPLITS)}")
     root = root if root is not None else Path(sysconfig.get_paths()["stdlib"])

@@ -1,12 +1,13 @@
-"""Forms of records other than texts and prompts: conversations, Alpaca's records, token ids.
+"""Forms of records other than texts: prompts, conversations, Alpaca's records, token ids.
 
-    {"input_ids": [...]}                                        perhaps with labels and a mask
+    {"prompt": ..., "completion": ...}                          or columns of other names
     {"instruction": ..., "input": ..., "output": ...}           Alpaca; the input may be missing
     {"conversations": [{"from": "human", "value": ...}, ...]}   ShareGPT, perhaps with a "system"
     {"messages": [{"role": "user", "content": ...}, ...]}       as chat templates take them
+    {"input_ids": [...]}                                        perhaps with labels and a mask
 
-A prompt may be a list of messages as well. Conversations are written by the tokenizer's chat
-template; the last answer is the completion.
+A prompt may be a list of messages. The tokenizer's chat template writes conversations; the last
+answer is the completion.
 """
 
 from __future__ import annotations
@@ -17,36 +18,25 @@ from dataclasses import replace
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.encoding import (
-    BEHIND,
-    COMPLETION,
-    PROMPT,
-    UNWRITTEN,
-    Content,
-    half_character,
-    plain_text,
-    text_of,
-)
+from npt.data.content import FORMS, Content
+from npt.data.encoding import check_characters, plain_text, text_of
 from npt.data.source import Record
 from npt.errors import DataError, first_line, kind_of
 
+PROMPT, COMPLETION = "prompt", "completion"
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
-_INT64_MAX = 2**63 - 1
 EARLIER = "earlier answers taken as context"
+AFTER = "messages after the last answer left out"
+UNWRITTEN = "messages that the chat template does not write as they are"
+_INT64_MAX = 2**63 - 1
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
-"""Speakers of ShareGPT by the roles of chat templates."""
+"""Roles of chat templates by ShareGPT's speakers."""
 
 NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
 """Roles whose messages are no answers."""
@@ -55,15 +45,31 @@ _TASK = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."
 ALPACA = f"{_TASK}. {_ASKED}\n\n### Instruction:\n%s\n\n### Response:\n"
 ALPACA_WITH_INPUT = (
-    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n###"
-    " Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
+    f"{_TASK}, paired with an input that provides further context. {_ASKED}\n\n"
+    "### Instruction:\n%s\n\n### Input:\n%s\n\n### Response:\n"
 )
-"""The prompts of Stanford's Alpaca, as its data set has them written out."""
+"""The prompts of Stanford's Alpaca, as its data set has them."""
+
+
+def prompt_texts(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Content:
+    """Read a prompt and its completion, from the columns asked for or the usual ones."""
+    column, answer = config.prompt_column, config.completion_column
+    if column is None:
+        if config.text_column in record:
+            return plain_text(name, record, tokenizer, config)
+        column, answer = PROMPT, COMPLETION
+    if isinstance(record.get(column), list):
+        return FORMS["messages"].read(name, record, tokenizer, config)
+    if answer is None:
+        text_of(name, record, column, "--prompt_column")
+        remedy = "name the answer's field with --completion_column"
+        raise DataError(f"record {name}: {column!r} is no list of messages; {remedy}")
+    return Content((column, answer))
 
 
 def is_alpaca(record: Record, config: DataConfig) -> bool:
-    """Return whether a record has Alpaca's keys, and no text of another name is asked for. Its
-    column `text` holds the same written out."""
+    """Return whether a record has Alpaca's keys, and no text of another name is asked for: its
+    column `text` repeats the others."""
     texts = config.text_column in record and config.text_column != DataConfig.text_column
     return INSTRUCTION in record and OUTPUT in record and not texts
 
@@ -84,7 +90,7 @@ def alpaca(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Con
 
 
 def alpaca_prompt(instruction: str, further: str) -> str:
-    """Return the prompt of an instruction and what further it is to be applied to, if anything."""
+    """Return the prompt of an instruction and its input, if it has one."""
     return ALPACA_WITH_INPUT % (instruction, further) if further.strip() else ALPACA % instruction
 
 
@@ -105,44 +111,16 @@ def conversation_column(record: Record, config: DataConfig) -> str | None:
 
 def conversation(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Content:
     """Read a conversation. Its completion is its last answer, or in a column of its own."""
-    column, answer = config.prompt_column, config.completion_column
+    column, answer_column = config.prompt_column, config.completion_column
     if column is None and isinstance(record.get(PROMPT), list) and COMPLETION in record:
-        column, answer = PROMPT, COMPLETION
+        column, answer_column = PROMPT, COMPLETION
     elif column is None:
         column = conversation_column(record, config)
     if column is None:
         return plain_text(name, record, tokenizer, config)
-    return _conversation(name, record, tokenizer, column, answer)
-
-
-def _conversation(
-    name: str, record: Record, tokenizer: Any, column: str, answer_column: str | None
-) -> Content:
-    prompt, behind, answer = messages_of(name, record, column), 0, None
-    if answer_column is None:
-        answers = [
-            number
-            for number, message in enumerate(prompt)
-            if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
-        ]
-        last = answers[-1] if answers else len(prompt) - 1
-        behind = max(0, len(prompt) - last - 1)
-        prompt, answer = prompt[:last], prompt[last : last + 1]
-    elif isinstance(record.get(answer_column), list):
-        answer = messages_of(name, {answer_column: record[answer_column]}, answer_column)
-    elif isinstance(record.get(answer_column), str):
-        answer = [{"role": "assistant", "content": record[answer_column]}]
-    columns = (column,) if answer_column is None else (column, answer_column)
-    for where, messages in ((column, prompt), (columns[-1], answer)):
-        if messages is None or not all(
-            isinstance(m, Mapping) and "role" in m and "content" in m for m in messages
-        ):
-            raise DataError(
-                f'record {name}: {where!r} is no list of messages like {{"role": "user",'
-                ' "content": ...}'
-            )
-    assert answer is not None
+    prompt, answer, after = _prompt_and_answer(name, record, column, answer_column)
     content = templated(name, tokenizer, prompt, answer)
+    columns = (column,) if answer_column is None else (column, answer_column)
     lists = {c: record[c] for c in columns if isinstance(record.get(c), list)}
     turns = [(c, turn) for c, entries in lists.items() for turn in entries if is_turn(turn)]
     unused = {
@@ -153,7 +131,7 @@ def _conversation(
     }
     with_system = turns and prompt and prompt[0]["content"] == record.get("system")
     earlier = sum(message["role"] not in NO_ANSWER for message in prompt)
-    noted = {**content.noted, EARLIER: earlier, BEHIND: behind}
+    noted = {**content.noted, EARLIER: earlier, AFTER: after}
     return replace(
         content,
         used=(*columns, "system") if with_system else columns,
@@ -162,18 +140,41 @@ def _conversation(
     )
 
 
+def _prompt_and_answer(
+    name: str, record: Record, column: str, answer_column: str | None
+) -> tuple[list[Any], list[Any], int]:
+    """Return the messages before the answer, those of it, and the number after it."""
+    prompt, after, answer = messages_of(name, record, column), 0, None
+    if answer_column is None:
+        answers = [
+            number
+            for number, message in enumerate(prompt)
+            if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
+        ]
+        last = answers[-1] if answers else len(prompt) - 1
+        after = max(0, len(prompt) - last - 1)
+        prompt, answer = prompt[:last], prompt[last : last + 1]
+    elif isinstance(record.get(answer_column), list):
+        answer = messages_of(name, {answer_column: record[answer_column]}, answer_column)
+    elif isinstance(record.get(answer_column), str):
+        answer = [{"role": "assistant", "content": record[answer_column]}]
+    for where, messages in ((column, prompt), (answer_column or column, answer)):
+        if messages is None or not all(
+            isinstance(m, Mapping) and "role" in m and "content" in m for m in messages
+        ):
+            wanted = '{"role": "user", "content": ...}'
+            raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
+    assert answer is not None
+    return prompt, answer, after
+
+
 def is_turn(entry: Any) -> bool:
     """Return whether an entry of a conversation is a turn of ShareGPT."""
     return isinstance(entry, Mapping) and "from" in entry and "value" in entry
 
 
 def messages_of(name: str, record: Record, column: str) -> list[Any]:
-    """Return a column's list as messages: turns of ShareGPT, with their system text, are renamed,
-    other entries left as they are.
-
-    Raises:
-        DataError: an unknown speaker, or a turn that is no text.
-    """
+    """Return a column's list as messages; turns of ShareGPT and their system text are renamed."""
     entries = list(record[column])
     if not (entries and all(map(is_turn, entries))):
         return entries
@@ -182,15 +183,11 @@ def messages_of(name: str, record: Record, column: str) -> list[Any]:
         speaker, said = turn["from"], turn["value"]
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
         if role is None:
-            raise DataError(
-                f"record {name}: turn {number} is from {str(speaker)[:40]!r}; rename it to one of"
-                f" {', '.join(ROLES)}"
-            )
+            known = f"rename it to one of {', '.join(ROLES)}"
+            raise DataError(f"record {name}: turn {number} is from {str(speaker)[:40]!r}; {known}")
         if not isinstance(said, str):
-            raise DataError(
-                f"record {name}: turn {number} has {kind_of(said)} as 'value'; write a text, or"
-                " leave the turn out"
-            )
+            has = f"turn {number} has {kind_of(said)} as 'value'"
+            raise DataError(f"record {name}: {has}; write a text, or leave the turn out")
         messages.append({"role": role, "content": said})
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -201,10 +198,8 @@ def messages_of(name: str, record: Record, column: str) -> list[Any]:
 def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> Content:
     """Return a conversation as the chat template writes it, start and end tokens included."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
-            " and completion texts"
-        )
+        said = "is a conversation, but the tokenizer has no chat template"
+        raise DataError(f"record {name} {said}; use prompt and completion texts")
     last = answer[-1] if answer else {"role": "user"}
     if last["role"] in NO_ANSWER or not str(last["content"] or "").strip():
         return Content(skipped="empty completion")
@@ -215,23 +210,18 @@ def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -
         start = write(prompt, add_generation_prompt=True, tokenize=False)
         whole = write([*prompt, *answer], add_generation_prompt=False, tokenize=False)
     except Exception as error:  # templates raise what their authors wrote into them
-        raise DataError(
-            f"record {name}: the chat template refuses it: {first_line(error)[:200]}; mend the"
-            " record"
-        ) from error
+        said = f"the chat template refuses it: {first_line(error)[:200]}; mend the record"
+        raise DataError(f"record {name}: {said}") from error
     if not whole.startswith(start):
         raise DataError(
-            f"record {name}: the chat template writes the prompt differently with an answer behind"
+            f"record {name}: the chat template writes the prompt differently with an answer after"
             " it, so the answer's tokens cannot be told; use prompt and completion texts"
         )
     texts = start, whole[len(start) :]
     for what, text in zip(("prompt", "answer"), texts, strict=True):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise half_character(name, what, error) from error
-    said = [m["content"].strip() for m in (*prompt, *answer) if isinstance(m["content"], str)]
-    noted = {UNWRITTEN: sum(text not in whole for text in said)}
+        check_characters(name, what, text)
+    spoken = [m["content"].strip() for m in (*prompt, *answer) if isinstance(m["content"], str)]
+    noted = {UNWRITTEN: sum(text not in whole for text in spoken)}
     return Content(texts=texts, opened=False, closed=False, noted=noted)
 
 
@@ -245,10 +235,8 @@ def given_ids(name: str, record: Record, *_: Any) -> Content:
     ids, labels, mask = found["input_ids"], found.get("labels"), found.get("attention_mask")
     for what, values in (("an attention_mask", mask), ("labels", labels)):
         if values is not None and len(values) != len(ids):
-            raise DataError(
-                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
-                " belong together"
-            )
+            has = f"{len(ids)} input_ids but {what} of {len(values)}"
+            raise DataError(f"record {name} has {has}; the two belong together")
     if mask is not None:
         keep = [i for i, real in enumerate(mask) if real]
         ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]
@@ -261,7 +249,6 @@ def _integers(name: str, key: str, values: Any) -> list[int]:
         isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values
     )
     if not whole or any(abs(i) > _INT64_MAX for i in values):
-        raise DataError(
-            f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
-        )
+        said = f"{key} that are no list of 64-bit integers: {str(values)[:60]}"
+        raise DataError(f"record {name} has {said}")
     return [int(i) for i in values]

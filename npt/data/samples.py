@@ -1,7 +1,7 @@
 """Records to samples: tokens of at most `max_length`, in a seeded order, some held out.
 
 A text longer than `max_length` becomes several samples; only a single token left over is dropped. A
-prompt with its completion is always one: what does not fit is cut from the prompt's front, then
+prompt with its completion is always one: what does not fit is cut from the prompt's start, then
 from the completion's end. The order of an epoch depends on data, settings, seed and epoch alone,
 and is part of every saved position: it must never change.
 """
@@ -17,8 +17,8 @@ from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Counts, Encoded, Encoder
 from npt.data.packing import pack
+from npt.data.report import no_sample
 from npt.data.source import Record, is_sequence
-from npt.errors import DataError
 
 _RECORDS_AT_ONCE = 32
 SHUFFLE_BLOCK = 1024  # samples, at least, among which an epoch is shuffled
@@ -70,8 +70,8 @@ def _mixed(value: int) -> int:
 def cut(
     records: Iterable[Record], tokenizer: Any, config: DataConfig, counts: Counts | None = None
 ) -> Iterator[Sample]:
-    """Tokenise records and cut them to samples, in order and lazily; `counts` is told what becomes
-    of each. A record with nothing to train on in it is a DataError, by its id or number."""
+    """Tokenise records and cut them to samples, in order and lazily, counting each in `counts`. A
+    record with nothing to train on in it is a DataError, by its id or number."""
     counts = counts if counts is not None else Counts()
     return _cut(enumerate(records), Encoder(tokenizer, config), config.max_length, counts)
 
@@ -81,16 +81,15 @@ def _cut(
 ) -> Iterator[Sample]:
     while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
         for encoded in encoder.encode(chunk, counts):
-            yield from fit(encoded, max_length, counts)
+            yield from _fit(encoded, max_length, counts)
 
 
-def fit(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+def _fit(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
     """Return the samples of a record, counted."""
     cut_ = _fit_text if record.prompt is None else _fit_completion
     samples = cut_(record, max_length, counts)
     counts.samples += len(samples)
-    for sample in samples:
-        counts.tokens += len(sample.input_ids)
+    counts.tokens += sum(len(sample.input_ids) for sample in samples)
     return samples
 
 
@@ -111,7 +110,7 @@ def _fit_text(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
 
 def _fit_completion(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
     """Keep the whole completion if it fits after one token of prompt, and as much of the prompt's
-    end as there is room for."""
+    end as then fits."""
     assert record.prompt is not None
     answer = record.ids[record.prompt :]
     room = max_length - min(record.prompt, 1)  # the first token of a row is predicted by nothing
@@ -170,13 +169,11 @@ class Samples:
         """Count the samples of an epoch, no further than `limit`; None for a stream."""
         if not self.sized:
             return None
-        config = self._config
-        if config.packing:
+        if self._config.packing:
             found: Iterator[Any] = self.walk(0, counts=Counts())
         else:
-            cut_ = _cut(self._numbered(), self._encoder, config.max_length, Counts())
-            kept = (sample for sample in cut_ if not (self.hold_out and sample.heldout))
-            found = itertools.islice(kept, config.num_samples)
+            every = _cut(self._numbered(), self._encoder, self._config.max_length, Counts())
+            found = itertools.islice(self._kept(every), self._config.num_samples)
         return sum(1 for _ in itertools.islice(found, limit))
 
     def epoch(self, number: int) -> Iterator[Sample]:
@@ -194,36 +191,42 @@ class Samples:
 
         Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
         """
+        end = epoch + 1 if end is None else end
         counts = self.counts if counts is None else counts
-        most, length, packing = (
-            self._config.num_samples,
-            self._config.max_length,
-            self._config.packing,
-        )
-        end, empty = epoch + 1 if end is None else end, False
-        while epoch < end and not empty:
-            (record, before, taken), empty = start, start == Place()
-            records, more = self._numbered(record), True
-            while more and (most is None or before < most):
-                first, samples = record, list[Sample]()
-                room = SHUFFLE_BLOCK if most is None else min(SHUFFLE_BLOCK, most - before)
-                while more and len(samples) < room:
-                    chunk = list(itertools.islice(records, _RECORDS_AT_ONCE))
-                    more = len(chunk) > 0
-                    record += len(chunk)
-                    for encoded in self._encoder.encode(chunk, counts):
-                        found = fit(encoded, length, counts)
-                        samples += [s for s in found if not (self.hold_out and s.heldout)]
-                samples = samples if most is None else samples[: most - before]
-                place = Place(first, before)
-                before += len(samples)
-                rows = pack(samples, length) if packing else samples
-                order = Permutation(len(rows), f"{self._seed}/{epoch}/{first}")
-                for position in range(taken, len(rows)):
-                    empty = False
-                    yield rows[order[position]], epoch, place._replace(taken=position + 1)
-                taken = 0
+        while epoch < end:
+            empty = start == Place()
+            for found in self._walk(epoch, start, counts):
+                empty = False
+                yield found
+            if empty:
+                return
             epoch, start = epoch + 1, Place()
+
+    def _walk(
+        self, epoch: int, start: Place, counts: Counts
+    ) -> Iterator[tuple[Sample, int, Place]]:
+        """Yield the rest of an epoch, block by block."""
+        length, most = self._config.max_length, self._config.num_samples
+        record, before, taken = start
+        records = self._numbered(record)
+        more = True
+        while more and (most is None or before < most):
+            first, samples = record, list[Sample]()
+            room = SHUFFLE_BLOCK if most is None else min(SHUFFLE_BLOCK, most - before)
+            while more and len(samples) < room:
+                chunk = list(itertools.islice(records, _RECORDS_AT_ONCE))
+                more = len(chunk) > 0
+                record += len(chunk)
+                samples += self._kept(_cut(iter(chunk), self._encoder, length, counts))
+            samples = samples if most is None else samples[: most - before]
+            rows = pack(samples, length) if self._config.packing else samples
+            order = Permutation(len(rows), f"{self._seed}/{epoch}/{first}")
+            for position in range(taken, len(rows)):
+                yield rows[order[position]], epoch, Place(first, before, position + 1)
+            before, taken = before + len(samples), 0
+
+    def _kept(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        return (sample for sample in samples if not (self.hold_out and sample.heldout))
 
     def _numbered(self, start: int = 0) -> Iterator[tuple[int, Record]]:
         """Return records from position `start` of an epoch on, with their number in the data."""
@@ -236,17 +239,6 @@ class Samples:
         if start and hasattr(records, "skip"):
             return enumerate(records.skip(start), start)
         return itertools.islice(enumerate(records), start, None)
-
-
-def no_sample(counts: Counts) -> DataError:
-    """Return what to raise of data that gave nothing but `counts`."""
-    held = f"{counts.samples:,} held out" if counts.samples else ""
-    reasons = ", ".join(filter(None, (held, counts.lost())))
-    of = f" of {counts.records:,} records ({reasons})" if reasons else " of the data"
-    return DataError(
-        f"no sample to train on came{of}; check --dataset_name and the columns (--text_column,"
-        " --prompt_column)"
-    )
 
 
 def within(samples: Iterable[Sample], vocab_size: int) -> Iterator[Sample]:

@@ -1,16 +1,10 @@
-"""Heartbeats of the processes of a run: a lost one is found while the host waits for a GPU, which
-runs no Python meanwhile.
+"""Heartbeats: a lost process of the run is found while the host waits for a GPU.
 
 A sum over NCCL returns before it has happened. If another process is lost it never happens, and the
-host blocks at whatever it does next on that device: reading a result, or merely launching kernels
-once the queue of launches is full. So a thread of its own beats for this process in the launcher's
-key-value store, reads the beats of the others, and aborts the communicators when one of them is
-lost, which ends the kernels that wait for it. Every host wait returns then, with numbers that mean
-nothing; whoever waited asks `lost` before reading them.
-
-A beat proves that a process is alive, not that it makes progress: progress is bounded by the run's
-timeout. Beats are judged only while this process waits for something, and only those of processes
-that have beaten before: a process that still loads its base is not lost.
+host blocks at its next use of that device. So a thread beats for this process in the launcher's
+key-value store, reads the others' beats, and aborts the communicators when one is lost. That ends
+the kernels that wait, and every host wait returns with numbers that mean nothing: check `lost`
+before reading them. Beats show life; progress is bounded by the run's timeout.
 """
 
 from __future__ import annotations
@@ -21,50 +15,46 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 BEAT_SECONDS = 1.0
-"""Between two beats. Each costs a process two requests to the store."""
+"""Between two beats; each costs a process two requests to the store."""
 
 SILENT_SECONDS = 20.0
-"""Without a beat after which a process counts as lost. Reading a large tensor or a swapped-out host
-may keep a thread from running for some seconds; taking a healthy run down costs more than waiting a
-little longer for a broken one."""
+"""Without a beat before a process counts as lost: a busy or swapping host may delay a thread for
+some seconds, and ending a healthy run costs more than waiting longer for a broken one."""
 
 ENDED_SECONDS = 3.0
-"""After which a process that has ended is missed by one that waits: what it still had a part in has
-arrived by then.
-"""
+"""From the end of a process until others count it as lost: its last sums arrive by then."""
 
 _BEAT = "npt/beat/"
 _ENDED = b"ended"
-
-
 _ABORTING = threading.Lock()
 
 
 class Arrival(Protocol):
-    """Something that happens on a device, such as a `torch.cuda.Event`."""
+    """An event on a device, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
+
+
+class Pace(NamedTuple):
+    """Seconds: that an arrival may take, between two beats, and without a beat until a process
+    counts as lost."""
+
+    timeout: float
+    period: float = BEAT_SECONDS
+    silence: float = SILENT_SECONDS
 
 
 class Heartbeat:
     """A thread that beats for this process and watches the others.
 
-    Args:
-        store: the launcher's, on a connection that nobody else blocks.
-        index: of this process.
-        size: how many there are.
-        timeout: seconds that an arrival may take, of however lively processes.
-        on_loss: called once, in the thread, after `lost` has been set; it ends what waits for the
-            others.
-        device: that arrivals are on.
-        period: seconds between two beats.
-        silence: seconds without a beat after which a process counts as lost; at most `timeout`.
+    on_loss: called once, in the thread, after `lost` is set; ends the waits for the others. device:
+    that arrivals are on.
     """
 
     def __init__(
@@ -72,17 +62,15 @@ class Heartbeat:
         store: dist.Store,
         index: int,
         size: int,
-        timeout: float,
+        pace: Pace,
         on_loss: Callable[[], None],
         device: torch.device | None = None,
-        *,
-        period: float = BEAT_SECONDS,
-        silence: float = SILENT_SECONDS,
     ):
         self.lost: str | None = None
-        """Why nothing is to be waited for any more, once that is so."""
+        """Why waiting is useless, once it is."""
         self._store, self._index, self._device = store, index, device
-        self._timeout, self._period, self._silence = timeout, period, min(silence, timeout)
+        self._timeout, self._period = pace.timeout, pace.period
+        self._silence = min(pace.silence, pace.timeout)
         self._on_loss = on_loss
         self._others = [other for other in range(size) if other != index]
         # the last beat of each other process, and when it was first read
@@ -93,11 +81,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="npt-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start to beat."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the beats, and say that no more are coming."""
+        """Write a last beat that says so, and stop."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -105,15 +93,11 @@ class Heartbeat:
             self._thread.join(5 * self._period)
 
     def expect(self, arrival: Arrival) -> None:
-        """Watch the others until this has happened."""
+        """Watch the others until this has arrived."""
         self._awaited.append((arrival, time.monotonic()))
 
     def wait_for(self, arrival: Arrival) -> bool:
-        """Wait until this has happened, while Python's signal handlers run.
-
-        Returns:
-            Whether it can be relied on; False if a process was lost before.
-        """
+        """Wait for an arrival while signal handlers run; return False if a process was lost."""
         self.expect(arrival)
         pause, until = 1e-4, time.monotonic() + self._timeout + 2 * self._silence
         while self.lost is None and not arrival.query():
@@ -138,9 +122,7 @@ class Heartbeat:
             beats += 1
             waiting = self._waiting()
             if waiting is not None and self.lost is None:
-                self.lost = (
-                    self._no_store or self._ended() or self._silent() or self._overdue(waiting)
-                )
+                self.lost = self._no_store or self._judge(waiting)
                 if self.lost is not None:
                     self._on_loss()
 
@@ -163,47 +145,37 @@ class Heartbeat:
             )
 
     def _waiting(self) -> float | None:
-        """Since when this process waits for the oldest arrival that has not happened; None if it
-        waits for none.
-        """
+        """Return since when the oldest missing arrival is awaited, or None."""
         while self._awaited:
             arrival, since = self._awaited[0]
             try:
                 if not arrival.query():
                     return since
-            except RuntimeError:  # the device is broken, which the main thread finds out by itself
+            except RuntimeError:  # the device is broken; the main thread will notice
                 pass
             self._awaited.popleft()
         return None
 
-    def _ended(self) -> str | None:
-        limit = time.monotonic() - min(ENDED_SECONDS, self._silence)
-        ended = [
-            other for other, (beat, since) in self._seen.items() if beat == _ENDED and since < limit
-        ]
-        return f"process {ended[0]} has ended" if ended else None
+    def _judge(self, waiting_since: float) -> str | None:
+        """Return why a process counts as lost, if one does.
 
-    def _silent(self) -> str | None:
+        Only those that have beaten are judged: a process may still be loading its base.
+        """
         now = time.monotonic()
-        late = [
-            (now - since, other)
-            for other, (_, since) in self._seen.items()
-            if now - since > self._silence
-        ]
-        return f"no heartbeat of process {max(late)[1]} for {max(late)[0]:.0f} s" if late else None
-
-    def _overdue(self, since: float) -> str | None:
-        return (
-            f"Timed out after {self._timeout:g} s"
-            if time.monotonic() - since > self._timeout
-            else None
-        )
+        ages = {other: now - since for other, (_, since) in self._seen.items()}
+        for other, (beat, _) in self._seen.items():
+            if beat == _ENDED and ages[other] > min(ENDED_SECONDS, self._silence):
+                return f"process {other} has ended"
+        oldest = max(ages, key=ages.__getitem__, default=None)
+        if oldest is not None and ages[oldest] > self._silence:
+            return f"no heartbeat of process {oldest} for {ages[oldest]:.0f} s"
+        if now - waiting_since > self._timeout:
+            return f"Timed out after {self._timeout:g} s"
+        return None
 
 
 def reachable(store: dist.Store | None) -> bool:
-    """Whether the process that keeps a store is still there; the store itself would say so with a
-    page of stack.
-    """
+    """Return whether a store's process still runs; the store itself would print a page of stack."""
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
@@ -217,14 +189,9 @@ def reachable(store: dist.Store | None) -> bool:
 
 
 def abort_groups(seconds: float) -> bool:
-    """Abort all process groups without waiting for their kernels, and forget them.
+    """Abort all process groups without waiting for their kernels; return whether it is done.
 
-    Args:
-        seconds: to wait for this at most. NCCL's own abort may hang; it is left to a daemon thread
-            then.
-
-    Returns:
-        Whether it is done.
+    NCCL's abort may hang: after these seconds it is left to a daemon thread.
     """
     thread = threading.Thread(target=_abort_groups, name="npt-abort", daemon=True)
     thread.start()
@@ -235,7 +202,7 @@ def abort_groups(seconds: float) -> bool:
 def _abort_groups() -> None:
     from torch.distributed import distributed_c10d
 
-    # where NCCL cannot, nothing more can be done here
+    # if NCCL cannot, nothing more can be done here
     with _ABORTING, contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             distributed_c10d._abort_process_group()

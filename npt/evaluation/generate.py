@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.precision import cast_once
 from npt.config import SEED_MAX
-from npt.data.encoding import continuation_text
+from npt.data.continuation import continuation_text
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import end_ids
 

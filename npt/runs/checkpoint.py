@@ -2,23 +2,19 @@
 
     step-00000500/
       adapter/            the adapter, usable on its own
-      state.safetensors   moments, step counts, random state of every process, history of the spike
-      guard
+      state.safetensors   optimizer state, random state of every process, spike guard's history
       state.json          counters, position in the data, settings, the base's hash
-      manifest.json       sha256 and size of every other file, and of itself; written last
+      manifest.json       sha256 and size of every file; written last
 
-The folder is filled under a temporary name, synced and renamed, so it exists as a whole or not at
-all; what a disk does to it later shows in the sums. It holds safetensors and JSON only, so nothing
-in it can run code. A checkpoint may come from somebody else, with sums that are right whatever it
-holds: all of it is compared with what the run needs before anything is changed.
-
-A post-mortem (`npt.postmortem`) is such a folder with two more files.
+A checkpoint exists as a whole or not at all, and holds safetensors and JSON only: nothing in it can
+run code. It may come from somebody else, so all of it is checked against what the run needs before
+anything is changed. A post-mortem (`npt.postmortem`) is such a folder with two more files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +81,9 @@ _LOOP: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class State:
-    """The content of a checkpoint, found to fit the model, so that restoring it cannot fail
-    halfway.
+    """A checkpoint's content, checked against the model, so restoring it cannot fail halfway.
 
-    snapshot: adapters and optimizer state. spikes: history of the spike guard, if there was one.
+    snapshot: adapters and optimizer state. spikes: the spike guard's history, if there is one.
     random_states: by process.
     """
 
@@ -98,18 +93,16 @@ class State:
     random_states: Mapping[int, Mapping[str, Tensor]]
 
     def restore(self, window: GradientWindow[Any]) -> None:
-        """Restore adapters, moments, spike guard and step count of a window over the same
-        parameters, with no micro-batch in it.
+        """Restore adapters, moments, spike guard and step count of an empty window over the same
+        parameters.
         """
         copies: Snapshot = {}
         update = window.update
         for name, parameter in zip(update.names, update.parameters, strict=True):
             value, moments = self.snapshot[name]
             now = update.optimizer.state[parameter]
-            copies[name] = (
-                value,
-                {key: moment.to(now[key].device, copy=True) for key, moment in moments.items()},
-            )
+            moved = {key: m.to(now[key].device, copy=True) for key, m in moments.items()}
+            copies[name] = value, moved
         update.restore(copies)
         window.resume_at(self.step)
         if window.spikes is not None and self.spikes is not None:
@@ -130,32 +123,26 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """The run's position in its data."""
+        """Position in the run's data."""
         return Position.from_dict(self.record["position"])
 
     @property
     def initial(self) -> Fidelity:
-        """Figures of the student before training."""
+        """The student's figures before training."""
         return Fidelity.from_dict(self.record["initial"])
 
     def base_mismatch(self, base: BaseIdentity) -> str | None:
-        """Return in what the checkpoint's base differs from this one, or None."""
+        """Return how the checkpoint's base differs from this one, or None."""
         return base_mismatch(self.folder / ADAPTER, base)
 
     def state(
         self, model: PreTrainedModel, base: BaseIdentity, *, check_base: bool = True
     ) -> State:
-        """Return everything that is restored, once it is found to fit; the model is not changed.
+        """Return everything that is restored, checked; the model is not changed.
 
-        Args:
-            model: with adapters of the checkpoint's form attached.
-            base: of the model.
-            check_base: False takes a checkpoint of any base that its shapes fit.
-
-        Raises:
-            CheckpointError: a tensor of the state is missing, extra, misshapen, of another dtype or
-                not finite.
-            AdapterFileError: the adapter does not fit, or the base is another one.
+        The model has adapters of the checkpoint's form. CheckpointError if the state does not fit,
+        AdapterFileError if the adapter does not or, unless `check_base` is False, the base is
+        another one.
         """
         snapshot = self.snapshot(model, base if check_base else None)
         return State(self.step, snapshot, self._spikes(), self.random_states())
@@ -163,15 +150,9 @@ class Checkpoint:
     def snapshot(
         self, model: PreTrainedModel, base: BaseIdentity | None = None, *, finite: bool = True
     ) -> Snapshot:
-        """Return adapters and moments by the name of their parameter.
+        """Return adapters and moments by parameter name, as `state` does.
 
-        Args:
-            model: with adapters of the checkpoint's form attached; it is not changed.
-            base: of the model, which must be the checkpoint's; None takes any base.
-            finite: refuse numbers that are not finite.
-
-        Raises:
-            CheckpointError, AdapterFileError: as `state`.
+        `base=None` takes any base, `finite=False` takes numbers that are not finite.
         """
         path = self.folder / TENSORS
         _, adapters = read_adapter(
@@ -184,22 +165,14 @@ class Checkpoint:
         }
         own = {n: h for n, h in self.headers.items() if not n.startswith(("rng.", "spikes."))}
         check_tensors(path, own, wanted, CheckpointError)
-        tensors = read_tensors(path, wanted, CheckpointError)
-        bad = non_finite(tensors) if finite else None
-        if bad is not None:
-            raise CheckpointError(f"{path}: {bad} holds a non-finite value; use another checkpoint")
+        tensors = _read(path, wanted, finite)
         return {
             name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})
             for name, value in adapters.items()
         }
 
     def random_states(self) -> dict[int, dict[str, Tensor]]:
-        """Return the random state of every process.
-
-        Raises:
-            CheckpointError: they are not those of all processes from 0 on, or torch takes one of
-                them for none.
-        """
+        """Return the random state of every process; CheckpointError if one is missing or odd."""
         path = self.folder / TENSORS
         found = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
         processes = range(len(found))
@@ -221,16 +194,20 @@ class Checkpoint:
         count = math.prod(next(iter(found.values()))[1])
         check_tensors(path, found, dict.fromkeys(_SPIKES, (count,)), CheckpointError, "F64")
         if count > HISTORY:
+            has = described(found[_SPIKES[0]])
             raise CheckpointError(
-                f"{path}: {_SPIKES[0]} is {described(found[_SPIKES[0]])}, expected F64 [{HISTORY}]"
-                " at most"
+                f"{path}: {_SPIKES[0]} is {has}, expected F64 [{HISTORY}] at most"
             )
-        tensors = read_tensors(path, _SPIKES, CheckpointError)
-        bad = non_finite(tensors)
-        if bad is not None:
-            raise CheckpointError(f"{path}: {bad} holds a non-finite value; use another checkpoint")
-        losses, norms = (tensor.tolist() for tensor in tensors.values())
+        losses, norms = (tensor.tolist() for tensor in _read(path, _SPIKES).values())
         return losses, norms
+
+
+def _read(path: Path, names: Iterable[str], finite: bool = True) -> dict[str, Tensor]:
+    tensors = read_tensors(path, names, CheckpointError)
+    bad = non_finite(tensors) if finite else None
+    if bad is not None:
+        raise CheckpointError(f"{path}: {bad} holds a non-finite value; use another checkpoint")
+    return tensors
 
 
 def write_checkpoint(
@@ -241,26 +218,16 @@ def write_checkpoint(
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Write a checkpoint as a whole.
+    """Write a checkpoint as a whole, or raise OSError.
 
-    Args:
-        folder: becomes the checkpoint.
-        model: whose adapters are saved; they must be finite.
-        window: with no result on its way.
-        record: the content of `state.json`: `step`, counters, position, settings.
-        base: of the model.
-        random_states: by process.
-
-    Raises:
-        OSError: it could not be written; nothing exists then.
-        AdapterFileError: an adapter is not finite.
+    record: content of `state.json`. window: all of whose results are read. An adapter that is not
+    finite is an AdapterFileError.
     """
     check_savable(adapter_parameters(model), folder)
     spikes = None if window.spikes is None else window.spikes.remembered()
     with new_folder(folder) as temporary:
-        write_state(
-            temporary, model, window.update.snapshot(), record, base, random_states, spikes=spikes
-        )
+        kept = window.update.snapshot()
+        write_state(temporary, model, kept, record, base, random_states, spikes=spikes)
         write_manifest(temporary)
 
 
@@ -274,13 +241,7 @@ def write_state(
     *,
     spikes: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> None:
-    """Write everything but the manifest into a folder that is being made.
-
-    Args:
-        snapshot: adapters and moments, of whatever value.
-        spikes: history of the spike guard.
-        folder, model, record, base, random_states: as for `write_checkpoint`.
-    """
+    """Write everything but the manifest into a folder; the snapshot need not be finite."""
     tensors = {
         f"rng.{process}.{name}": state
         for process, states in random_states.items()
@@ -305,11 +266,7 @@ def write_state(
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint and check the form of its record; no tensor is read yet.
-
-    Raises:
-        CheckpointError: it does not verify, or is not of the form that is written.
-    """
+    """Verify a checkpoint and check its record, or raise CheckpointError; no tensor is read."""
     if (folder / POSTMORTEM).exists():
         raise CheckpointError(f"{folder} is a post-mortem; name a checkpoint, or `npt replay` it")
     checkpoint = read_state(folder)
@@ -322,10 +279,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(f"{path}: {name} is {shown(record[name])}, expected counts")
     at_once = record.get("samples_at_once", [])  # earlier versions did not know of it
     if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
-        raise CheckpointError(
-            f"{path}: samples_at_once is {shown(at_once)}, expected a count or nothing for each"
-            " process"
-        )
+        expected = "expected a count or nothing for each process"
+        raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
         known, position = checkpoint.position.as_dict(), record["position"]
@@ -342,11 +297,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_state(folder: Path) -> Checkpoint:
-    """Verify a checkpoint or a post-mortem, of which the loop's part is not looked at.
-
-    Raises:
-        CheckpointError: it does not verify, or is of another format.
-    """
+    """Verify a checkpoint or post-mortem, or raise CheckpointError; loop entries are unchecked."""
     verify_checkpoint(folder)
     path = folder / RECORD
     record = read_json(path, CheckpointError)
@@ -362,10 +313,9 @@ def read_state(folder: Path) -> Checkpoint:
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest checkpoint below `folder` that verifies, and what is wrong with newer ones.
+    """Return the newest checkpoint that verifies, and the faults of newer ones.
 
-    Raises:
-        CheckpointError: the newest one that verifies is not of the form that this version writes.
+    CheckpointError if it has another form than this version's.
     """
     broken: dict[Path, str] = {}
     for path in reversed(checkpoints(folder)):
@@ -383,7 +333,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield every value in lists and objects, at any depth."""
+    """Yield the values in lists and objects, at any depth."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)

@@ -15,7 +15,7 @@ from npt.stored import read_json, shown
 
 MANIFEST = "manifest.json"
 POSTMORTEM = "postmortem.json"
-"""Left out of a post-mortem's manifest: findings are added to it after the rest is written."""
+"""Left out of the manifest: findings are added to it later."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -25,11 +25,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Check every bit of a checkpoint against its manifest, and the manifest against itself.
-
-    Raises:
-        CheckpointError: which file, with both sums.
-    """
+    """Check a checkpoint against its manifest, and that against its own sum, or raise."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no {MANIFEST}; it was not written to its end")
@@ -42,10 +38,8 @@ def verify_checkpoint(folder: Path) -> None:
                 f" entries, they have {_own_sum(files)[:12]}"
             )
         found = _files(folder)
-        for kind, names in (
-            ("lacks", set(files) - set(found)),
-            ("holds the extra file", set(found) - set(files)),
-        ):
+        missing, extra = set(files) - set(found), set(found) - set(files)
+        for kind, names in (("lacks", missing), ("holds the extra file", extra)):
             if names:
                 raise CheckpointError(f"{folder} {kind} {shown(min(names))} ({len(names)} such)")
         for name, sums in files.items():
@@ -61,11 +55,7 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return every file that the manifest names, by its path below the folder.
-
-    Raises:
-        CheckpointError: something is no plain file, for example a link that leads elsewhere.
-    """
+    """Return the files below the folder by relative path; CheckpointError for links and such."""
     found: dict[str, Path] = {}
     for place, folders, names in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *names)):
@@ -73,10 +63,8 @@ def _files(folder: Path) -> dict[str, Path]:
             if stat.S_ISREG(mode):
                 found[path.relative_to(folder).as_posix()] = path
             elif not stat.S_ISDIR(mode):
-                raise CheckpointError(
-                    f"{path} is a {'link' if stat.S_ISLNK(mode) else 'special file'}; a checkpoint"
-                    " holds plain files only"
-                )
+                what = "link" if stat.S_ISLNK(mode) else "special file"
+                raise CheckpointError(f"{path} is a {what}; a checkpoint holds plain files only")
     return {name: found[name] for name in sorted(set(found) - {MANIFEST, POSTMORTEM})}
 
 
@@ -87,7 +75,7 @@ def _sums(path: Path) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Return the beginning of a sum out of a file, which may hold anything."""
+    """Return the start of a file's entry, which may be anything."""
     return shown(value[:12])[1:-1] if isinstance(value, str) else shown(value)
 
 

@@ -1,14 +1,18 @@
-"""Resume a run: find the checkpoint and the folder, and compare the settings."""
+"""Resume a run: find the checkpoint and folder, and compare settings and data with its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
+from npt.data.source import Record, is_sequence
 from npt.errors import CheckpointError, ConfigError
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
 from npt.runs.manifest import MANIFEST
@@ -16,6 +20,8 @@ from npt.runs.run_folder import check_free, is_run, tidy
 from npt.stored import shown
 
 AUTO = "auto"
+
+_SAMPLED = 16  # records of a sequence that are hashed, spread evenly over it
 
 _MATTERS = {
     **{f.name: flag_of(f) for cls in (NPTConfig, DataConfig) for f in fields(cls)},
@@ -26,9 +32,7 @@ _MATTERS = {
     "teacher_precision": "teacher_precision",
     "teacher": "teacher (its hash)",
 }
-"""Settings that must stay as they were: the adapters', the base's, and those that decide the order
-of samples.
-"""
+"""Settings that must not change: of adapters, base and the order of samples."""
 
 _OF_ONE_START = ("resume", "output_dir")
 
@@ -37,9 +41,8 @@ _OF_ONE_START = ("resume", "output_dir")
 class Resumed:
     """The checkpoint that a run resumes from; finding it has changed nothing.
 
-    folder: the run's. checkpoint: None if a run is to start anew in it. goes_on: the folder is the
-    checkpoint's own, or that of a run without checkpoints; otherwise it is a new one. broken: newer
-    checkpoints that do not verify, and why. seen: the names of all checkpoints there.
+    checkpoint: None if a run starts anew. goes_on: `folder` is the checkpoint's own, not a new one.
+    broken: newer checkpoints that do not verify, and why. seen: names of all checkpoints.
     """
 
     folder: Path
@@ -54,19 +57,8 @@ class Resumed:
 
 
 def find_resumed(resume: str, output_dir: str | None) -> Resumed:
-    """Return the checkpoint that `--resume` means.
-
-    Args:
-        resume: `auto` for the newest good one below `output_dir`; else a run folder, or one
-            checkpoint of it.
-        output_dir: of the run; default the folder of the checkpoint's run.
-
-    Raises:
-        ConfigError: `auto` without a folder, or with one that holds something other than a run; a
-            checkpoint that lies in no run folder without `output_dir`; another process is writing
-            the folder.
-        CheckpointError: there is none, or none that verifies, or it cannot be read.
-    """
+    """Return the checkpoint that `--resume` means: `auto` (the newest good one below `output_dir`),
+    a run folder or a checkpoint. ConfigError or CheckpointError if there is none to resume."""
     try:
         return _find(resume, output_dir)
     except OSError as error:
@@ -96,7 +88,8 @@ def _find(resume: str, output_dir: str | None) -> Resumed:
     above = path.resolve().parent
     if above.name != CHECKPOINTS and output_dir is None:
         raise ConfigError(
-            f"the checkpoint {resume} lies in no run folder; name one to go on in with --output_dir"
+            f"the checkpoint {resume} lies in no run folder; name one to continue in with"
+            " --output_dir"
         )
     run = above.parent if output_dir is None else Path(output_dir)
     goes_on = above.name == CHECKPOINTS and _same(run, above.parent)
@@ -106,7 +99,7 @@ def _find(resume: str, output_dir: str | None) -> Resumed:
 
 
 def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
-    """Return the newest good checkpoint of a run folder, to resume in the folder `to`."""
+    """Return the newest good checkpoint of a run folder, to resume in `to`."""
     goes_on = _same(run, to)
     if not run.is_dir() or not any(run.iterdir()):
         check_free(run)
@@ -132,9 +125,8 @@ def _placed(
     if not goes_on:
         check_free(run)
         return Resumed(run, checkpoint, False, broken)
-    return Resumed(
-        run, checkpoint, True, broken, tuple(path.name for path in checkpoints(run / CHECKPOINTS))
-    )
+    seen = tuple(path.name for path in checkpoints(run / CHECKPOINTS))
+    return Resumed(run, checkpoint, True, broken, seen)
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -144,15 +136,10 @@ def _same(one: Path, other: Path) -> bool:
 def changed_settings(
     recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between a checkpoint's run and this one, with both values;
-    those that only one of them has are not compared.
-
-    Raises:
-        CheckpointError: one that must stay differs.
-    """
+    """Return the settings that differ, with both values; CheckpointError if one must not."""
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
-        old, new = _plain(recorded[name]), _plain(now[name])
+        old, new = _listed(recorded[name]), _listed(now[name])
         if old == new:
             continue
         if name in _MATTERS:
@@ -166,10 +153,10 @@ def changed_settings(
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as JSON gives them back."""
-    return {name: _plain(value) for name, value in settings.items()}
+    return {name: _listed(value) for name, value in settings.items()}
 
 
-def _plain(value: Any) -> Any:
+def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -177,3 +164,53 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return value if isinstance(value, str) and value.isprintable() else shown(value)
+
+
+def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
+    """Return for JSON the number of `records`, and the `sha256` of some; None for what is unknown.
+
+    It finds a wrong file, not every edit: of a stream only the first record is read, of a
+    generator, which can be read only once, none.
+    """
+    if records is None:
+        return {"records": 0, "sha256": None}
+    size: int | None = None
+    if is_sequence(records):
+        every: Any = records
+        size = len(every)
+        indices = {i * (size - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)} if size else set()
+        sampled: list[Any] = [every[index] for index in sorted(indices)]
+    elif iter(records) is records:
+        return {"records": None, "sha256": None}
+    else:
+        sampled = list(itertools.islice(records, 1))
+    digest = hashlib.sha256()
+    for record in sampled:
+        digest.update(json.dumps(record, sort_keys=True, default=_plain).encode() + b"\n")
+    return {"records": size, "sha256": digest.hexdigest()}
+
+
+def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume if a known `data_fingerprint`, by the name of the data, has changed."""
+    for name, ours in now.items():
+        theirs = recorded.get(name)
+        if isinstance(theirs, Mapping) and any(
+            None not in (theirs.get(key), ours[key]) and theirs.get(key) != ours[key]
+            for key in ("records", "sha256")
+        ):
+            raise CheckpointError(
+                f"the checkpoint was trained on {name} of {_described(theirs)}, this run has"
+                f" {_described(ours)}; resume with the same, or start a new run"
+            )
+
+
+def _described(fingerprint: Mapping[str, Any]) -> str:
+    records = fingerprint.get("records")
+    count = "an unknown number of" if records is None else str(records)
+    return f"{count} records (sha256 {shown(str(fingerprint.get('sha256'))[:12])[1:-1]})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -29,14 +29,16 @@ from npt.version import __version__
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION = "report.html", "modulation.json"
 TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
-"""Folders of trackers, which start before anything else of a run exists."""
+"""Trackers' folders, which may exist before the run does."""
 
 _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED
-"""Names in the folder of a run that was killed before it had a `run.json`."""
+"""Names in the folder of a run that was killed before it wrote `run.json`."""
 
 BROKEN, SUPERSEDED = "broken", "superseded"
-"""Suffix of a checkpoint that is kept for its owner and never picked again: it did not verify, or
-the run resumed from an earlier one."""
+"""Suffixes of checkpoints that are kept but never picked again: one did not verify, the other is
+newer than the one that the run resumed from."""
+
+Json = dict[str, Any]
 
 _PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
 
@@ -52,7 +54,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _version(package: str) -> str:
-    # every checkpoint names them, and to read a package's metadata takes as long as to write one
+    # cached: every checkpoint asks, and reading a package's metadata takes as long as writing one
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -60,20 +62,13 @@ def _version(package: str) -> str:
 
 
 class RunFolder:
-    """`run.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, `best/`, `adapter/`,
-    `fidelity.json`, `modulation.json` below one folder.
+    """The folder of one run: records, logs, checkpoints, the best and the final adapters.
 
     One process writes it at a time. A line that the disk has no room for is lost and counted. A
-    folder that is removed or renamed meanwhile is made anew.
+    folder that is removed or renamed during the run is made anew.
 
-    Args:
-        path: made if missing; must be empty otherwise.
-        resume_at: the folder is of a run that resumes at this step; metrics of later steps are
-            removed.
-
-    Raises:
-        ConfigError: the folder holds something, cannot be written, or another process is writing
-            it.
+    path: made if missing, else empty; ConfigError if it cannot be written. resume_at: step at which
+    the run in this folder resumes; later metrics are removed.
     """
 
     def __init__(self, path: str | Path, resume_at: int | None = None):
@@ -127,11 +122,7 @@ class RunFolder:
             self.lines_lost += 1
 
     def _make_anew_if_gone(self) -> None:
-        """Make the folder anew if it was removed or renamed.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make the folder anew if it was removed or renamed; raises OSError if it cannot be."""
         with contextlib.suppress(FileNotFoundError):
             there, held = os.stat(self.path), os.fstat(self._lock)
             if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
@@ -147,19 +138,15 @@ class RunFolder:
         self._lock, self._logs = lock, logs
         if self._run is not None:
             write_json(self.path / RUN, self._run)
-        message = (
-            f"{self.path} was removed or renamed under way and has been made anew; what stood in it"
-            " is not here"
+        said = (
+            "was removed or renamed during the run and has been made anew; its files are not here"
         )
-        self.event("warning", message=message)
+        self.event("warning", message=f"{self.path} {said}")
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        """Let `write` make `checkpoints/step-XXXXXXXX`, verify it, and then remove older ones
-        beyond `keep`.
+        """Let `write` make a checkpoint, verify it, and remove older ones beyond `keep`.
 
-        Raises:
-            OSError: it could not be written.
-            CheckpointError: it does not read back as it was written; it is set aside.
+        One that does not verify is set aside, and a CheckpointError.
         """
         self._make_anew_if_gone()
         folder = self.path / CHECKPOINTS / step_name(step)
@@ -176,9 +163,7 @@ class RunFolder:
                     remove_folder(old)
         return folder
 
-    def save_best(
-        self, model: PreTrainedModel, base: BaseIdentity, figures: dict[str, Any]
-    ) -> Path:
+    def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: Json) -> Path:
         """Write `best`: the adapters, and the figures that make them the best so far."""
         self._make_anew_if_gone()
         folder = self.path / BEST
@@ -187,9 +172,7 @@ class RunFolder:
             write_json(temporary / "fidelity.json", figures)
         return folder
 
-    def save_final(
-        self, model: PreTrainedModel, base: BaseIdentity, fidelity: dict[str, Any]
-    ) -> Path:
+    def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: Json) -> Path:
         """Write `adapter`: the last student, with its fidelity in the card."""
         self._make_anew_if_gone()
         return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
@@ -206,15 +189,8 @@ class RunFolder:
             return []
 
     def set_aside(self, checkpoint: Path, why: str) -> Path:
-        """Rename a checkpoint so that nobody picks it again, if that can be done.
-
-        Args:
-            checkpoint: its folder.
-            why: BROKEN or SUPERSEDED.
-
-        Returns:
-            Its folder now.
-        """
+        """Rename a checkpoint, if possible, so that it is never picked again (`why`: BROKEN or
+        SUPERSEDED); return its folder."""
         aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
         while aside.exists():
             number += 1
@@ -263,12 +239,41 @@ class _Log:
             os.close(self._handle)
 
 
-def _locked(path: Path) -> int:
-    """Return the handle of a lock on the folder, which ends with the process.
+class NullRunFolder(RunFolder):
+    """The run folder of every process but process 0: nothing is written."""
 
-    Raises:
-        ConfigError: another process has it.
-    """
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.lines_lost = 0
+
+    def write(self, name: str, value: Any) -> None: ...
+
+    def metrics(self, values: dict[str, Any]) -> None: ...
+
+    def event(self, event: str, /, **details: Any) -> None: ...
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
+        raise AssertionError("process 0 saves")
+
+    def checkpoints(self) -> list[Path]:
+        return []
+
+    def set_aside(self, checkpoint: Path, why: str) -> Path:
+        return checkpoint
+
+    def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: Json) -> Path:
+        return self.path / BEST
+
+    def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: Json) -> Path:
+        return self.path / ADAPTER
+
+    def discard(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _locked(path: Path) -> int:
+    """Return the handle of a lock on the folder; ConfigError if another process has it."""
     handle = lock_folder(path)
     if handle is None:
         raise ConfigError(
@@ -302,18 +307,14 @@ def default_folder() -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is of a run, which may have been killed early."""
+    """Return whether a folder holds a run, even one that was killed early."""
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
     return RUN in names or CHECKPOINTS in names or (bool(names) and names <= _STARTED_WITH)
 
 
 def tidy(path: Path) -> None:
-    """Remove half-written files that a killed process left in a run's folder.
-
-    Raises:
-        ConfigError: another process is writing it.
-        OSError: it cannot be read.
-    """
+    """Remove half-written files of a killed process from a run's folder; ConfigError if another
+    process is writing it."""
     lock = _locked(path)
     try:
         for folder in (path, path / CHECKPOINTS):
@@ -324,11 +325,7 @@ def tidy(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a folder that is in use or cannot be made, before anything expensive is done.
-
-    Raises:
-        ConfigError: it is a file or holds something, or nothing can be written there.
-    """
+    """Raise ConfigError for a folder in use or not writable, before anything expensive."""
     try:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--output_dir {path} is a file; name a folder")

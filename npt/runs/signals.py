@@ -1,6 +1,4 @@
-"""Stopping on a signal: the loop finishes its micro-batch, saves and ends with 128 + the signal's
-number.
-"""
+"""Stop on a signal: the loop ends its micro-batch, saves, and exits with 128 + the signal."""
 
 from __future__ import annotations
 
@@ -13,23 +11,19 @@ from typing import Any
 
 from npt.errors import StoppedError
 
-SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-    if hasattr(signal, name)
-)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 class StopOnSignal:
-    """Within the context, SIGINT, SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) set `number`
-    instead of ending the process; a second one ends it as it would have outside, contexts around
-    this one included.
+    """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) set `number` instead
+    of ending the process; a second one ends it as it would outside all such contexts.
 
-    A signal that the process ignores stays ignored: that is how `nohup` asks a run to outlive its
-    terminal. Outside the main thread, where Python allows no handlers, the context does nothing.
+    An ignored signal stays ignored: that is how `nohup` lets a run outlive its terminal. Outside
+    the main thread, where Python allows no handlers, the context does nothing.
 
     Args:
-        at_once: raise where the signal arrives instead: for what has nothing to save yet.
+        at_once: raise on arrival instead, for work that has nothing to save yet.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -42,7 +36,7 @@ class StopOnSignal:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 handler = signal.getsignal(number)
-                if handler in (signal.SIG_IGN, None):  # ignored, or somebody's who is not Python
+                if handler in (signal.SIG_IGN, None):  # ignored, or not set by Python
                     continue
                 owner = getattr(handler, "__self__", None)
                 self._around = owner if isinstance(owner, StopOnSignal) else self._around
@@ -50,32 +44,22 @@ class StopOnSignal:
         return self
 
     def check(self) -> None:
-        """Raise if a signal came: called where waiting for the end would take long and nothing is
-        half done.
-
-        Raises:
-            StoppedError: with the signal's number.
-        """
+        """Raise StoppedError if a signal came; for long work with nothing half done."""
         if self.number is not None:
             raise StoppedError(self.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         context: StopOnSignal | None = self
-        # inside out, so that what stands in the end is what stood in front of them all
+        # inside out, so that the handlers from before all contexts remain
         while context is not None:
             context._restore()
             context = context._around
         if self.at_once:
             raise StoppedError(number)
+        said = f"signal {number}: finishing the micro-batch and saving; once more ends at once\n"
         with contextlib.suppress(OSError):  # nobody may be reading any more
-            os.write(
-                2,
-                (
-                    f"signal {number}: finishing the micro-batch and saving; once more ends at"
-                    " once\n"
-                ).encode(),
-            )
+            os.write(2, said.encode())
 
     def _restore(self) -> None:
         before, self._before = self._before, {}

@@ -1,8 +1,7 @@
-"""Trackers: Weights & Biases, TensorBoard and the others that accelerate opens. They are shown what
-happens and can change nothing.
+"""Trackers: Weights & Biases, TensorBoard and the others that accelerate opens. They only observe.
 
-accelerate's classes are used one by one and without its `Accelerator`, which would see to devices,
-precision and processes as well.
+accelerate's classes are used without its `Accelerator`, which would also manage devices, precision
+and processes.
 """
 
 from __future__ import annotations
@@ -33,33 +32,26 @@ from npt.runs import wandb_run
 from npt.runs.run_folder import TRACKED
 
 LOST_AFTER = 20
-"""Calls that fail in a row before a tracker is not asked any more: each may have waited for a
-network.
-"""
+"""Calls that fail in a row before a tracker is dropped: each may have waited for a network."""
 
 _SUBFOLDER = "npt"
-"""Of the run folder, where TensorBoard's files are."""
+"""TensorBoard's folder below the run folder."""
 
 _SUMMARY = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
-"""Figures that a run as a whole is known by."""
+"""Figures of a run as a whole."""
 
+_LEAVE_OUT = "or leave it out (--report_to none)"
 _REMEDIES = {
-    "wandb": (
-        "log in first (wandb login), set WANDB_MODE=offline, or leave it out (--report_to none)"
-    ),
-    "comet_ml": "log in first (comet login, COMET_API_KEY), or leave it out (--report_to none)",
-    "clearml": "set it up first (clearml-init), or leave it out (--report_to none)",
-    "mlflow": "check MLFLOW_TRACKING_URI, or leave it out (--report_to none)",
-    "swanlab": "log in first (swanlab login), or leave it out (--report_to none)",
+    "wandb": "log in first (wandb login), set WANDB_MODE=offline, ",
+    "comet_ml": "log in first (comet login, COMET_API_KEY), ",
+    "clearml": "set it up first (clearml-init), ",
+    "mlflow": "check MLFLOW_TRACKING_URI, ",
+    "swanlab": "log in first (swanlab login), ",
 }
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
-    """Return the names of the trackers that the configuration asks for.
-
-    Raises:
-        ConfigError: one of them is not installed.
-    """
+    """Return the trackers that the configuration asks for; ConfigError if one is not installed."""
     asked = config.report_to or ()
     if "none" in asked:
         return []
@@ -71,11 +63,8 @@ def check_trackers(config: TrainConfig) -> list[str]:
                 " one, or drop it"
             )
         return chosen
-    flags = {
-        name: f"--use_{name}"
-        for name, wanted in (("wandb", config.use_wandb), ("tensorboard", config.use_tensorboard))
-        if wanted
-    }
+    wanted = {"wandb": config.use_wandb, "tensorboard": config.use_tensorboard}
+    flags = {name: f"--use_{name}" for name, use in wanted.items() if use}
     flags |= {name: f"--report_to {name}" for name in asked}
     for name, flag in flags.items():
         if name in EXTRAS:
@@ -90,18 +79,9 @@ def check_trackers(config: TrainConfig) -> list[str]:
 def start_trackers(
     processes: ProcessGroup, config: TrainConfig, folder: Path, *, resume_at: int | None = None
 ) -> Trackers:
-    """Start a run's trackers on process 0, which alone has any; what keeps them from starting ends
-    every process.
+    """Start a run's trackers on process 0, which alone has any; see `Trackers`.
 
-    Args:
-        processes: the processes of the run.
-        config: which trackers.
-        folder: the run's; that of process 0 counts.
-        resume_at: as of `Trackers`.
-
-    Raises:
-        ConfigError: one cannot be started. The folder is as it was.
-        ProcessError: on the other processes.
+    If one cannot start, ConfigError there and ProcessError on the other processes.
     """
     started: list[Trackers] = []
     run = wandb_run.known_run(folder) if resume_at is not None else None
@@ -110,23 +90,14 @@ def start_trackers(
 
 
 class Trackers:
-    """The trackers of one run, from before its base is loaded to behind its last file. A context,
-    which closes them.
+    """The trackers of one run, opened before its base is loaded; a context, which closes them.
 
-    One that fails under way is warned of once and counted; the run, its random numbers included,
-    goes on as without it.
+    One that cannot be started is a ConfigError, and nothing is left over. One that fails later is
+    warned of once and counted; the run continues with the same random numbers.
 
-    Args:
-        config: which ones, and how they name the run.
-        folder: the run's, which is made if it is missing.
-        run: what Weights & Biases is to know the run by; one that it knows is gone on with.
-        group: runs that Weights & Biases shows together.
-        resume_at: the step that the run in this folder goes on from. TensorBoard forgets what it
-            has of later ones; Weights & Biases keeps the figures that it had first, which differ
-            from those to come only where settings were changed.
-
-    Raises:
-        ConfigError: one of them cannot be started; nothing is left behind.
+    run: the id in Weights & Biases; a known one is continued. group: default of the group there.
+    resume_at: the step that the run in `folder` resumes from. TensorBoard forgets later steps;
+    Weights & Biases keeps its first figures, which differ only if settings changed.
     """
 
     def __init__(
@@ -140,7 +111,7 @@ class Trackers:
     ):
         self.folder = folder
         self.warn: Callable[[str], None] = lambda message: None
-        """Told of what fails."""
+        """Called with a message about each failure."""
         self._trackers: dict[str, Any] = {}
         self._failed: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
@@ -151,7 +122,10 @@ class Trackers:
         self._made = _make(folder)
         try:
             for name in names:
-                self._trackers[name] = _started(name, config, folder, run, group, resume_at)
+                places, options = _opening(name, config, folder, resume_at)
+                if name == "wandb":
+                    options = wandb_run.options_of(config, folder, run, group)
+                self._trackers[name] = _started(name, config, places, options)
         except BaseException:
             self.close(1)
             raise
@@ -164,19 +138,19 @@ class Trackers:
 
     @property
     def active(self) -> bool:
-        """Whether there is any."""
+        """True while any tracker is open."""
         return bool(self._trackers)
 
     @property
     def run_id(self) -> str | None:
-        """What Weights & Biases knows the run by."""
+        """The run's id in Weights & Biases."""
         found = getattr(getattr(self._trackers.get("wandb"), "tracker", None), "id", None)
         return found if isinstance(found, str) else None
 
     def describe(self, values: Mapping[str, Any]) -> None:
-        """Settings and whatever else a run is known by before its first step, nested or not.
+        """Store settings and other facts known before the first step, nested or not.
 
-        TensorBoard begins here: until the run does, it forgets nothing of an earlier one.
+        TensorBoard starts only here: a run that never starts keeps an earlier run's steps.
         """
         self._described = True
         flat = {
@@ -196,117 +170,72 @@ class Trackers:
         self._each(store)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Numbers at `step`; None and non-finite values are left out, which every tracker
-        can draw.
-        """
+        """Log numbers at `step`, leaving out None and non-finite values."""
         numbers = _finite(values)
         self._each(lambda _, tracker: tracker.log(numbers, step=step))
 
     def summarize(self, figures: Mapping[str, Figures], step: int, **more: float) -> None:
-        """Figures of the run as a whole, by what they are of; where a tracker has no place for such
-        they are numbers at `step`.
+        """Store figures of the whole run, by the name of what was measured, and `more` numbers.
 
-        Args:
-            figures: by the name of what was measured.
-            step: of the run now.
-            more: further numbers.
+        Trackers without a summary log them at `step`.
         """
-        numbers = _finite(
-            {
-                f"{name}/{key}": getattr(found, key)
-                for name, found in figures.items()
-                for key in _SUMMARY
-            }
-            | more
-        )
+        every = {f"{n}/{key}": getattr(x, key) for n, x in figures.items() for key in _SUMMARY}
+        numbers = _finite(every | more)
 
         def store(name: str, tracker: Any) -> None:
             if name == "wandb":
                 tracker.tracker.summary.update(numbers)
             else:
-                tracker.log(
-                    {f"summary/{key}": number for key, number in numbers.items()}, step=step
-                )
+                tracker.log({f"summary/{key}": n for key, n in numbers.items()}, step=step)
 
         self._each(store)
 
     def texts(self, rows: Sequence[tuple[str, str, str]], step: int) -> None:
-        """Prompts with what student and teacher write, where a tracker shows text."""
-        columns = ("step", "prompt", "student", "teacher")
+        """Show prompts with the student's and the teacher's text, in trackers that show text."""
 
         def show(name: str, tracker: Any) -> None:
             if name == "wandb":
-                wandb_run.log_table(
-                    tracker.tracker, "samples", columns, [(step, *row) for row in rows], step
-                )
+                wandb_run.log_samples(tracker.tracker, rows, step)
             elif name == "tensorboard":
-                lines = [
-                    "| prompt | student | teacher |",
-                    "|---|---|---|",
-                    *(f"| {' | '.join(map(_cell, row))} |" for row in rows),
-                ]
-                tracker.tracker.add_text("samples", "\n".join(lines), global_step=step)
+                lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+                text = "\n".join(["| prompt | student | teacher |", "|---|---|---|", *lines])
+                tracker.tracker.add_text("samples", text, global_step=step)
 
         self._each(show)
 
     def modulation(self, found: Modulation, step: int) -> None:
-        """Of every layer's targets the share of multipliers at their bounds, and where a tracker
-        draws such a histogram of all.
-        """
+        """Log each target's share of multipliers at their bounds, and histograms if it can."""
         shares: dict[str, Any] = {}
-        counted: dict[str, tuple[list[int], list[float]]] = {}
-        edges = found.edges
+        counted: dict[str, Sequence[int]] = {}
         for index, layer in found.layers.items():
             for target, look in layer.targets.items():
                 where = f"modulation/layers.{index}.{target}"
-                shares |= {
-                    f"{where}.saturated": look.saturated,
-                    f"{where}.add_rms": look.add_rms,
-                    f"{where}.std": look.std,
-                }
+                for key in ("saturated", "add_rms", "std"):
+                    shares[f"{where}.{key}"] = getattr(look, key)
                 if look.counts is not None:
-                    counted[where] = look.counts, edges
+                    counted[where] = look.counts
 
         def show(name: str, tracker: Any) -> None:
             if counted and name == "wandb":
-                wandb_run.log_histograms(tracker.tracker, counted, step)
+                wandb_run.log_histograms(tracker.tracker, counted, found.edges, step)
             elif counted and name == "tensorboard":
-                for where, (counts, limits) in counted.items():
-                    _add_histogram(tracker.tracker, where, counts, limits, step)
+                for where, counts in counted.items():
+                    _add_histogram(tracker.tracker, where, counts, found.edges, step)
 
         self.log(shares, step)
         self._each(show)
 
     def alert(self, title: str, text: str) -> None:
-        """Tell whoever follows the run, where a tracker can."""
-        self._each(
-            lambda name, tracker: (
-                tracker.tracker.alert(title=title, text=text, level="ERROR")
-                if name == "wandb"
-                else None
-            )
-        )
+        """Send an alert, in trackers that have them."""
+        self._each_wandb(lambda run: run.alert(title=title, text=text, level="ERROR"))
 
     def files(self, record: Mapping[str, Any]) -> None:
-        """What the run folder holds at its end, where a tracker keeps files: report, pictures,
-        adapters with `record` as metadata.
-        """
-        plain = _plain(record)
-        self._each(
-            lambda name, tracker: (
-                wandb_run.log_files(tracker.tracker, self.folder, plain)
-                if name == "wandb"
-                else None
-            )
-        )
+        """Upload report, pictures and adapters, with `record` as metadata, if a tracker can."""
+        self._each_wandb(lambda run: wandb_run.log_files(run, self.folder, _plain(record)))
 
     def close(self, status: int = 0) -> None:
-        """End them all; doing so twice is doing it once.
-
-        Args:
-            status: what the run ends with. Of one that failed before it was described nothing is
-                left.
-        """
+        """Close all, once, with the run's exit status; a run that failed before `describe` leaves
+        nothing."""
 
         def end(name: str, tracker: Any) -> None:
             if name == "wandb":
@@ -318,19 +247,20 @@ class Trackers:
         self._trackers = {}
         for name, count in self._failed.items():
             if count > 1:
-                self.warn(f"{name} failed {count} times in all; what it was told then it has not")
+                self.warn(f"{name} failed {count} times in all; what it was told then it lacks")
         self._failed.clear()
         if status and self._made and not self._described and _holds_trackers_alone(self.folder):
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _each_wandb(self, act: Callable[[Any], Any]) -> None:
+        self._each(lambda name, tracker: act(tracker.tracker) if name == "wandb" else None)
 
     def _each(self, act: Callable[[str, Any], Any]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 with undisturbed():
                     act(name, tracker)
-            # each tracker has classes of its own, and an observer must not end the run that it
-            # looks at
-            except Exception as error:
+            except Exception as error:  # each tracker raises its own; none may end the run
                 self._note(name, error)
             else:
                 self._in_a_row[name] = 0
@@ -340,7 +270,7 @@ class Trackers:
         self._in_a_row[name] += 1
         if self._failed[name] == 1:
             self.warn(
-                f"{name} failed: {_reason(error)}; the run goes on, and it may lack some of it"
+                f"{name} failed: {_reason(error)}; the run continues, and it may lack some of it"
             )
         if self._in_a_row[name] == LOST_AFTER:
             del self._trackers[name]
@@ -349,9 +279,7 @@ class Trackers:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Whatever is drawn within the context, torch's, Python's and numpy's random states are as
-    before afterwards.
-    """
+    """Restore torch's, Python's and numpy's random states afterwards."""
     drawn, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with kept_random_state():
@@ -362,11 +290,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _make(folder: Path) -> bool:
-    """Whether the folder had to be made.
-
-    Raises:
-        ConfigError: it cannot be, or nothing can be written into it.
-    """
+    """Make the folder if it is missing, and return whether it was; ConfigError if it cannot be."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
@@ -385,18 +309,9 @@ def _holds_trackers_alone(folder: Path) -> bool:
 
 
 def _started(
-    name: str,
-    config: TrainConfig,
-    folder: Path,
-    run: str | None,
-    group: str | None,
-    resume_at: int | None,
+    name: str, config: TrainConfig, places: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """One tracker.
-
-    Raises:
-        ConfigError: it cannot be started.
-    """
+    """Open one tracker; ConfigError if it cannot be started."""
     from accelerate.state import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -408,78 +323,50 @@ def _started(
     try:
         with undisturbed():
             PartialState()  # accelerate's loggers ask for it
-            tracker = LOGGER_TYPE_TO_CLASS[name](
-                *_arguments(name, config, folder),
-                **_options(name, config, folder, run, group, resume_at),
-            )
+            tracker = LOGGER_TYPE_TO_CLASS[name](*places, **options)
             if name == "tensorboard":
-                from torch.utils import tensorboard  # noqa: F401 - that it can be
+                from torch.utils import tensorboard  # noqa: F401 - fail now, not in `describe`
             else:
                 tracker.start()
-    except Exception as error:  # each tracker has classes of its own
-        where = [
-            f"{word} {value}"
-            for word, value in (("project", config.project), ("entity", config.wandb_entity))
-            if value
-        ]
-        named = f"{name} ({', '.join(where)})" if where else name
-        remedy = _REMEDIES.get(name, "mend that, or leave it out (--report_to none)")
+    except Exception as error:  # each tracker raises its own
+        parts = {"project": config.project, "entity": config.wandb_entity}
+        where = ", ".join(f"{word} {value}" for word, value in parts.items() if value)
+        named = f"{name} ({where})" if where else name
+        remedy = _REMEDIES.get(name, "mend that, ") + _LEAVE_OUT
         raise ConfigError(f"{named} cannot be started: {_reason(error)}; {remedy}") from error
     return tracker
 
 
-def _arguments(name: str, config: TrainConfig, folder: Path) -> tuple[Any, ...]:
-    """Arguments of accelerate's class: a project, and a folder where it asks for one."""
+def _opening(
+    name: str, config: TrainConfig, folder: Path, resume_at: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the project (and folder) that accelerate's class takes, and the library's options."""
     if name == "wandb":
-        return (wandb_run.project_of(config),)
+        return (wandb_run.project_of(config),), {}
     if name == "tensorboard":
-        return _SUBFOLDER, str(folder)
-    project = (
-        config.project
-        or (os.environ.get("COMET_PROJECT_NAME") if name == "comet_ml" else None)
-        or wandb_run.PROJECT
-    )
-    return (project, str(folder)) if name == "aim" else (project,)
-
-
-def _options(
-    name: str,
-    config: TrainConfig,
-    folder: Path,
-    run: str | None,
-    group: str | None,
-    resume_at: int | None,
-) -> dict[str, Any]:
-    """Arguments that accelerate's class hands on to the library: names, and places within the run
-    folder.
-    """
+        return (_SUBFOLDER, str(folder)), {} if resume_at is None else {"purge_step": resume_at + 1}
+    project = config.project
+    if not project and name == "comet_ml":
+        project = os.environ.get("COMET_PROJECT_NAME")
     named = config.run_name or folder.name
-    if name == "wandb":
-        return wandb_run.options_of(config, folder, run, group)
-    if name == "tensorboard":
-        return {} if resume_at is None else {"purge_step": resume_at + 1}
-    if name == "mlflow":
-        return {"run_name": named}
-    if name == "trackio":
-        return {"name": named, "resume": "allow"}
-    if name == "swanlab":
-        return {"experiment_name": named, "logdir": str(folder / "swanlog")}
-    if name == "dvclive":
-        # no commits of its own
-        return {
+    options: dict[str, dict[str, Any]] = {
+        "mlflow": {"run_name": named},
+        "trackio": {"name": named, "resume": "allow"},
+        "swanlab": {"experiment_name": named, "logdir": str(folder / "swanlog")},
+        "dvclive": {
             "dir": str(folder / "dvclive"),
             "resume": resume_at is not None,
-            "save_dvc_exp": False,
-        }
-    return {}
+            "save_dvc_exp": False,  # an observer makes no commits
+        },
+    }
+    places = (project or wandb_run.PROJECT, *([str(folder)] if name == "aim" else []))
+    return places, options.get(name, {})
 
 
 def _add_histogram(
     writer: Any, name: str, counts: Sequence[int], edges: Sequence[float], step: int
 ) -> None:
-    """Counts between edges, as TensorBoard takes them; a number's place within its bin is lost, so
-    sums are of the middles.
-    """
+    """Log counts between edges; sums are of the bins' middles."""
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     writer.add_histogram_raw(
         name,
@@ -513,7 +400,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Return a value as JSON has it."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -526,5 +413,5 @@ def _cell(text: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, without an end that would stand before our own."""
+    """Return an error's text without its own end mark."""
     return first_line(error)[:200].rstrip(".;")

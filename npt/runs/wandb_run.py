@@ -1,10 +1,8 @@
-"""A run of Weights & Biases: what it is opened with, and what it alone takes: tables, histograms,
-files with versions, alerts.
+"""A run of Weights & Biases: its options, and what only it takes (tables, files, versions).
 
-The environment comes after the flags and before our own choices: what `WANDB_PROJECT`,
+The environment comes after the flags and before our own choices: the library reads `WANDB_PROJECT`,
 `WANDB_ENTITY`, `WANDB_NAME`, `WANDB_RUN_ID`, `WANDB_RUN_GROUP`, `WANDB_TAGS`, `WANDB_RESUME` and
-`WANDB_MODE` say is left to the library, which reads them. In a run of `wandb agent` nothing is said
-about its project and id, and the settings that the sweep has chosen are not written over.
+`WANDB_MODE` itself. In a run of `wandb agent` project, id and the sweep's settings are left alone.
 """
 
 from __future__ import annotations
@@ -31,22 +29,17 @@ _PICTURES = ("trace/health.html", "trace/health.png")
 
 
 def known_run(folder: Path) -> str | None:
-    """Return the id that the run in this folder has in Weights & Biases, None where there is none
-    that could be one.
-    """
+    """Return the id of this folder's run in Weights & Biases, or None."""
     try:
         known = read_json(folder / RUN, CheckpointError).get("wandb_run")
     except CheckpointError:
         return None
-    return (
-        known
-        if isinstance(known, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", known)
-        else None
-    )
+    valid = isinstance(known, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", known)
+    return known if valid else None
 
 
 def project_of(config: TrainConfig) -> str | None:
-    """Return the project to ask for; None where the library is to take its environment's."""
+    """Return the project to ask for; None for the environment's."""
     if "WANDB_SWEEP_ID" in os.environ:
         return None
     return config.project or (None if "WANDB_PROJECT" in os.environ else PROJECT)
@@ -55,14 +48,7 @@ def project_of(config: TrainConfig) -> str | None:
 def options_of(
     config: TrainConfig, folder: Path, run: str | None, group: str | None
 ) -> dict[str, Any]:
-    """Return arguments of `wandb.init`.
-
-    Args:
-        config: of the run.
-        folder: the run's.
-        run: the id of a run to go on with.
-        group: runs that are shown together, where the settings do not say.
-    """
+    """Return arguments of `wandb.init`; `run` is the id of a run to continue."""
     of_agent = "WANDB_SWEEP_ID" in os.environ
     options: dict[str, Any] = {"dir": str(folder)}
     if config.run_name or not (of_agent or "WANDB_NAME" in os.environ):
@@ -81,45 +67,32 @@ def options_of(
 
 
 def store_settings(run: Any, values: Mapping[str, Any]) -> None:
-    """Put settings into the run's config, but for those that a sweep has chosen: they are locked
-    there.
-    """
-    chosen = set(run.config.keys()) if "WANDB_SWEEP_ID" in os.environ else set()
-    run.config.update(
-        {name: value for name, value in values.items() if name not in chosen}, allow_val_change=True
-    )
+    """Put settings into the run's config, except those that a sweep has chosen and locked."""
+    locked = set(run.config.keys()) if "WANDB_SWEEP_ID" in os.environ else set()
+    free = {name: value for name, value in values.items() if name not in locked}
+    run.config.update(free, allow_val_change=True)
 
 
-def log_table(
-    run: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
-) -> None:
-    """Log rows as a table."""
+def log_samples(run: Any, rows: Sequence[tuple[str, str, str]], step: int) -> None:
+    """Log rows of prompt, student's and teacher's text as a table."""
     import wandb
 
-    run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+    columns: list[str | int] = ["step", "prompt", "student", "teacher"]
+    run.log({"samples": wandb.Table(columns, [[step, *row] for row in rows])}, step=step)
 
 
 def log_histograms(
-    run: Any, found: Mapping[str, tuple[Sequence[int], Sequence[float]]], step: int
+    run: Any, found: Mapping[str, Sequence[int]], edges: Sequence[float], step: int
 ) -> None:
     """Log counts between edges, by name."""
     import wandb
 
-    binned = {
-        name: (numpy.array(counts), numpy.array(edges)) for name, (counts, edges) in found.items()
-    }
-    run.log({name: wandb.Histogram(np_histogram=bins) for name, bins in binned.items()}, step=step)
+    bins = {name: (numpy.array(counts), numpy.array(edges)) for name, counts in found.items()}
+    run.log({name: wandb.Histogram(np_histogram=each) for name, each in bins.items()}, step=step)
 
 
 def log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:
-    """Log what a run left behind: a `report` of pages and pictures, and an adapter as `last` and,
-    where one was kept, `best`.
-
-    Args:
-        run: of Weights & Biases.
-        folder: of the run here.
-        record: metadata of the adapters.
-    """
+    """Log pages and pictures as a `report`, and the adapters as `last` and `best`."""
     import wandb
 
     pages = [folder / name for name in (REPORT, *_PICTURES) if (folder / name).is_file()]
@@ -137,9 +110,7 @@ def log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def best_of(folder: Path) -> tuple[int, Figures] | None:
-    """Return the step of the best adapters that a run kept and their figures, None where it kept
-    none.
-    """
+    """Return step and figures of the best adapters that a run kept, or None."""
     try:
         found = read_json(folder / BEST / "fidelity.json", CheckpointError)
         return int(found["step"]), Fidelity.from_dict(found).aim
@@ -148,9 +119,7 @@ def best_of(folder: Path) -> tuple[int, Figures] | None:
 
 
 def _adapters(folder: Path) -> list[tuple[Path, dict[str, Any], list[str]]]:
-    """Folders of adapters with their figures and aliases; one where the last is also the best, or
-    nothing says which is.
-    """
+    """Return folders of adapters, their figures and aliases; one folder if the last is the best."""
     best, last = _read(folder / BEST / "fidelity.json"), _read(folder / "fidelity.json")
     has_best, has_last = (folder / BEST / ADAPTER).is_dir(), (folder / ADAPTER).is_dir()
     if has_last and (not has_best or best.get("student") == last.get("student")):
@@ -164,8 +133,5 @@ def _read(path: Path) -> dict[str, Any]:
         found = read_json(path, CheckpointError)
     except CheckpointError:
         return {}
-    return {
-        name: found[name]
-        for name in ("step", "student", "initial", "floor", "teacher")
-        if found.get(name) is not None
-    }
+    names = ("step", "student", "initial", "floor", "teacher")
+    return {name: found[name] for name in names if found.get(name) is not None}

@@ -12,12 +12,11 @@ from typing import Any
 from npt.adapters.attach import format_layers, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import listed_columns
 from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
-from npt.data.samples import no_sample
+from npt.data.report import listed_columns, lost, no_sample
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
-from npt.runs.data_fingerprint import check_same_data, data_fingerprint
+from npt.runs.resume import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
 from npt.train.calibrated_start import is_solved, leaves_enough, solved_on
 from npt.train.run_checks import check_replay
@@ -123,9 +122,9 @@ class RunData:
             counts, label = samples.counts, source.label
             share = {"share": source.share} if len(self.sources) > 1 else {}
             folder.event("data", source=label, **share, begun_again=begun_again, **counts.as_dict())
-            lost = counts.lost()
-            if lost:
-                warn(f"{label}: of {counts.records:,} records read, {lost}")
+            left_out = lost(counts)
+            if left_out:
+                warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if counts.unused:
                 self._setup.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
             if begun_again and self._setup.data_config.dataset_mix is not None:
@@ -178,7 +177,7 @@ class RunData:
         setup, config = self._setup, self._setup.config
         leave_out = self._leave_out[: len(sources)]
         samples, *others = samples_of(sources, setup.tokenizer, config.seed, leave_out)
-        return Loader(
+        loader = Loader(
             samples,
             config.batch_size,
             setup.pad_id,
@@ -189,8 +188,9 @@ class RunData:
                 for other, source in zip(others, sources[1:], strict=True)
             ],
             seed=config.seed,
-            pin=setup.device.type == "cuda",
         )
+        loader.pin = setup.device.type == "cuda"
+        return loader
 
     def _identify(self) -> dict[str, Any]:
         """Return fingerprints of the data; refuse a resumed run other data than it had."""

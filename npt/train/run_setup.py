@@ -23,7 +23,8 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.batch import pad_id_of
 from npt.distill.strategies import Strategy, drive
-from npt.distributed.processes import ProcessGroup, join_processes
+from npt.distributed.join import join_processes
+from npt.distributed.processes import ProcessGroup
 from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError
 from npt.runs.checkpoint import Checkpoint, read_checkpoint

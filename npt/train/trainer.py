@@ -18,7 +18,7 @@ from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import base_identity
 from npt.calibration.report import Calibration
 from npt.config import DataConfig, TrainConfig
-from npt.data.samples import no_sample
+from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.stages import stages_of
@@ -27,8 +27,7 @@ from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
-from npt.runs.null_run_folder import NullRunFolder
-from npt.runs.run_folder import EVENTS, RunFolder
+from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.runs.trackers import Trackers, start_trackers
 from npt.step.schedule import rate_table
 from npt.step.train_step import TrainStep, check_unfrozen

@@ -18,7 +18,7 @@ from npt.base import device as module
 from npt.base.device import default_device, unusable_gpu
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
-from npt.distributed.processes import join_processes
+from npt.distributed.join import join_processes
 from npt.errors import ConfigError
 from npt.planning.workload import Workload
 

@@ -34,7 +34,7 @@ def benchmark(name: str) -> ModuleType:
 
 def with_openmp(act: Callable[[], int]) -> int:
     """The status of an act of a forked process in which OpenMP has a second thread, as it has by
-    default where something has computed.
+    default once something has computed.
     """
     pid = os.fork()
     if not pid:
@@ -52,7 +52,7 @@ def with_openmp(act: Callable[[], int]) -> int:
 
 
 def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
-    """From a process with OpenMP's threads: a child forked behind them would wait for ever for
+    """From a process with OpenMP's threads: a child forked from them would wait for ever for
     those that it does not have.
     """
 
@@ -125,7 +125,7 @@ def test_the_campaigns_find_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_nothing_forks_a_process_that_computes() -> None:
-    """Threads are not forked: where OpenMP has some, a child that computes waits for them. Tests
+    """Threads are not forked: if OpenMP has some, a child that computes waits for them. Tests
     fork, and have one thread.
     """
     forks = re.compile(

@@ -134,7 +134,7 @@ def test_a_section_over_time_is_cut_off_and_the_rest_is_not_reached(run):
     # what it had found is kept, nothing caught the end
     assert [check["name"] for check in found["sections"][1]["checks"]] == ["before"]
     assert "not reached, 1 of 1, cut off by --minutes" in lines[0] and "not reached" in lines[1]
-    assert signal.getsignal(signal.SIGALRM) == alarm  # pytest-timeout's, whose time goes on
+    assert signal.getsignal(signal.SIGALRM) == alarm  # pytest-timeout's, whose time runs
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (alarm not in (signal.SIG_DFL, None))
 
 
@@ -143,7 +143,7 @@ def test_a_failure_outweighs_what_was_not_reached(run, sections):
 
 
 def test_killed_in_a_section_the_files_hold_all_that_ended(parts, sections, run, tmp_path):
-    """A KeyboardInterrupt stands for whatever ends the process: nothing is written when it does."""
+    """A KeyboardInterrupt is one of all that ends the process: nothing is written when it does."""
     runner = parts[1]
 
     def killed(bench, found):
@@ -163,7 +163,7 @@ def test_killed_in_a_section_the_files_hold_all_that_ended(parts, sections, run,
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_later_runs_add_to_the_folder_and_another_machine_begins_it_anew(run):
+def test_later_runs_add_to_the_folder_and_another_machine_starts_anew(run):
     run("fails", "passes")
     _, _, found = run("misses")
     assert [section["number"] for section in found["sections"]] == [1, 2, 3]

@@ -102,7 +102,7 @@ def test_a_run_of_the_benchmark_gives_every_figure(parts, capsys):
     )
 
 
-def test_counted_arithmetic_is_near_the_floor_of_ours_and_far_from_it_elsewhere(parts, setting):
+def test_only_our_arithmetic_is_near_its_floor(parts, setting):
     speed, runs = parts[:2]
     batch = runs.make_batch(setting)
     made, _ = runs.make_runs(setting, ("local", "two_model"))
@@ -166,7 +166,7 @@ def test_checkpointing_changes_the_memory_and_not_the_loss(parts, setting):
     torch.testing.assert_close(losses["two_model"], losses["two_model_checkpointed"])
 
 
-def test_ours_and_the_two_model_loop_see_the_same_loss_of_the_first_layer(parts, setting):
+def test_both_loops_see_the_same_loss_of_the_first_layer(parts, setting):
     """One converted layer, the first: its input is the embedding for every student, so that all
     kinds of run have the same task.
     """

@@ -9,7 +9,7 @@ from npt.errors import DataError
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small standard library: 40 modules, a package, and what has to be left out."""
+    """A small standard library: 40 modules, a package, and what must be left out."""
     for number in range(40):
         (tmp_path / f"module{number:02}.py").write_text(f"value = {number}\n")
     for folder in (

@@ -1,4 +1,4 @@
-"""Tokenizers that begin every text with a space of their own: behind a prompt there is none, and
+"""Tokenizers that begin every text with a space of their own: after a prompt there is none, and
 none becomes a target.
 """
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from sentencepieces import EOS, PLAIN, PREFIXING, tokenizer_of
 
 import npt
-from npt.data.encoding import PIECE
+from npt.data.content import PIECE
 from npt.data.samples import cut
 from npt.tools.collect.prompts import read_prompts
 
@@ -97,7 +97,7 @@ def test_prompt_and_completion_are_the_whole_text(kind, data) -> None:
     prompt, completion = data.draw(texts.filter(bool)), data.draw(texts.filter(str.strip))
     own, target = encoded(tokenizer, prompt, completion)
     whole = bare(tokenizer, prompt + completion)
-    assert own == bare(tokenizer, prompt)  # as it is where something is generated behind it
+    assert own == bare(tokenizer, prompt)  # as it is when something is generated after it
     if whole[-1] == EOS and completion.endswith("</s>"):
         whole = whole[:-1]
     assert tokenizer.decode(own + target) == tokenizer.decode(whole)

@@ -20,7 +20,9 @@ from transformers import PreTrainedTokenizerFast
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate, pad_id_of
-from npt.data.encoding import PIECE, Counts
+from npt.data.content import PIECE
+from npt.data.encoding import Counts
+from npt.data.report import lost
 from npt.data.samples import cut
 from npt.errors import DataError
 
@@ -104,7 +106,7 @@ class TestAlignedTeacherForcing:
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_the_loss_counts_the_completions_tokens_and_no_others(self, tokenizer, side):
-        """Of logits that give the right token probability 1/2 behind the prompt and 1e-30
+        """Of logits that give the right token probability 1/2 after the prompt and 1e-30
         elsewhere, only the former counts.
         """
         samples = list(cut([pair("ab", "cd"), pair("abcd", "e")], tokenizer, config()))
@@ -169,7 +171,7 @@ class TestTooLong:
         assert sample.labels == (-100, -100, 123, 124, 125, EOS)
         assert sample.id == "long@7"
         assert (counts.cut_prompts, counts.cut_completions) == (1, 0)
-        assert counts.lost() == "1 prompts cut to --max_length"
+        assert lost(counts) == "1 prompts cut to --max_length"
 
     def test_a_long_completion_keeps_one_prompt_token_and_loses_its_end(self, tokenizer):
         counts = Counts()
@@ -288,7 +290,7 @@ class TestWhatIsLeftOut:
             == 2
         )
         assert (counts.records, counts.samples, counts.skipped) == (3, 2, {reason: 1})
-        assert counts.lost() == f"1 skipped ({reason})"
+        assert lost(counts) == f"1 skipped ({reason})"
         assert counts.as_dict()["skipped"] == {reason: 1}
 
     def test_a_single_token_that_nothing_precedes_is_no_sample(self):
@@ -449,7 +451,7 @@ class TestConversations:
         assert tokenizer.decode(sample.input_ids) == prompt + "(4)</s>"
         start = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer = [*tokenizer("(4)", add_special_tokens=False)["input_ids"], EOS]
-        # no token across the border, though "](" is one where it stands alone
+        # no token across the border, though "](" is one when it is alone
         assert list(sample.input_ids) == start + answer
         assert list(sample.labels) == [-100] * len(start) + answer
         assert sample.input_ids.count(BOS) == 1
@@ -503,13 +505,13 @@ class TestConversations:
         ("template", "message"),
         [
             (
-                "{{ raise_exception('roles have to alternate') }}",
-                "the chat template refuses it: roles have to alternate; mend the record",
+                "{{ raise_exception('roles must alternate') }}",
+                "the chat template refuses it: roles must alternate; mend the record",
             ),
             ("{{ messages[0]['content'] + 1 }}", "the chat template refuses it: "),
             (
                 "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}",
-                "the chat template writes the prompt differently with an answer behind it",
+                "the chat template writes the prompt differently with an answer after it",
             ),
         ],
     )

@@ -1,5 +1,5 @@
 """The loader: the same batches from any position on, replay in its share, and a thread that works
-ahead and leaves nothing behind.
+ahead and leaves no thread.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def records(count: int, name: str = "r") -> list[dict[str, Any]]:
 
 
 def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -> Loader:
-    """A loader anew, as a process that goes on with a run makes it."""
+    """A loader anew, as a process that resumes a run makes it."""
     share = options.pop("replay_share", 0.0)
     data_options = {
         name: options.pop(name) for name in ("packing", "num_samples") if name in options
@@ -190,7 +190,7 @@ class TestPosition:
         assert list(make_loader(tokenizer, records(20), epochs=2).batches(last.position)) == []
 
     def test_a_place_is_the_same_in_every_version(self, tokenizer):
-        """What a saved run is taken up by: other values here would repeat and leave out data of
+        """A saved run is resumed by these: other values here would repeat and leave out data of
         every run that was saved.
         """
         loaded = list(
@@ -543,7 +543,9 @@ def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monke
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     plain = [loaded.batch for loaded in make_loader(tokenizer, records(9)).batches()]
     assert threads == []
-    ahead = Prefetcher(make_loader(tokenizer, records(9), pin=True).batches())
+    loader = make_loader(tokenizer, records(9))
+    loader.pin = True
+    ahead = Prefetcher(loader.batches())
     pinned = [loaded.batch for loaded in ahead]
     ahead.close()
     assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1

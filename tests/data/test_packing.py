@@ -69,7 +69,7 @@ class TestPack:
             for name, length in zip(row.id.split("+"), row.lengths, strict=True):
                 sample = by_name.pop(name)
                 assert row.input_ids[start : start + length] == sample.input_ids
-                assert row.labels[start] == IGNORE_INDEX  # nothing is in front of it to predict it
+                assert row.labels[start] == IGNORE_INDEX  # nothing is before it to predict it
                 assert (
                     row.labels[start + 1 : start + length]
                     == (sample.labels or sample.input_ids)[1:]

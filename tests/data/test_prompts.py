@@ -1,4 +1,4 @@
-"""Prompts are the tokens that training would put in front of a completion, whatever the data look
+"""Prompts are the tokens that training would put before a completion, whatever the data look
 like.
 """
 

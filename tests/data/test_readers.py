@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from npt.config import DataConfig
 from npt.data import readers, source
-from npt.data.encoding import PIECE
+from npt.data.content import PIECE
 from npt.data.source import local_files
 from npt.errors import DataError
 
@@ -56,7 +56,7 @@ def write(path: Path, texts: list[str]) -> Path:
 
 
 def both(*paths: Path) -> list[Any]:
-    """The records of the files, read in order and streamed, which have to be the same."""
+    """The records of the files, read in order and streamed, which must be the same."""
     records = read_sequence(paths)
     listed = [dict(records[i]) for i in range(len(records))]
     assert [dict(record) for record in read_stream(paths)] == listed
@@ -230,7 +230,7 @@ class TestLongTexts:
         monkeypatch.setattr(readers, "TEXT_PIECE", 100)
         path = tmp_path / "book.txt"
         path.write_bytes(b"a line of text\n" * 10_000 + b"caf\xe9\n")
-        # what is broken lies far behind
+        # what is broken comes much later
         assert next(read_stream([path]))["text"].startswith("a line")
 
 
@@ -288,7 +288,7 @@ class TestBroken:
                 '[{"text": "a"},\n {"text" "b"}]',
                 ", line 2, column 10: not JSON (Expecting ':' delimiter)",
             ),
-            ('{"text": "a"}', ' holds a dict; it has to be a list of objects like {"text": ...}'),
+            ('{"text": "a"}', ' holds a dict; it must be a list of objects like {"text": ...}'),
             (
                 '{"text": "a"}\n{"text": "b"}\n',
                 ", line 2, column 1: not JSON (Extra data); mend it there, or name the file .jsonl",

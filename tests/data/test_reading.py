@@ -50,7 +50,7 @@ def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streamin
         (7, 11, "not UTF-8"),
         (8, 1, 'a NoneType, not an object like {"text": ...}'),
     ]
-    first = "not JSON (Expecting value); each line has to be one JSON object"
+    first = "not JSON (Expecting value); each line must be one JSON object"
     assert str(reading.broken[0]) == f"{path}, line 3, column 9: {first}"
 
 
@@ -98,7 +98,7 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
     [
         ("a.json", b'[{"text": "a"},\n {"text" "b"}]', 2, 10, "not JSON (Expecting ':' delimiter)"),
         ("a.json", b'[\n"\xff"]', 2, 2, "not UTF-8 (byte 1: invalid start byte)"),
-        ("a.json", b'{"text": 1}', None, None, "holds a dict; it has to be a list"),
+        ("a.json", b'{"text": 1}', None, None, "holds a dict; it must be a list"),
         ("a.json", b'[{"text": "a"}, 1]', None, None, "entry 1: an int, not an object"),
         ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (byte 2: invalid start byte)"),
         ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, 3, "3 fields, but the header names 2"),

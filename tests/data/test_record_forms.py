@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 import npt
 from npt.base.load import load_tokenizer
 from npt.cli.main import main
-from npt.data.encoding import BEHIND, UNWRITTEN, Counts
+from npt.data.encoding import Counts
 from npt.data.record_forms import (
+    AFTER,
     ALPACA,
     ALPACA_WITH_INPUT,
     EARLIER,
     ROLES,
+    UNWRITTEN,
     alpaca_message,
     alpaca_prompt,
 )
+from npt.data.report import lost
 from npt.data.samples import cut
 from npt.errors import DataError
 from npt.tools.collect.prompts import prompt_record
@@ -170,13 +173,13 @@ class TestAlpaca:
                 tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer)
             ]
             assert list(sample.input_ids[:start])[-len(ids[0]) :] == ids[0]
-            behind = list(sample.input_ids[start:])
-            assert behind[: len(ids[1])] == ids[1] and behind[len(ids[1]) :] in (
+            rest = list(sample.input_ids[start:])
+            assert rest[: len(ids[1])] == ids[1] and rest[len(ids[1]) :] in (
                 [],
                 [tokenizer.eos_token_id],
             )
-            assert list(sample.labels[start:]) == behind and set(sample.labels[:start]) == {-100}
-            assert not counts.lost()
+            assert list(sample.labels[start:]) == rest and set(sample.labels[:start]) == {-100}
+            assert not lost(counts)
 
     def test_the_two_prompts_differ_where_there_is_an_input_alone(self) -> None:
         assert alpaca_prompt("a%s", "b%s") == ALPACA_WITH_INPUT.replace("%s", "{}").format(
@@ -240,8 +243,8 @@ class TestShareGPT:
             "d</s>",
         )
         assert (
-            counts.noted == {EARLIER: 1, BEHIND: 2}
-            and counts.lost() == "2 messages behind the last answer left out"
+            counts.noted == {EARLIER: 1, AFTER: 2}
+            and lost(counts) == "2 messages after the last answer left out"
         )
         messages = [
             {"role": "user", "content": "a"},
@@ -250,7 +253,7 @@ class TestShareGPT:
         ]
         assert (
             one({"m": messages}, chatting, counts, prompt_column="m")[1] == "b</s>"
-            and counts.noted[BEHIND] == 3
+            and counts.noted[AFTER] == 3
         )
         assert list(
             cut([said(("human", "a"))], chatting, config(), counts)
@@ -292,7 +295,7 @@ class TestShareGPT:
             "7.5"
             not in one(said(("human", "a"), ("tool", "7.5"), ("gpt", "b")), tokenizer, counts)[0]
         )
-        assert counts.noted == {UNWRITTEN: 1} and UNWRITTEN in counts.lost()
+        assert counts.noted == {UNWRITTEN: 1} and UNWRITTEN in lost(counts)
 
     @pytest.mark.parametrize(
         ("turn", "told"),
@@ -361,7 +364,7 @@ class TestShareGPT:
         ]
         assert [list(sample.input_ids[:start]), list(sample.input_ids[start:])] == ids
         assert list(sample.labels) == [-100] * start + ids[1]
-        assert not counts.lost() and counts.noted[EARLIER] == sum(
+        assert not lost(counts) and counts.noted[EARLIER] == sum(
             role == "assistant" for role, _ in turns
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.data import encoding, source
+from npt.data import content, source
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import DataError
@@ -22,9 +22,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "extend" / "data-reader.md"
 
 @pytest.fixture(autouse=True)
 def _tables_as_before():
-    readers, forms = dict(source.READERS), dict(encoding.FORMS)
+    readers, forms = dict(source.READERS), dict(content.FORMS)
     yield
-    for table, before in ((source.READERS, readers), (encoding.FORMS, forms)):
+    for table, before in ((source.READERS, readers), (content.FORMS, forms)):
         table.clear()
         table.update(before)
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 import npt
 from npt.data.batch import Sample
+from npt.data.report import lost
 from npt.data.samples import Samples, cut, within
 from npt.errors import DataError
 from npt.evaluation.heldout import evaluation_samples, held_out, spread
@@ -420,7 +421,7 @@ class TestCounts:
             assert samples.counts.skipped == {"empty text": epoch, "empty completion": epoch}
             assert samples.counts.cut_prompts == epoch
         assert (
-            samples.counts.lost()
+            lost(samples.counts)
             == "2 prompts cut to --max_length, 2 skipped (empty completion), 2 skipped (empty text)"
         )
 

@@ -23,7 +23,7 @@ def streaming(request) -> bool:
 
 
 class TestFiles:
-    """What is special about files as a source; the files themselves are test_readers'."""
+    """Properties of files as a source; the files themselves are test_readers'."""
 
     @pytest.fixture
     def lines(self, tmp_path: Path) -> Path:
@@ -198,11 +198,12 @@ class TestHub:
             streaming=streaming,
         )
         assert "".join(open_source(config)) == "records"
-        assert asked == [(("team/data", "de"), {"split": "train[:1%]", "streaming": streaming})]
+        options = {"name": "de", "split": "train[:1%]", "streaming": streaming}
+        assert asked == [(("team/data",), options)]
 
 
 class TestHubStream:
-    """A local data set stands for one of the hub: `load_dataset` gives the same class."""
+    """A local data set replaces one of the hub: `load_dataset` gives the same class."""
 
     @pytest.fixture
     def opened(self, monkeypatch):

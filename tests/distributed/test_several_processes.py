@@ -1,5 +1,5 @@
 """Several processes: they share every window, decide alike, and end together, with the reason, when
-one of them cannot go on.
+one of them cannot continue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 from process_work import loaded, looped, loops, random_windows, records, trained
 from several import Ended, several, values
 
-from npt.distributed.processes import ProcessGroup, join_processes
+from npt.distributed.join import join_processes
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.runs.checkpoint import read_checkpoint
 
@@ -70,7 +71,7 @@ def assert_equal(*states: dict[str, np.ndarray]) -> None:
 
 def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], steps: int) -> None:
     """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of
-    themselves, and Adam divides by the gradient's size, so where it is nearly 0 that may turn a
+    themselves, and Adam divides by the gradient's size, so if it is nearly 0 that may turn a
     step by a good part of the learning rate, 1e-2."""
     for name, value in one.items():
         difference = np.abs(value - other[name])
@@ -91,9 +92,7 @@ def refusals(loop: dict[str, Any]) -> list[tuple[int, int, str]]:
 # -----------------------------------------------------------------------------------------------
 
 
-def test_two_processes_hold_the_same_bits_and_what_one_process_holds_to_rounding(
-    train: Loops,
-) -> None:
+def test_two_processes_agree_bit_for_bit_and_with_one_to_rounding(train: Loops) -> None:
     for ((alone,),), (processes,) in zip(train(GOOD, size=1), train(GOOD), strict=True):
         assert_equal(*(process["state"] for process in processes))
         assert_close(alone["state"], processes[0]["state"], steps=3)
@@ -137,9 +136,7 @@ def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_micro_batch_on_process_1_leaves_the_bits_of_the_run_that_never_saw_it(
-    train: Loops,
-) -> None:
+def test_a_bad_micro_batch_on_process_1_leaves_no_trace(train: Loops) -> None:
     kinds = {"nan": "gradient", "inf": "loss", "data": "data", "masked": "data"}
     clean = [GOOD[0][:3]] * len(kinds)
     for processes, never in train(
@@ -180,9 +177,7 @@ def test_random_windows_leave_no_trace_of_what_was_refused_in_them() -> None:
     assert values(several(3, random_windows, 6)) == [[]] * 3
 
 
-def test_too_many_refusals_end_all_processes_with_one_bundle_of_the_whole_window(
-    train: Loops, tmp_path: Path
-) -> None:
+def test_too_many_refusals_end_all_processes_with_one_bundle(train: Loops, tmp_path: Path) -> None:
     for (processes,) in train([GOOD[0], ["good", "nan a", "nan b", "data"]], max_consecutive_bad=3):
         assert [process["status"] for process in processes] == [3, 3]
         assert all("3 refusals in a row" in process["error"] for process in processes)
@@ -224,7 +219,7 @@ def test_an_error_behind_the_last_step_is_not_lost(train: Loops) -> None:
         assert all(process["error"].startswith("AttributeError: ") for process in processes)
 
 
-def test_a_signal_to_process_1_stops_both_in_front_of_the_window_it_came_in(train: Loops) -> None:
+def test_a_signal_to_process_1_stops_both_before_its_window(train: Loops) -> None:
     for processes, before in train([GOOD[0], ["good", "term", "good", "good"], GOOD[2]], [GOOD[0]]):
         assert [process["halts"] for process in processes] == [{1: signal.SIGTERM}] * 2
         assert [process["error"] for process in processes] == [None, None]
@@ -232,7 +227,7 @@ def test_a_signal_to_process_1_stops_both_in_front_of_the_window_it_came_in(trai
         assert [process["micro_batches"] for process in processes] == [4, 4]
 
 
-def test_processes_that_read_other_data_find_out_before_they_step_on_it(train: Loops) -> None:
+def test_processes_with_other_data_find_out_before_they_step(train: Loops) -> None:
     # other, fewer, more
     others = [
         [GOOD[0], ["good", "another", "good", "good"]],
@@ -279,7 +274,7 @@ def test_a_process_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: 
     windows = [GOOD[0], ["good", "sleep", "good", "good"]]
     left, slept = several(2, looped, base, str(tmp_path / "run"), windows, timeout=1.0)
     assert "process 1 does not answer any more (Timed out" in left.value["error"]
-    assert "gone on to end without process 1" in slept.value["error"]
+    assert "have ended without process 1" in slept.value["error"]
 
 
 # --- whole runs
@@ -294,7 +289,7 @@ def run(base: str, tmp_path: Path) -> Callable[..., list[Ended]]:
     )
 
 
-def test_accumulation_and_processes_make_one_window_and_lose_or_repeat_no_sample(
+def test_accumulation_over_processes_sees_every_sample_once(
     base: str, tmp_path: Path, run: Any
 ) -> None:
     alone = trained(
@@ -320,9 +315,7 @@ def test_accumulation_and_processes_make_one_window_and_lose_or_repeat_no_sample
     assert several[0]["fidelity"] == several[1]["fidelity"]
 
 
-def test_the_loss_on_the_logits_is_a_mean_over_what_all_processes_predicted(
-    base: str, tmp_path: Path, run: Any
-) -> None:
+def test_the_logit_loss_is_a_mean_over_all_processes(base: str, tmp_path: Path, run: Any) -> None:
     config = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "count": 8}
     alone = trained(
         ProcessGroup(), base, str(tmp_path / "alone"), gradient_accumulation_steps=4, **config
@@ -334,7 +327,7 @@ def test_the_loss_on_the_logits_is_a_mean_over_what_all_processes_predicted(
         assert line["loss_kl"] == pytest.approx(expected["loss_kl"], rel=1e-4)
 
 
-def test_what_two_processes_saved_is_resumed_by_two_bit_for_bit_and_by_one_to_rounding(
+def test_a_save_of_two_processes_resumes_on_two_and_on_one(
     base: str, tmp_path: Path, run: Any
 ) -> None:
     config = {"gradient_accumulation_steps": 2, "save_steps": 1, "count": 16}
@@ -375,9 +368,7 @@ def test_process_0_saves_the_last_step_when_process_1_is_lost(
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000003").step == 3
 
 
-def test_processes_with_other_settings_are_refused_by_name_before_anything_is_written(
-    run: Any, tmp_path: Path
-) -> None:
+def test_processes_with_other_settings_are_refused_by_name(run: Any, tmp_path: Path) -> None:
     ended = run("run", own={1: {"learning_rate": 1e-3}})
     for one in ended:
         assert one.kind == "ConfigError" and one.status == 2
@@ -407,9 +398,7 @@ def test_a_first_save_that_fails_ends_both(run: Any) -> None:
     )
 
 
-def test_weights_that_drift_apart_unseen_are_found_before_they_are_saved(
-    run: Any, tmp_path: Path
-) -> None:
+def test_weights_that_drift_apart_are_found_before_a_save(run: Any, tmp_path: Path) -> None:
     ended = run("run", plant="weight", at=1, save_steps=2, gradient_accumulation_steps=1)
     for one in ended:
         assert one.kind == "ProcessError" and one.status == 6

@@ -97,9 +97,7 @@ def test_the_command_line_shards_a_base(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_refused_on_one_process_leaves_the_processes_in_step_and_no_trace(
-    base: str, tmp_path: Path
-) -> None:
+def test_a_refusal_on_one_process_leaves_the_processes_in_step(base: str, tmp_path: Path) -> None:
     good = ["good a", "good b", "good c", "good d"]
     windows = [
         good,

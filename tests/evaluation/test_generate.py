@@ -12,7 +12,7 @@ from sentencepieces import PLAIN, PREFIXING, speaker_of, tokenizer_of
 from slow_greedy import alone
 
 import npt
-from npt.data.encoding import continuation_text
+from npt.data.continuation import continuation_text
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.generate import Decoding, Streamer, first_difference, prompt_ids, write
 

@@ -45,7 +45,7 @@ def assert_alike(found: npt.Calibration, expected: npt.Calibration) -> None:
         assert found.layers[index].nmse_after == pytest.approx(layer.nmse_after, rel=0.25)
 
 
-def test_a_calibration_on_a_gpu_comes_as_near_as_on_a_cpu_and_leaves_its_memory_free() -> None:
+def test_a_calibration_on_a_gpu_is_as_good_and_frees_its_memory() -> None:
     device = torch.device("cuda", 0)
     torch.linalg.eigh(torch.eye(8, dtype=torch.float64, device=device))  # cuSOLVER's own memory
     before = free_bytes(device)

@@ -68,7 +68,7 @@ def test_the_peak_falls() -> None:
     model, batch = student()
     peaks = []
     for config in CONFIGS:
-        filled(model, batch, config)  # kernels' own memory is there from here on
+        filled(model, batch, config)  # kernels have their own memory from here on
         peaks.append(peak_bytes(partial(drive, model, batch, config), "cuda").added)
     assert peaks[1] < 0.5 * peaks[0]
 

@@ -90,7 +90,7 @@ def test_on_a_gpu_too_a_recomputation_is_told_from_backward(reentrant) -> None:
     )
 
 
-def test_a_trace_of_a_student_on_a_gpu_gives_no_alarm_and_finds_a_bad_statistic() -> None:
+def test_a_trace_on_a_gpu_gives_no_alarm_and_finds_a_bad_statistic() -> None:
     model, _ = student()
     batch = micro_batch(0)
 

@@ -22,7 +22,7 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.base.linear import quantized_linears
 from npt.distill.strategies import STRATEGIES
-from npt.distributed.heartbeat import Heartbeat
+from npt.distributed.heartbeat import Heartbeat, Pace
 from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
 
@@ -42,7 +42,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(
     processes: ProcessGroup, out: str, plant: str = "", sharded: bool = False
 ) -> dict[str, Any]:
-    """A run of 8 steps; in front of its fifth micro-batch process 1 does what `plant` says."""
+    """A run of 8 steps; before its fifth micro-batch process 1 does what `plant` says."""
     device, pack_on = ("cpu", processes.device) if sharded else (processes.device, None)
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device=device, pack_on=pack_on)
     npt.attach(model, npt.NPTConfig(rank=8, additive_scale=1.0), seed=0)
@@ -95,7 +95,7 @@ def trained(
 
 
 @two_gpus
-def test_a_killed_process_is_named_over_nccl_and_what_was_trained_is_saved(tmp_path: Path) -> None:
+def test_a_killed_process_is_named_over_nccl_and_training_is_saved(tmp_path: Path) -> None:
     left, killed = several(2, trained, str(tmp_path / "run"), plant="kill", timeout=120.0)
     assert killed.status == -signal.SIGKILL
     assert left.kind == "ProcessError" and left.status == 6, left.trace
@@ -117,9 +117,7 @@ def test_an_error_on_one_process_is_the_error_of_both(tmp_path: Path) -> None:
 
 
 @two_gpus
-def test_a_process_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_hangs_is_named_and_no_process_aborts(tmp_path: Path) -> None:
     left, slept = several(2, trained, str(tmp_path / "run"), plant="sleep", timeout=10.0)
     assert left.kind == "ProcessError" and "process 1 does not answer any more (Timed out" in str(
         left.error
@@ -129,7 +127,7 @@ def test_a_process_that_hangs_is_named_when_the_time_is_up_and_no_process_aborts
 
 
 def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
-    heartbeat = Heartbeat(dist.HashStore(), 0, 1, 60.0, lambda: None, torch.device("cuda", 0))
+    heartbeat = Heartbeat(dist.HashStore(), 0, 1, Pace(60.0), lambda: None, torch.device("cuda", 0))
     heartbeat.start()
     came: list[float] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: came.append(time.monotonic()))
@@ -139,7 +137,7 @@ def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
         event.record()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         assert heartbeat.wait_for(event)
-        assert came and time.monotonic() - came[0] > 0.3  # in the middle of the wait, not behind it
+        assert came and time.monotonic() - came[0] > 0.3  # in the middle of the wait, not after it
     finally:
         signal.signal(signal.SIGUSR1, before)
         heartbeat.stop()
@@ -171,7 +169,7 @@ def test_two_processes_on_the_only_gpu_are_refused_by_name() -> None:
 # --------------------------------------------------------------------
 
 
-def test_a_base_that_the_gpu_packs_and_the_host_keeps_is_that_of_the_gpu() -> None:
+def test_a_base_packed_by_the_gpu_and_kept_on_the_host_is_the_gpus() -> None:
     expected, _ = npt.load_base("tiny", quantization="nf4", device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

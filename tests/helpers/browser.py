@@ -1,5 +1,5 @@
-"""A headless Chromium behind a pipe, by its own protocol: what a page looks like there, and what it
-complains about.
+"""A headless Chromium at the end of a pipe, by its own protocol: how a page looks in it, and its
+complaints.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Browser:
         dark: bool = False,
         scripts: bool = True,
     ) -> None:
-        """Load a file in a window of this size, and wait until it is there."""
+        """Load a file in a window of this size, and wait until it has loaded."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,

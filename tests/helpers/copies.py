@@ -100,7 +100,7 @@ class Loads:
 
     @staticmethod
     def _of_libraries() -> tuple[Any, ...]:
-        """What a test, or packing on another device, may have put in the place of a
+        """Return what a test, or packing on another device, may have put in the place of a
         library's own.
         """
         return loading.AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops

@@ -22,7 +22,7 @@ from transformers import (
 
 from npt.base.load import EMBEDDED_FOLDER
 
-VOCAB = 2048  # of the embedded model's tokenizer, which stands beside each of them
+VOCAB = 2048  # of the embedded model's tokenizer, which each of them gets
 WINDOW = 4
 
 _SIZE: dict[str, Any] = {
@@ -33,7 +33,7 @@ _SIZE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    # large enough that attention and MLP matter beside the residual stream
+    # large enough that attention and MLP matter next to the residual stream
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
     "bos_token_id": 0,

@@ -44,7 +44,7 @@ class Program:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def wait_for(self, begun: Callable[[], bool]) -> None:
-        """Until something is there, which has to come before the program's end."""
+        """Wait until something exists, which must happen before the program ends."""
         deadline = time.monotonic() + 120
         while not begun():
             assert os.waitpid(self.pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline, (

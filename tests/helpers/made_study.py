@@ -12,7 +12,7 @@ RATES = [1e-4, 1e-3, 1e-2, 1e-1]
 
 
 def result(**given: Any) -> dict[str, Any]:
-    """What a run gives."""
+    """The outcome of a run."""
     usual = {
         "outcome": "stable", "kl": 0.1, "kl_start": 1.1, "kl_se": 0.01, "perplexity_ratio": 1.1,
         "top1": 0.8, "acceptance": 0.85, "floor_kl": 1.2, "loss_first": 0.1, "loss_last": 0.05,

@@ -33,8 +33,7 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.distributed.processes import ProcessGroup
-from npt.runs.null_run_folder import NullRunFolder
-from npt.runs.run_folder import RunFolder
+from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.step.gradient_window import GradientWindow
@@ -228,7 +227,7 @@ def trained(
     own: dict[int, dict[str, Any]] | None = None,
     **config: Any,
 ):
-    """A whole run; `plant` is done on process 1 in front of its micro-batch number `at`, `own` are
+    """A whole run; `plant` is done on process 1 before its micro-batch number `at`, `own` are
     settings of one process alone.
     """
     at = config.pop("at", 0)
@@ -404,8 +403,8 @@ def _small(
 
 
 def drawn_by_name(processes: ProcessGroup) -> dict[str, list[float]]:
-    """What each of this process's micro-batches draws, by its name, in windows that a process may
-    have less of than another.
+    """Return each micro-batch's draws, by its name, in windows that a process may have less of than
+    another.
     """
     found: dict[str, list[float]] = {}
     torch.manual_seed(100 + processes.index)  # whatever the process's own state is

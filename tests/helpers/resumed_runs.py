@@ -1,4 +1,4 @@
-"""Runs that are interrupted and taken up again, and what has to be equal to the run that was
+"""Runs that are interrupted and resumed, and what must be equal to the run that was
 not.
 """
 
@@ -32,7 +32,7 @@ for their loss.
 """
 
 Act = Callable[[int, Batch], None]
-"""Is called in front of every micro-batch, with its number in the process and itself."""
+"""Is called before every micro-batch, with its number in the process and itself."""
 
 
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ class Runs:
     report: bool = False
 
     def trainer(self, folder: str | None, act: Act | None = None, **changed: Any) -> Trainer:
-        """A trainer, with `act` done in front of every micro-batch."""
+        """A trainer, with `act` done before every micro-batch."""
         npt.detach(self.model)
         npt.attach(
             self.model,
@@ -162,13 +162,13 @@ def acting(trainer: Trainer, act: Act | None) -> Trainer:
 
 
 def at(call: int, number: int = signal.SIGTERM) -> Act:
-    """Send this process a signal in front of one micro-batch."""
+    """Send this process a signal before one micro-batch."""
     return lambda count, batch: os.kill(os.getpid(), number) if count == call else None
 
 
 @dataclass
 class Outcome:
-    """What a run came to, but for what depends on the clock or on where it is."""
+    """Return all that a run came to, apart from clock and place."""
 
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that put a space in front of a text: as SentencePiece models are
+"""Small tokenizers of the kinds that put a space before a text: as SentencePiece models are
 converted, and byte-level ones.
 """
 

@@ -24,7 +24,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from npt.distributed.processes import ProcessGroup, exit_status_of, join_processes
+from npt.distributed.join import join_processes
+from npt.distributed.processes import ProcessGroup, exit_status_of
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["npt.train.trainer", "npt.demo", "faults.runs", "torch.distributed"]
@@ -41,9 +42,7 @@ TIMEOUT = 20.0
 
 @dataclass
 class Ended:
-    """How a process ended: what its function returned, or the error it met, and the status that the
-    command line would end with.
-    """
+    """The end of a process: its function's value, or the error it met, and the exit status."""
 
     value: Any = None
     error: str | None = None
@@ -54,7 +53,7 @@ class Ended:
 
 
 class Several:
-    """ProcessGroup that were started and not yet waited for."""
+    """Processes that were started and not yet waited for."""
 
     def __init__(
         self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
@@ -75,7 +74,7 @@ class Several:
             self._pipes.append(here)
 
     def wait(self) -> list[Ended]:
-        """Until all have ended. A process that was killed has no status of its own but the
+        """Wait until all have ended. A process that was killed has no status of its own but the
         signal's, negative.
         """
         until = time.monotonic() + DEADLINE
@@ -104,7 +103,7 @@ def several(
 
 
 def values(ended: list[Ended]) -> list[Any]:
-    """What the processes returned; none of them may have met an error."""
+    """Return what the processes returned; none of them may have met an error."""
     for process, one in enumerate(ended):
         assert one.error is None and one.status == 0, (
             f"process {process} ended with {one.status}: {one.trace}"

@@ -77,7 +77,7 @@ def computed(processes: ProcessGroup, base: str, quantization: str | None) -> di
 
 def in_any_order(processes: ProcessGroup, base: str) -> list[bool]:
     """Process 0 makes two passes where process 1 makes none, then process 1 one where process 0
-    makes none, with a sum between and behind them.
+    makes none, with a sum between and after them.
     """
     expected = fresh(base, "nf4")
     model = fresh(base, "nf4")

@@ -156,7 +156,7 @@ def _index_of_device(device: torch.device) -> torch.device:
 
 
 def _is_simulated(device: Any) -> bool:
-    """Whether this is a simulated device; the true meta device has no index."""
+    """Return whether this is a simulated device; the true meta device has no index."""
     device = torch.device(device)
     return device.type == "cuda" or (device.type == "meta" and device.index is not None)
 
@@ -234,7 +234,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operation that writes to its arguments returns: these."""
+    """Return what an operation that writes to its arguments returns: these."""
     if not func._schema.returns:
         return None
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -337,7 +337,7 @@ def _tells_pinned(tensor: Tensor, device: Any = None) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """What torch decides in C++ before any operation is dispatched."""
+    """The choices that torch makes in C++ before any operation is dispatched."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -91,7 +91,7 @@ def make_trainer(
 
 
 def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
-    """The trainer, with `act(model, number)` done in front of every micro-batch that is computed,
+    """The trainer, with `act(model, number)` done before every micro-batch that is computed,
     numbered from 0.
     """
     strategy, calls = trainer.setup.strategy, iter(range(10**6))

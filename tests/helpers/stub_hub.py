@@ -61,7 +61,7 @@ def running() -> Iterator[Hub]:
                 self.wfile.write(raw)
 
         def refused(self) -> bool:
-            """Whether a write is turned away: no token, or the hub is told to."""
+            """Return whether a write is turned away: no token, or the hub is told to."""
             status = hub.refuse or (
                 None if self.headers.get("Authorization") == f"Bearer {TOKEN}" else 401
             )

@@ -55,8 +55,8 @@ def records(path: Path) -> list[Any]:
 
 
 def told(run_folder: Path) -> Told:
-    """What the one run below a folder was told, once it has ended; another process writes it, in
-    its own time.
+    """Return what the one run below a folder was told, once it has ended; another process writes
+    it, in its own time.
     """
     until = time.monotonic() + 30
     while True:

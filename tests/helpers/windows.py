@@ -16,7 +16,7 @@ from npt.step.guarded_update import GuardedUpdate
 
 @dataclass
 class Sums:
-    """What a test's micro-batch returns."""
+    """The sums of a test's micro-batch."""
 
     loss: Tensor
     tokens: int

@@ -84,7 +84,7 @@ def transaction_of(model: nn.Module, **config: Any) -> GradientWindow[Any]:
 def refused(
     folder: Path, error: type[NPTError] = CheckpointError, model: nn.Module | None = None
 ) -> str:
-    """What it is refused with, in one line and with status 5; the model is as it was."""
+    """Return what it is refused with, in one line and with status 5; the model is as it was."""
     before = (
         {}
         if model is None
@@ -164,7 +164,7 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
 
 
 def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
-    """What goes on in it must not write into it."""
+    """Continuing a run in it must not write into it."""
     state = read_checkpoint(folder).state(model, npt.base_identity(model))
     for _ in range(2):
         transaction = transaction_of(model)
@@ -377,9 +377,7 @@ def test_a_manifest_of_any_depth_or_length_is_refused_and_not_read(folder) -> No
     assert "more than" in refused(folder)
 
 
-def test_a_file_that_cannot_be_read_is_a_checkpoint_that_does_not_verify(
-    folder, monkeypatch
-) -> None:
+def test_an_unreadable_file_is_a_checkpoint_that_does_not_verify(folder, monkeypatch) -> None:
     def failing(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
 
@@ -399,7 +397,7 @@ def run(folder: Path) -> Path:
     return folder.parent
 
 
-def test_the_newest_that_verifies_is_picked_and_the_others_are_told_of_and_left_alone(run) -> None:
+def test_the_newest_that_verifies_is_picked_and_others_are_reported(run) -> None:
     found, broken = newest_good(run)
     assert found is not None and found.folder.name == "step-00000003" and broken == {}
     flip(run / "step-00000003" / TENSORS, 4000)
@@ -581,7 +579,7 @@ TENSOR_CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = 
 
 
 @pytest.mark.parametrize("case", TENSOR_CASES)
-def test_tensors_that_cannot_be_are_refused_by_name_and_change_nothing(folder, model, case) -> None:
+def test_impossible_tensors_are_refused_by_name_and_change_nothing(folder, model, case) -> None:
     change, named = TENSOR_CASES[case]
     change_tensors(folder, change)
     message = refused(folder, model=model)

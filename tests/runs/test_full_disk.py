@@ -1,5 +1,5 @@
-"""A disk that is full, a folder that may not be written to or goes away: training goes on where a
-checkpoint stands, and says so.
+"""A disk that is full, a folder that may not be written to or goes away: training continues from a
+checkpoint, and says so.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(
         with pytest.raises(
             CheckpointError,
             match=(
-                r"at step 6: .*the last good one is .*step-00000005; make room and go on with"
+                r"at step 6: .*the last good one is .*step-00000005; make room and \w+.* with"
                 r" --resume"
             ),
         ):
@@ -252,9 +252,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_on_a_disk_that_fills_up_a_run_goes_on_until_its_last_checkpoint_and_can_be_taken_up(
-    here, whole, small_disk
-) -> None:
+def test_a_run_on_a_disk_that_fills_up_can_be_resumed(here, whole, small_disk) -> None:
     here.place = small_disk
     with pytest.raises(
         CheckpointError, match=r"no checkpoint could be written at step 6.*the last good one is "
@@ -283,9 +281,7 @@ def test_with_room_for_two_checkpoints_rotation_keeps_a_run_going(here, whole, s
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_on_a_disk_that_somebody_else_fills_a_run_recovers_when_there_is_room_again(
-    here, whole, small_disk
-) -> None:
+def test_a_run_recovers_when_a_full_disk_has_room_again(here, whole, small_disk) -> None:
     here.place = small_disk
 
     def act(number: int, batch: Batch) -> None:
@@ -335,9 +331,7 @@ def unprivileged(act: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_folder_that_may_not_be_written_to_any_more_costs_checkpoints_only(
-    here, whole, open_place
-) -> None:
+def test_a_folder_that_becomes_read_only_costs_checkpoints_only(here, whole, open_place) -> None:
     here.place = open_place
 
     def act(number: int, batch: Batch) -> None:
@@ -355,9 +349,7 @@ def test_a_folder_that_may_not_be_written_to_any_more_costs_checkpoints_only(
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_a_place_that_may_not_be_written_to_is_refused_before_anything_is_computed(
-    here, open_place
-) -> None:
+def test_a_read_only_place_is_refused_before_computing(here, open_place) -> None:
     here.place = open_place
     (open_place / "closed").mkdir(mode=0o555)
 
@@ -392,9 +384,7 @@ def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
-def test_what_is_removed_under_way_is_made_anew_and_the_run_can_be_taken_up(
-    here, whole, what
-) -> None:
+def test_a_folder_removed_during_a_run_is_made_anew(here, whole, what) -> None:
     run = here.place / "run"
 
     def act(number: int, batch: Batch) -> None:
@@ -408,7 +398,7 @@ def test_what_is_removed_under_way_is_made_anew_and_the_run_can_be_taken_up(
     here.run("run", resume="auto")
     one, other = here.outcome("run"), whole.outcome("whole")
     if what == "":
-        assert "removed or renamed under way" in events(run, "warning")[0]["message"]
+        assert "removed or renamed during the run" in events(run, "warning")[0]["message"]
         del other.metrics[:2]
     one.assert_equal(other)
 

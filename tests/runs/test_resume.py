@@ -38,9 +38,8 @@ import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
-from npt.runs.data_fingerprint import check_same_data, data_fingerprint
 from npt.runs.manifest import MANIFEST, write_manifest
-from npt.runs.resume import changed_settings, find_resumed
+from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_resumed
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
 from npt.step import spikes
@@ -136,7 +135,7 @@ def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
 
 
 def nothing(number: int, batch: Batch) -> None:
-    """Does nothing in front of a micro-batch."""
+    """Does nothing before a micro-batch."""
 
 
 @pytest.fixture(autouse=True)
@@ -179,9 +178,7 @@ def wholes(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_interrupted_again_and_again_is_the_run_that_was_not(
-    runs, wholes, kind
-) -> None:
+def test_a_run_interrupted_again_and_again_equals_one_that_was_not(runs, wholes, kind) -> None:
     """Every process is stopped a few micro-batches on, in another place of a window each time,
     until one comes to the end.
     """
@@ -235,10 +232,8 @@ def test_killed_in_the_middle_of_a_window_it_goes_on_exactly(whole) -> None:
     whole.outcome("killed").assert_equal(whole.outcome("whole"))
 
 
-def test_a_run_killed_between_any_two_operations_on_the_disk_goes_on_exactly(
-    runs, monkeypatch
-) -> None:
-    """SIGKILL in front of the n-th rename, sync or new folder of a process, then of the next, for
+def test_a_run_killed_between_any_two_disk_operations_resumes_exactly(runs, monkeypatch) -> None:
+    """SIGKILL before the n-th rename, sync or new folder of a process, then of the next, for
     more and more n.
     """
     settings = {"batch_size": 2, "save_steps": 1, "save_total_limit": 1, "eval_steps": 1}
@@ -298,7 +293,7 @@ def test_a_run_that_had_ended_is_taken_up_without_another_step(runs) -> None:
         assert result.steps == len(before.metrics) and result.fidelity is not None
 
 
-def test_a_run_that_was_stopped_in_its_last_evaluation_only_lacks_that(runs, monkeypatch) -> None:
+def test_a_run_stopped_in_its_last_evaluation_lacks_only_that(runs, monkeypatch) -> None:
     here = runs()
     here.run("whole")
     trainer = here.trainer("part")
@@ -335,7 +330,7 @@ def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> 
 
 
 def test_the_random_state_goes_on_where_it_was(runs) -> None:
-    """Nothing of the loop draws from it; what a strategy to come draws has to be the same all the
+    """Nothing of the loop draws from it; what a strategy to come draws must be the same all the
     same.
     """
     drawn: dict[str, list[float]] = {}
@@ -385,7 +380,7 @@ def damage(checkpoint: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_broken_checkpoint_is_told_of_and_set_aside_and_the_one_before_is_used(stopped) -> None:
+def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(stopped) -> None:
     run = stopped.place / "run"
     damage(run / "checkpoints" / "step-00000003")
     stopped.run("whole")
@@ -435,9 +430,7 @@ def test_auto_without_a_run_starts_one(runs) -> None:
         }
 
 
-def test_auto_in_the_folder_of_a_run_that_died_before_its_first_checkpoint_starts_anew_in_it(
-    runs,
-) -> None:
+def test_auto_starts_anew_after_a_run_without_a_checkpoint(runs) -> None:
     here = runs()
     here.run("whole")
     assert here.killed("run", at(1, signal.SIGKILL)) == -signal.SIGKILL
@@ -488,15 +481,13 @@ def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
         "step-00000003.superseded",
     ]
     warnings = [e["message"] for e in events(run, "warning")]
-    assert warnings == [
-        f"the run goes on from step 1; step-0000000{step} is set aside as"
-        f" step-0000000{step}.superseded"
-        for step in (2, 3)
-    ]
+    for step, warning in zip((2, 3), warnings, strict=True):
+        name = f"step-0000000{step}"
+        assert warning.endswith(f" from step 1; {name} is set aside as {name}.superseded")
     assert [line["step"] for line in lines(run, "metrics")] == [1, 2]
 
 
-def test_a_new_folder_takes_what_comes_and_leaves_the_old_one_as_it_is(stopped) -> None:
+def test_a_resume_in_a_new_folder_leaves_the_old_one_as_it_is(stopped) -> None:
     run = stopped.place / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     stopped.run("whole")
@@ -633,7 +624,7 @@ def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
         held.close()
 
 
-def test_a_run_that_another_process_went_on_with_meanwhile_is_not_resumed(stopped) -> None:
+def test_a_run_that_another_process_resumed_meanwhile_is_refused(stopped) -> None:
     trainer = stopped.trainer("run", resume="auto")
     shutil.rmtree(stopped.place / "run" / "checkpoints" / "step-00000001")  # as its rotation would
     refused(trainer.train, ConfigError, "another process has written")
@@ -663,8 +654,8 @@ def test_a_tracker_that_cannot_start_costs_a_resumed_run_nothing(stopped, monkey
 
 @pytest.fixture
 def told(monkeypatch) -> list[dict[str, Any]]:
-    """What trackers are told at their start. None is started, and W&B's id is the one it is given,
-    else a new one.
+    """Return what trackers are told at their start. None is started, and W&B's id is the one it is
+    given, else a new one.
     """
     found: list[dict[str, Any]] = []
     original = Trackers.__init__
@@ -740,9 +731,7 @@ MATTER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def test_a_setting_that_matters_is_refused_with_both_values_before_anything_is_written(
-    stopped,
-) -> None:
+def test_a_setting_that_matters_is_refused_with_both_values(stopped) -> None:
     run = stopped.place / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for changed, parts in MATTER.values():
@@ -756,9 +745,7 @@ def test_a_setting_that_matters_is_refused_with_both_values_before_anything_is_w
         )
 
 
-def test_another_base_is_refused_with_both_hashes_before_anything_is_written(
-    stopped, load_model
-) -> None:
+def test_another_base_is_refused_with_both_hashes(stopped, load_model) -> None:
     run = stopped.place / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     own = npt.base_identity(stopped.model).codes
@@ -838,10 +825,8 @@ def test_what_may_change_is_taken_and_logged(stopped) -> None:
         ({"batch_size": 1}, 7, [1] * 4),
     ],
 )
-def test_windows_of_another_size_take_what_is_left_and_the_schedule_ends_with_them(
-    stopped, changed, steps, sizes
-) -> None:
-    """Six of ten records are behind the checkpoint of step 3."""
+def test_windows_of_another_size_take_the_remaining_samples(stopped, changed, steps, sizes) -> None:
+    """Six of ten records come before the checkpoint of step 3."""
     seen: list[int] = []
     trainer = stopped.trainer(
         "run",
@@ -936,7 +921,7 @@ def test_equal_data_have_one_identity_and_others_another() -> None:
     check_same_data({"data": one}, {"data": one})
 
 
-def test_of_a_stream_the_first_record_is_looked_at_and_of_a_generator_none() -> None:
+def test_a_streams_first_record_is_hashed_and_none_of_a_generator() -> None:
     stream = data_fingerprint(Stream(records(5)))
     assert stream["records"] is None and stream == data_fingerprint(
         Stream(records(9))
@@ -967,7 +952,7 @@ def test_data_that_went_missing_are_refused_as_data(runs) -> None:
 # -----------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_does_not_fit_ends_the_run_before_the_folder_is_touched(stopped) -> None:
+def test_a_checkpoint_that_does_not_fit_leaves_the_folder_untouched(stopped) -> None:
     """Its sums are right, so it verifies; what it holds is not what the run needs."""
     run = stopped.place / "run"
     checkpoint = run / "checkpoints" / "step-00000003"

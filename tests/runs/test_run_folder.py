@@ -1,5 +1,5 @@
 """The run folder: complete lines, no NaN, one writer, checkpoints that rotate only once the new one
-stands, and folders in use.
+exists, and folders in use.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_the_same_step_saved_twice_is_the_second_one(folder, keep) -> None:
 
 def test_a_checkpoint_that_was_just_written_is_never_rotated_away(folder) -> None:
     folder.save_checkpoint(400, filled(), None)
-    folder.save_checkpoint(250, filled(), 1)  # the run went on from an earlier one
+    folder.save_checkpoint(250, filled(), 1)  # the run resumed from an earlier one
     assert "step-00000250" in names(folder)
 
 
@@ -238,9 +238,7 @@ def test_what_cannot_be_renamed_stays_as_it_is(folder) -> None:
     assert folder.set_aside(gone, BROKEN) == gone
 
 
-def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_whole(
-    folder, load_model
-) -> None:
+def test_the_best_adapters_are_replaced_as_a_whole(folder, load_model) -> None:
     model = student(load_model)
     assert not folder.has_best
     for kl in (0.5, 0.25):
@@ -260,7 +258,7 @@ def test_the_best_adapters_are_apart_from_the_checkpoints_and_are_replaced_as_a_
     assert torch.equal(other.model.layers[3].npt.A, model.model.layers[3].npt.A)
 
 
-# --- going on in a folder
+# --- resuming in a folder
 # ----------------------------------------------------------------------------------------------
 
 
@@ -371,9 +369,7 @@ def test_where_the_file_system_has_no_locks_a_run_does_without(tmp_path, monkeyp
     RunFolder(tmp_path / "run").close()
 
 
-def test_a_folder_that_was_made_for_nothing_is_removed_and_one_that_is_gone_on_in_is_not(
-    folder,
-) -> None:
+def test_only_a_folder_made_for_nothing_is_removed(folder) -> None:
     folder.write("run.json", {})
     folder.save_checkpoint(1, filled(), None)
     folder.close()
@@ -421,9 +417,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_without_room_is_lost_as_a_whole_and_counted_and_the_next_ones_are_not(
-    folder,
-) -> None:
+def test_a_line_without_room_is_lost_as_a_whole_and_counted(folder) -> None:
     folder.metrics({"step": 1})
     with files_of_at_most(30):  # room for half a line
         folder.metrics({"step": 2, "more": "x" * 50})
@@ -456,7 +450,7 @@ def test_a_folder_that_goes_away_is_made_anew_with_what_comes(folder, way) -> No
         assert lines(folder.path.with_name("old") / "metrics.jsonl") == [{"step": 1}]
 
 
-def test_a_folder_that_cannot_be_made_anew_loses_lines_and_says_how_many(folder) -> None:
+def test_a_folder_that_cannot_be_made_anew_counts_lost_lines(folder) -> None:
     shutil.rmtree(folder.path)
     folder.path.touch()  # a file in its place
     folder.metrics({"step": 1})

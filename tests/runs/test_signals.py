@@ -73,7 +73,7 @@ def in_a_child(act: Callable[[], Any]) -> int:
 
 
 @each_signal
-def test_a_signal_is_noted_and_the_handlers_are_as_before_from_then_on(number) -> None:
+def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     before = handlers()
     with StopOnSignal() as stop:
         stop.check()
@@ -93,7 +93,7 @@ def test_without_a_signal_the_handlers_are_put_back_at_the_end() -> None:
 
 
 @each_signal
-def test_at_once_it_is_raised_where_it_arrives_and_no_library_can_swallow_it(number) -> None:
+def test_at_once_raises_on_arrival_and_no_library_can_swallow_it(number) -> None:
     with pytest.raises(StoppedError), StopOnSignal(at_once=True):
         try:
             raised(number)
@@ -180,7 +180,7 @@ def whole(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def in_front_of(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, call: int = 0
 ) -> None:
-    """A signal in front of one call of a function."""
+    """A signal before one call of a function."""
     original, calls = getattr(owner, name), iter(range(10**6))
 
     def function(*arguments: Any, **more: Any) -> Any:
@@ -215,9 +215,7 @@ def test_before_training_a_signal_ends_the_run_and_nothing_is_left(
     assert list(here.place.iterdir()) == []
 
 
-def test_in_the_middle_of_the_smoke_test_a_signal_leaves_the_adapters_as_they_were(
-    here, whole
-) -> None:
+def test_a_signal_during_the_smoke_test_leaves_the_adapters_unchanged(here, whole) -> None:
     with pytest.raises(StoppedError):
         here.run("run", at(1))  # the first micro-batch after the smoke test's first
     assert list(here.place.iterdir()) == []
@@ -233,11 +231,11 @@ WITHIN: dict[str, tuple[Any, str, int, int]] = {
     "its file": (RunFolder, "write", 1, 4),
     "the end": (Trackers, "close", 0, 4),
 }
-"""What is called, at which call of it, and the step that the run is at."""
+"""The function that is called, at which call of it, and the step that the run is at."""
 
 
 @with_signals("phase", WITHIN)
-def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactly(
+def test_a_signal_in_any_phase_leaves_a_run_that_resumes_exactly(
     here, whole, monkeypatch, phase, number
 ) -> None:
     owner, name, call, step = WITHIN[phase]
@@ -254,7 +252,7 @@ def test_in_every_phase_of_a_run_a_signal_leaves_what_can_be_gone_on_with_exactl
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-# windows of two: either half of one, in warm-up, behind a save, the last
+# windows of two: either half of one, in warm-up, after a save, the last
 @with_signals("call", (1, 4, 7))
 def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, number, call) -> None:
     result = here.run("run", at(call, number), smoke_test=False)
@@ -267,7 +265,7 @@ def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, numb
 def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkeypatch) -> None:
     def wait(self: Any, *_: Any, **__: Any) -> None:
         raised(signal.SIGTERM)
-        raise AssertionError("went on waiting")
+        raise AssertionError("kept waiting")
 
     with monkeypatch.context() as patched:
         patched.setattr(Trackers, "__init__", wait)
@@ -317,7 +315,7 @@ def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path, m
 @pytest.mark.parametrize(
     ("where", "number"), [("write_manifest", signal.SIGUSR1), ("_sums", signal.SIGTERM)]
 )
-def test_a_second_signal_in_the_middle_of_saving_ends_at_once_and_leaves_a_folder_in_order(
+def test_a_second_signal_during_a_save_leaves_a_folder_in_order(
     here, whole, monkeypatch, where, number
 ) -> None:
     def ended() -> None:
@@ -353,7 +351,7 @@ def test_a_second_interrupt_does_not_save_either(here, whole, monkeypatch) -> No
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-# --- in front of the trainer
+# --- before the trainer
 # -------------------------------------------------------------------------------------------
 
 
@@ -380,7 +378,7 @@ def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(
         @staticmethod
         def from_pretrained(*_: Any, **__: Any) -> nn.Module:
             raised(number)
-            raise AssertionError("went on loading")
+            raise AssertionError("kept loading")
 
     monkeypatch.setattr(loading, "AutoModelForCausalLM", Interrupted)
     with pytest.raises(StoppedError), StopOnSignal(at_once=True):
@@ -393,7 +391,7 @@ def test_the_program_ends_in_one_line_and_128_and_the_number(
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raised(number)
-        raise AssertionError("went on loading")
+        raise AssertionError("kept loading")
 
     monkeypatch.setattr(npt, "load_base", interrupted)
     assert (
@@ -404,7 +402,7 @@ def test_the_program_ends_in_one_line_and_128_and_the_number(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_that_a_destructor_swallowed_ends_the_program_all_the_same(
+def test_a_signal_swallowed_by_a_destructor_still_ends_the_program(
     short_library, tmp_path, monkeypatch, capsys
 ) -> None:
     class Swallowing:

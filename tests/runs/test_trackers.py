@@ -53,7 +53,7 @@ ROWS = [("Once", " upon a | time", "\nthere was")]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What stands in for every tracker of accelerate is asked to do; their packages are there."""
+    """Record what a stub of every tracker of accelerate is asked to do; their packages exist."""
     from accelerate import tracking
 
     found: list[tuple[Any, ...]] = []
@@ -117,9 +117,7 @@ def test_all_are_those_that_are_installed_and_none_is_none(monkeypatch) -> None:
         check_trackers(TrainConfig(report_to="all"))
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_installs_it(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_tracker_without_its_package_is_refused_with_a_command(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(
         ConfigError,
@@ -198,7 +196,7 @@ def test_every_tracker_is_opened_described_told_and_ended(seen, tmp_path, monkey
         )  # fmt: skip
 
 
-def test_one_that_cannot_start_is_one_line_and_the_others_are_ended_and_nothing_is_left(
+def test_a_tracker_that_cannot_start_ends_the_others_without_a_trace(
     seen, tmp_path, monkeypatch
 ) -> None:
     from accelerate import tracking
@@ -226,7 +224,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path) -> None:
             Trackers(TrainConfig(use_tensorboard=True), folder).describe({})
 
 
-def test_a_run_that_fails_before_it_began_leaves_nothing_of_its_trackers(seen, tmp_path) -> None:
+def test_a_run_that_never_began_leaves_nothing_of_its_trackers(seen, tmp_path) -> None:
     with (
         pytest.raises(KeyError),
         Trackers(TrainConfig(report_to="aim,tensorboard"), tmp_path / "run"),
@@ -247,7 +245,7 @@ def test_a_run_that_fails_before_it_began_leaves_nothing_of_its_trackers(seen, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "run"]
 
 
-def test_a_folder_in_which_only_trackers_have_begun_is_free_and_can_be_resumed_in(tmp_path) -> None:
+def test_a_folder_with_trackers_alone_is_free_and_resumable(tmp_path) -> None:
     (tmp_path / "wandb").mkdir()
     check_free(tmp_path)
     assert is_run(tmp_path) and "wandb" in TRACKED
@@ -286,10 +284,10 @@ def test_one_that_fails_under_way_is_warned_of_once_and_counted(tmp_path) -> Non
     for step in range(1, 6):
         trackers.log({"loss": 1.0}, step)
     assert one.calls == 5 and said == [
-        "mlflow failed: call 2; the run goes on, and it may lack some of it"
+        "mlflow failed: call 2; the run continues, and it may lack some of it"
     ]
     trackers.close()
-    assert said[1:] == ["mlflow failed 3 times in all; what it was told then it has not"]
+    assert said[1:] == ["mlflow failed 3 times in all; what it was told then it lacks"]
     trackers.close()
     assert len(said) == 2
 
@@ -340,9 +338,7 @@ def processes_log(processes: ProcessGroup, folder: str) -> tuple[bool, int]:
         return trackers.active, int(processes.sums([1.0])[0])
 
 
-def test_a_tracker_that_cannot_start_on_process_0_ends_every_process_with_the_line(
-    tmp_path,
-) -> None:
+def test_a_tracker_that_cannot_start_on_process_0_ends_every_process(tmp_path) -> None:
     ended = several(2, processes_start, str(tmp_path / "run"))
     assert [one.status for one in ended] == [2, 2] and not (tmp_path / "run").exists()
     assert all("tensorboard cannot be started: no rights" in str(one.error) for one in ended)

@@ -62,7 +62,7 @@ def test_a_run_has_a_name_an_id_and_a_place_of_its_own() -> None:
     assert names[0] != names[1] and len(names[0]) == 8
 
 
-def test_flags_come_before_the_environment_and_that_before_our_own_choices(monkeypatch) -> None:
+def test_flags_come_before_the_environment_and_our_own_choices(monkeypatch) -> None:
     said = {
         "dir": "runs/first",
         "name": "trial",
@@ -229,7 +229,7 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
     assert "no texts" not in said and "failed" not in said
 
 
-def test_wandb_is_told_everything_of_a_run_and_of_the_one_that_goes_on_with_it(
+def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     trained, tmp_path, offline, monkeypatch
 ) -> None:
     monkeypatch.setattr("npt.train.tracker_samples.NEW_TOKENS", 3)
@@ -373,9 +373,7 @@ def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeyp
     assert json.loads((tmp_path / "run" / "run.json").read_text())["wandb_run"] == "of-agent"
 
 
-def test_wandb_that_is_not_logged_in_is_one_line_before_the_base_is_loaded(
-    tmp_path, monkeypatch
-) -> None:
+def test_wandb_without_a_login_is_refused_before_the_base_is_loaded(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: pytest.fail("the base was loaded"))

@@ -124,8 +124,8 @@ def test_clean_steps_of_a_base_that_draws_wait_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", ["local", "end_to_end"])
-def test_what_is_refused_late_leaves_those_behind_it_the_numbers_that_they_have_drawn(way) -> None:
-    """What is refused is known a window late: by then the micro-batches behind it have drawn."""
+def test_a_late_refusal_leaves_later_draws_as_they_were(way) -> None:
+    """A refusal is known a window late: by then the next micro-batches have drawn."""
     found = []
     with simulated_cuda():
         for add in (plain, passing_over("1-")):

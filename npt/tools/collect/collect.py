@@ -23,7 +23,7 @@ from npt.adapters.files.adapter_files import adapter_hash
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import continuation_text
+from npt.data.continuation import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids

@@ -9,8 +9,16 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import COMPLETION, PROMPT, Counts, Encoder
-from npt.data.record_forms import INSTRUCTION, OUTPUT, conversation_column, is_alpaca, messages_of
+from npt.data.encoding import Counts, Encoder
+from npt.data.record_forms import (
+    COMPLETION,
+    INSTRUCTION,
+    OUTPUT,
+    PROMPT,
+    conversation_column,
+    is_alpaca,
+    messages_of,
+)
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError

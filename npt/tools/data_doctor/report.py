@@ -16,8 +16,9 @@ from rich.text import Text
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Counts, listed_columns
+from npt.data.encoding import Counts
 from npt.data.packing import pack
+from npt.data.report import listed_columns
 from npt.data.samples import SHUFFLE_BLOCK, cut
 from npt.data.source import BUILTIN, Record, check_source
 from npt.tools.data_doctor.reading import Broken, Origin, Reading

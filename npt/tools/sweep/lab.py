@@ -17,7 +17,8 @@ from npt.base.quantization_error import set_matmul_precision
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, collate, pad_id_of
-from npt.data.samples import Samples, no_sample
+from npt.data.report import no_sample
+from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
 from npt.distill.loss_weights import layer_weights
 from npt.distill.stages import stages_of
