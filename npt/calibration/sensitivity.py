@@ -20,7 +20,7 @@ from npt.base.precision import cast_once
 from npt.calibration.placement import HOST
 from npt.calibration.precision import full_precision
 from npt.data.batch import Batch
-from npt.distill.divergence import LOGIT_CHUNK
+from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import NumericalError
 
 

@@ -37,7 +37,7 @@ from npt.base.precision import quantization_of
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, pad_id_of
 from npt.data.source import check_source, open_source, own_heldout
-from npt.distill.divergence import nmse_per_token
+from npt.distill.hidden_losses import nmse_per_token
 from npt.errors import ConfigError, ModelError
 from npt.evaluation.heldout import evaluation_samples
 from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums

@@ -28,7 +28,7 @@ from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode
 from npt.base.precision import cast_once
 from npt.data.batch import IGNORE_INDEX, Sample, collate, find_fault
-from npt.distill.divergence import LOGIT_CHUNK
+from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import continue_greedily
 from npt.evaluation.metrics import compare_tokens, mean_and_error

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npt.base.precision import cast_once
-from npt.distill.divergence import LOGIT_CHUNK, kl_of_logs
+from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.evaluation.assisted import overlap_of
 
 COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")

@@ -18,7 +18,7 @@ from operator import add
 import torch
 
 from npt.data.batch import Batch
-from npt.distill.strategies import MicroBatch
+from npt.distill.layerwise import MicroBatch
 from npt.errors import NoMemoryError, is_out_of_memory
 
 

@@ -32,7 +32,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.adapters.sharding import is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
-from npt.distill.strategies import MicroBatch, Strategy
+from npt.distill.layerwise import MicroBatch
+from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.random_state import micro_batch_draws

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from npt.data.loader import Position
+from npt.distill.layerwise import MicroBatch
 from npt.distill.stages import Stage, stage_at, stages_of
-from npt.distill.strategies import MicroBatch
 from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity

@@ -21,7 +21,7 @@ from npt.base.load import TEACHERS
 from npt.base.precision import quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import BUILTIN
-from npt.distill.loss_weights import layer_weights
+from npt.distill.hidden_losses import layer_weights
 from npt.errors import ConfigError, DataError
 from npt.runs.trackers import check_trackers
 from npt.step.guarded_update import EXACT

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from npt.adapters.attach import npt_layers
+from npt.distill.layerwise import REPORTED, MicroBatch
 from npt.distill.stages import Stage, stage_at
-from npt.distill.strategies import REPORTED, MicroBatch
 from npt.step.window_result import WindowResult
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from npt.config import TrainConfig
-from npt.distill.loss_weights import disagreement_weights, layer_weights
+from npt.distill.hidden_losses import disagreement_weights, layer_weights
 from npt.errors import ConfigError
 
 D = 6

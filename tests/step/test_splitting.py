@@ -29,7 +29,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.layerwise import MicroBatch
+from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
 from npt.step.splitting import MicroBatchSplitter, added, catch_oom, free_memory
 from npt.step.train_step import forward_backward

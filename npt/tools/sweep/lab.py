@@ -21,7 +21,7 @@ from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, collate, pad_id_of
 from npt.data.samples import Samples, no_sample
 from npt.data.source import check_source, open_source, own_heldout
-from npt.distill.loss_weights import layer_weights
+from npt.distill.hidden_losses import layer_weights
 from npt.distill.stages import stages_of
 from npt.errors import NPTError
 from npt.evaluation.attribution import Reference, refer
