@@ -1,6 +1,6 @@
 """One optimizer step, the page to read first: forward, backward, guard, update.
 
-    step = TrainStep(model, drive, config, rates)
+    step = TrainStep(model, strategy, config, rates)
     for window in windows:                  # lists of micro-batches
         for result in step.run(window):     # of this window, or of earlier ones on a GPU
             ...
@@ -40,7 +40,7 @@ from npt.random_state import micro_batch_draws
 from npt.step.gradient_window import FAILED, GradientWindow
 from npt.step.guarded_update import GuardedUpdate
 from npt.step.spikes import SpikeGuard
-from npt.step.splitting import MicroBatchSplitter, added, catch_oom, free_memory
+from npt.step.splitting import MicroBatchSplitter, added, free_memory, oom_message
 from npt.step.window_result import WindowResult
 
 ADAM_BETAS = (0.9, 0.999)
@@ -83,6 +83,7 @@ class TrainStep:
         late: bool | None = None,
     ):
         self.model, self.strategy, self.config = model, strategy, config
+        self._sharded = is_sharded(model)
         self.splitter = splitter if splitter is not None else MicroBatchSplitter(config.batch_size)
         parameters = adapter_parameters(model)
         check_unfrozen(parameters)
@@ -127,26 +128,31 @@ class TrainStep:
         if index % self.window.processes.size != self.window.processes.index:
             self.window.skip()
             return True
-        # Processes that share a base stay in step: one that stopped inside a layer would not.
-        caught = self.on_out_of_memory is not None and not is_sharded(self.model)
         observe = None if self.observe is None else partial(self.observe, index=index)
+        message = None
         try:
             fault = find_fault(batch, self.model.config.vocab_size)
             if fault is not None:
                 self.window.refuse(fault, batch.sample_ids)
                 return True
-            with catch_oom(caught) as oom:
+            try:
                 self.window.begin()
                 sums = forward_backward(
                     self.model, self.strategy, batch, self.config, self.splitter, observe
                 )
                 self.window.add(sums, batch.sample_ids)
-            if oom.message is not None:
-                self._shrink(batch, oom.message)
-            return oom.message is None
+            except (RuntimeError, MemoryError) as error:
+                # Processes that share a base stay in step: one that stopped inside a layer would
+                # not.
+                if self.on_out_of_memory is not None and not self._sharded:
+                    message = oom_message(error)
+                if message is None:
+                    raise
+            if message is not None:
+                self._shrink(batch, message)
         except Exception as error:
             self.fail(error)
-            return True
+        return message is None or self.failure is not None
 
     def forward_backward(self, batch: Batch) -> MicroBatch:
         """Return the sums of a micro-batch, unobserved; see the function of this name."""
@@ -192,16 +198,17 @@ def forward_backward(
         batch: on any device.
         config: the strategy's settings, and the seed.
         splitter: into parts that fit into memory; default one part.
-        observe: a context around each part.
+        observe: returns a context around each part.
     """
     device = next(model.parameters()).device
+    whole = splitter is None or len(batch.input_ids) <= splitter.samples
     draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
     sums = []
     with draws, torch.autocast(device.type, enabled=False):
-        for part in [batch] if splitter is None else splitter.parts(batch):
+        for part in [batch] if splitter is None or whole else splitter.parts(batch):
             with nullcontext() if observe is None else observe(part):
                 sums.append(strategy(model, part.to(device), config))
-    return added(sums)
+    return sums[0] if len(sums) == 1 else added(sums)
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ from npt.planning.plan import Planner
 from npt.planning.workload import Workload
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
-from npt.step.splitting import MicroBatchSplitter, catch_oom, free_memory
+from npt.step.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.train.run_setup import RunSetup
 
 T = TypeVar("T")
@@ -71,14 +71,18 @@ class MemoryFit:
             NoMemoryError: one sample at once is too much.
         """
         while True:
-            # Processes that share a base stay in step: one that stopped inside a layer would not.
-            with catch_oom(not is_sharded(self._setup.model)) as oom:
+            try:
                 return act()
-            assert oom.message is not None
+            except (RuntimeError, MemoryError) as error:
+                message = oom_message(error)
+                # Processes that share a base stay in step: one that stopped inside a layer would
+                # not.
+                if message is None or is_sharded(self._setup.model):
+                    raise
             free_memory()
-            before = splitter.shrink(batch, oom.message)
+            before = splitter.shrink(batch, message)
             self._setup.say(
-                f"{name}: out of memory with {before} samples at once ({oom.message}); it is begun"
+                f"{name}: out of memory with {before} samples at once ({message}); it is begun"
                 f" again with {splitter.samples}"
             )
             self._lacks.append(
@@ -86,7 +90,7 @@ class MemoryFit:
                     "during": name,
                     "samples": before,
                     "samples_at_once": splitter.samples,
-                    "message": oom.message,
+                    "message": message,
                 }
             )
             self.report()

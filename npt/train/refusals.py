@@ -13,7 +13,7 @@ from npt.distill.stages import Stage
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.write import Situation, write_postmortem
 from npt.step.gradient_window import HISTORY
-from npt.step.launched_window import gathered
+from npt.step.shared_window import gathered
 from npt.step.train_step import TrainStep
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import RunContext, Window
