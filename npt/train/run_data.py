@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -13,13 +12,14 @@ from npt.adapters.attach import format_layers, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.data.batch import Batch, Sample
 from npt.data.encoding import listed_columns
-from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
+from npt.data.loader import Loaded, Loader, Other, Position
 from npt.data.samples import no_sample
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
 from npt.runs.data_fingerprint import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
 from npt.train.calibrated_start import is_solved, leaves_enough, solved_on
+from npt.train.loop import windows_of
 from npt.train.run_checks import check_replay
 from npt.train.run_context import Window
 from npt.train.run_setup import RunSetup
@@ -67,18 +67,8 @@ class RunData:
         self._coming: Iterator[Loaded] = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
-        """Yield windows of K batches for every process; closing ends the thread that prepares them.
-
-        Windows continue from one epoch into the next; the last one of all may be shorter.
-        """
-        stop = self._setup.stop
-        with contextlib.closing(
-            Prefetcher(self._coming, stop=lambda: stop.number is not None)
-        ) as ahead:
-            stream = iter(ahead)
-            while window := list(itertools.islice(stream, self._setup.window_size)):
-                batches = [loaded.batch for loaded in window]
-                yield Window(window[0].epoch, batches, window[-1].position)
+        """Return the windows of the run, each of K batches for every process."""
+        return windows_of(self._coming, self._setup.window_size, self._setup.stop)
 
     def first_batch(self) -> Batch:
         """Return the batch that training starts with, and put it back."""

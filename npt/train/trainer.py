@@ -327,7 +327,8 @@ class Trainer:
             if loop.unsaved:
                 writer.checkpoints.save(loop, last=True)
         finally:
-            loop.recording.draw()  # pictures can wait until all is saved
+            if loop.recording is not None:
+                loop.recording.draw()  # pictures can wait until all is saved
         number = self._signal()
         fidelity = None
         if number is not None:
