@@ -24,7 +24,7 @@ from npt.adapters.attach import adapter_parameters, attach, decoder_layers, deta
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.step.schedule import rate_table
 from npt.step.spikes import HISTORY

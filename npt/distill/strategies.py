@@ -5,14 +5,15 @@ flow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedModel
 
 from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.end_to_end import end_to_end
-from npt.distill.layerwise import MicroBatch, local, propagated
+from npt.distill.local import MicroBatch, local
+from npt.distill.own_stream import end_to_end, propagated
 
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], MicroBatch]
 
@@ -28,7 +29,7 @@ def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
 
     Args:
         name: of the strategy.
-        strategy: of (model, batch, config, teacher), as `npt.distill.layerwise.local`.
+        strategy: of (model, batch, config, teacher), as `npt.distill.local.local`.
 
     Raises:
         ValueError: there is a strategy of this name.
@@ -37,6 +38,13 @@ def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
         raise ValueError(f"the strategy {name!r} exists; choose another name")
     STRATEGIES[name] = strategy
     STRATEGY_NAMES.append(name)
+
+
+def strategy_of(config: TrainConfig, teacher: PreTrainedModel | None = None) -> Strategy:
+    """Return the strategy of a run, bound to its teacher; `drive` for a run of several stages."""
+    names = [name for name, _ in config.stage_shares]
+    strategy = STRATEGIES[names[0]] if len(names) == 1 else drive
+    return strategy if teacher is None else partial(strategy, teacher=teacher)
 
 
 def drive(

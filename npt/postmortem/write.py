@@ -34,7 +34,7 @@ from npt.data.batch import Batch
 from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
 from npt.diagnostics.tracer.trace import trace
 from npt.diagnostics.tracer.verdict import Verdict
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.random_state import kept_random_state, random_state

@@ -17,7 +17,7 @@ from operator import add
 import torch
 
 from npt.data.batch import Batch
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.errors import NoMemoryError, is_out_of_memory
 
 

@@ -32,7 +32,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.adapters.sharding import is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from npt.data.loader import Loaded, Position, Prefetcher
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError

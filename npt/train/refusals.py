@@ -8,7 +8,7 @@ from typing import Any
 
 from npt.data.batch import Batch
 from npt.diagnostics.diagnose import diagnose
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.stages import Stage
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.write import Situation, write_postmortem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.batch import pad_id_of
-from npt.distill.strategies import Strategy, drive
+from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.processes import ProcessGroup, join_processes
 from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError
@@ -85,7 +84,7 @@ class RunSetup:
             self.console = silent_console()
         self.stop = StopOnSignal()
         self.splitter = MicroBatchSplitter(config.batch_size)
-        self.strategy: Strategy = drive if teacher is None else partial(drive, teacher=teacher)
+        self.strategy: Strategy = strategy_of(config, teacher)
         self.device = next(model.parameters()).device
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
 from npt.random_state import kept_random_state, micro_batch_draws

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from npt.adapters.attach import npt_layers
-from npt.distill.layerwise import REPORTED, MicroBatch
+from npt.distill.local import REPORTED, MicroBatch
 from npt.distill.stages import Stage, stage_at
 from npt.step.window_result import WindowResult
 from npt.train.refusals import Refusals

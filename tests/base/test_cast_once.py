@@ -18,8 +18,8 @@ from npt.base.rows import set_rows
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import logit_losses
-from npt.distill.end_to_end import end_to_end
 from npt.distill.logit_losses import chunk_rows, row_loss, through_head
+from npt.distill.own_stream import end_to_end
 from npt.evaluation import greedy_divergence as partings
 from npt.evaluation import metrics
 from npt.evaluation.generate import Decoding, prompt_ids, write

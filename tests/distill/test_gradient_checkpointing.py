@@ -26,7 +26,7 @@ from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
 from npt.planning.measure import peak_bytes

@@ -20,7 +20,7 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import drive
 
 # fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24
@@ -776,7 +776,7 @@ def test_without_a_weight_on_hidden_states_the_teacher_runs_for_the_logits_alone
 ) -> None:
     """A loss against the text needs no teacher at all; none compares hidden states."""
     monkeypatch.setattr(
-        "npt.distill.layerwise.hidden_loss", lambda *_: pytest.fail("hidden states are compared")
+        "npt.distill.local.hidden_loss", lambda *_: pytest.fail("hidden states are compared")
     )
     calls: list[int] = []
     for index in range(1, 4):

@@ -29,7 +29,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
 from npt.step.splitting import MicroBatchSplitter, added, free_memory, oom_message

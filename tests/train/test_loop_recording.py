@@ -26,7 +26,7 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.step import train_step as step_module

@@ -16,7 +16,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import SmokeTestError
 from npt.train.smoke import smoke_test

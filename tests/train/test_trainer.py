@@ -25,7 +25,7 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.distill.layerwise import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import (
     CheckpointError,

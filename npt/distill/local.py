@@ -1,4 +1,4 @@
-"""The strategies `local` and `propagated`, whose gradients stay within each converted layer.
+"""The strategy `local`: each converted layer learns from the teacher's input, by itself.
 
 A strategy is a function of (model, batch, config, teacher) that runs forward and backward, adds the
 gradient of the *summed* loss to the adapters' `.grad` and returns the sums. It divides by nothing
@@ -18,20 +18,18 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, device_of
-from npt.adapters.sharding import is_sharded, whole
+from npt.adapters.sharding import whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
 from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import (
-    READS_INPUT,
     disagreement_weights,
     hidden_loss,
     layer_weights,
     nmse_per_token,
 )
-from npt.errors import NotSupportedError
 
 REPORTED = ("loss", "nmse", "reg", "logit")
 """The sums that a report begins with."""
@@ -108,42 +106,6 @@ def local(
                         student, energy = student_rows(layer, here, hidden, work, graph=False)
                     sums.add(here.batch, student, target, h, energy).backward()
             hidden = taught if taught is not None else here.scatter(target)
-    return sums.micro_batch()
-
-
-def propagated(
-    model: PreTrainedModel,
-    batch: Batch,
-    config: TrainConfig,
-    teacher: PreTrainedModel | None = None,
-) -> MicroBatch:
-    """Feed each converted layer the student's own h, and teach it the teacher's output there.
-
-    So a layer learns to make good what the converted layers below it got wrong, at the memory of
-    one layer's graph. Up to the first converted layer teacher and student are the same and run
-    once, unless the `teacher` is a model of its own.
-
-    Raises:
-        NotSupportedError: the base is sharded.
-    """
-    layers = decoder_layers(model)
-    sums, work = Sums(model, config, batch), work_of(config, Workspace())
-    with torch.no_grad(), adapters_disabled(model):
-        (stream, hidden), (guide, taught), first = begin(model, teacher, batch, layers, sums.first)
-        taught_layers = layers if teacher is None else decoder_layers(teacher)
-        for index, layer in enumerate(layers[first : sums.last + 1], first):
-            before = taught
-            taught = run_layers(guide, taught_layers, taught, index, index + 1)
-            if not isinstance(layer, NPTLayer):
-                hidden = run_layers(stream, layers, hidden, index, index + 1)
-                continue
-            here, hidden = stream_at(stream, layer, hidden)
-            target = here.rows(taught.to(hidden.device))
-            was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
-            with torch.enable_grad():
-                student, energy = student_rows(layer, here, hidden, work, graph=False)
-                sums.add(here.batch, student, target, was, energy).backward()
-            hidden = here.scatter(student.detach())
     return sums.micro_batch()
 
 
@@ -263,33 +225,6 @@ class Sums:
             loss = loss + self._config.logit_kl_weight * logit
         scored = 0 if self.logit is None else self._batch.scored
         return MicroBatch(loss, nmses.mean(), regs.mean(), logit, nmses, self._batch.tokens, scored)
-
-
-def begin(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    batch: Batch,
-    layers: nn.ModuleList,
-    first: int,
-) -> tuple[tuple[Stream, Tensor], tuple[Stream, Tensor], int]:
-    """Return stream and h of student and of teacher before the first layer at which they part.
-
-    The third value is that layer's index.
-
-    Raises:
-        NotSupportedError: the base is sharded, and its layers are whole one at a time.
-    """
-    if is_sharded(model):
-        raise NotSupportedError(
-            "a sharded base has one whole layer at a time, which only --strategy local can do with;"
-            " use it"
-        )
-    stream = open_stream(model, batch)
-    if teacher is not None:
-        guide = open_stream(teacher, batch)
-        return (stream, stream.hidden), (guide, guide.hidden), 0
-    shared = stream, run_layers(stream, layers, stream.hidden, 0, first)
-    return shared, shared, first
 
 
 def stream_at(stream: Stream, layer: nn.Module, hidden: Tensor) -> tuple[Stream, Tensor]:

@@ -1,5 +1,7 @@
-"""The strategy `end_to_end`: gradients flow through the whole student, from hidden states and,
-optionally, from the logits.
+"""The strategies `propagated` and `end_to_end`: the student runs on its own stream.
+
+Under `propagated` gradients stay within each converted layer; under `end_to_end` they flow through
+the whole student, from hidden states and, optionally, from the logits.
 """
 
 from __future__ import annotations
@@ -9,30 +11,67 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.recompute import recomputed
-from npt.adapters.stream import Stream
-from npt.adapters.trained import Work
+from npt.adapters.sharding import is_sharded
+from npt.adapters.stream import Stream, open_stream
+from npt.adapters.trained import Work, Workspace
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import READS_INPUT, disagreement_weights
-from npt.distill.layerwise import (
+from npt.distill.local import (
     LayerSums,
     MicroBatch,
     Sums,
-    begin,
     run_layers,
     stream_at,
     student_rows,
     work_of,
 )
 from npt.distill.logit_losses import row_loss, through_head
+from npt.errors import NotSupportedError
 
 T = TypeVar("T")
+
+
+def propagated(
+    model: PreTrainedModel,
+    batch: Batch,
+    config: TrainConfig,
+    teacher: PreTrainedModel | None = None,
+) -> MicroBatch:
+    """Feed each converted layer the student's own h, and teach it the teacher's output there.
+
+    So a layer learns to make good what the converted layers below it got wrong, at the memory of
+    one layer's graph. Up to the first converted layer teacher and student are the same and run
+    once, unless the `teacher` is a model of its own.
+
+    Raises:
+        NotSupportedError: the base is sharded.
+    """
+    layers = decoder_layers(model)
+    sums, work = Sums(model, config, batch), work_of(config, Workspace())
+    with torch.no_grad(), adapters_disabled(model):
+        (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
+        taught_layers = layers if teacher is None else decoder_layers(teacher)
+        for index, layer in enumerate(layers[first : sums.last + 1], first):
+            before = taught
+            taught = run_layers(guide, taught_layers, taught, index, index + 1)
+            if not isinstance(layer, NPTLayer):
+                hidden = run_layers(stream, layers, hidden, index, index + 1)
+                continue
+            here, hidden = stream_at(stream, layer, hidden)
+            target = here.rows(taught.to(hidden.device))
+            was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
+            with torch.enable_grad():
+                student, energy = student_rows(layer, here, hidden, work, graph=False)
+                sums.add(here.batch, student, target, was, energy).backward()
+            hidden = here.scatter(student.detach())
+    return sums.micro_batch()
 
 
 def end_to_end(
@@ -61,7 +100,7 @@ def end_to_end(
     if _teacher_has_logits(config):
         taught_depth = depth
     with torch.no_grad(), adapters_disabled(model):
-        (stream, hidden), (guide, taught), first = begin(model, teacher, batch, layers, sums.first)
+        (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
         taught_layers = layers if teacher is None else decoder_layers(teacher)
         inputs, targets = {}, {}
         for index in range(first, taught_depth):
@@ -91,6 +130,33 @@ def end_to_end(
             loss = loss + config.logit_kl_weight * sums.logit.to(loss.device)
         loss.backward()
     return sums.micro_batch()
+
+
+def _begin(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    batch: Batch,
+    layers: nn.ModuleList,
+    first: int,
+) -> tuple[tuple[Stream, Tensor], tuple[Stream, Tensor], int]:
+    """Return stream and h of student and of teacher before the first layer at which they part.
+
+    The third value is that layer's index.
+
+    Raises:
+        NotSupportedError: the base is sharded, and its layers are whole one at a time.
+    """
+    if is_sharded(model):
+        raise NotSupportedError(
+            "a sharded base has one whole layer at a time, which only --strategy local can do with;"
+            " use it"
+        )
+    stream = open_stream(model, batch)
+    if teacher is not None:
+        guide = open_stream(teacher, batch)
+        return (stream, stream.hidden), (guide, guide.hidden), 0
+    shared = stream, run_layers(stream, layers, stream.hidden, 0, first)
+    return shared, shared, first
 
 
 def _student_layer(
