@@ -1,8 +1,7 @@
-"""torch's random state: taken, put back, and checked where it comes out of a file.
+"""torch's random state, of the CPU and of every CUDA device: taken, restored, read from a file.
 
-Of the CPU and of every CUDA device, whose generators keep theirs (a seed and an offset) on the
-host: nothing here waits for a device. Python's and numpy's are not looked at; nothing in a step
-draws from them.
+CUDA's generators keep theirs (a seed and an offset) on the host: nothing here waits for a device.
+Python's and numpy's are left alone; nothing in a step draws from them.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from torch import Tensor
 from npt.errors import NPTError
 from npt.stored import Header, described, read_tensors, shown
 
-_CPU_BYTES = 5056  # torch's Mersenne Twister with what stands around it
-_CUDA_BYTES = 16
+_BYTES = {"cpu": 5056, "cuda": 16}  # torch's Mersenne Twister; a seed and an offset
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of this process, by device: `cpu`, and `cuda.INDEX` for every CUDA device once CUDA is in
-    use.
-    """
+    """Return this process's, by device: `cpu`, and `cuda.INDEX` once CUDA is in use."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states |= {
@@ -36,7 +32,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: Mapping[str, Tensor]) -> None:
-    """Of this process; of devices that it does not have nothing is set."""
+    """Set this process's; states of devices that it does not have are ignored."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
@@ -46,9 +42,7 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Whatever is drawn within the context, afterwards the random state is as before. Also a
-    decorator.
-    """
+    """Restore the random state after the context. Also a decorator."""
     before = random_state()
     try:
         yield
@@ -58,8 +52,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def named_draws(*name: object) -> Iterator[None]:
-    """Within the context the random numbers are those of `name`, whatever was drawn before;
-    afterwards the state is as before.
+    """Draw the random numbers of `name` within the context; restore the state after it.
 
     Args:
         name: numbers and text; equal names draw equal numbers, in every process.
@@ -67,8 +60,7 @@ def named_draws(*name: object) -> Iterator[None]:
     digest = hashlib.sha256(repr(name).encode()).digest()
     with kept_random_state():
         seed = int.from_bytes(digest[:8], "big") >> 1
-        # Not torch.manual_seed, which makes CUDA's seeding wait in a queue, with a stack trace,
-        # where CUDA is not in use.
+        # Not torch.manual_seed, which queues CUDA's seeding, with a stack trace, if CUDA is unused.
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
@@ -90,21 +82,18 @@ def micro_batch_draws(
 def read_random_state(
     path: Path, prefix: str, headers: Mapping[str, Header], error: type[NPTError]
 ) -> dict[str, Tensor]:
-    """The states that a safetensors file holds under `prefix`, as `random_state` gave them.
+    """Return the states that a safetensors file holds under `prefix`, as `random_state` gave them.
 
     Args:
         path: of the file.
         prefix: of their names.
         headers: of the file.
-        error: what is raised where one is missing, misshapen or not a state that torch takes.
+        error: raised if one is missing, misshapen or not a state that torch takes.
     """
     names = [name for name in headers if name.startswith(prefix)]
     for name in names:
         known = re.fullmatch(r"cpu|cuda\.[0-9]{1,3}", name.removeprefix(prefix))
-        if not known or headers[name] != (
-            "U8",
-            (_CPU_BYTES if known[0] == "cpu" else _CUDA_BYTES,),
-        ):
+        if not known or headers[name] != ("U8", (_BYTES[known[0].split(".")[0]],)):
             raise error(
                 f"{path}: the tensor {shown(name)}, {described(headers[name])}, is no random state;"
                 " copy it again"

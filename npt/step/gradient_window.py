@@ -139,10 +139,6 @@ class GradientWindow(Generic[S]):
         """Count the micro-batch whose gradients are in `.grad`, if it is finite.
 
         Nothing is read from the device.
-
-        Args:
-            sums: loss, of which the gradients are, and tokens.
-            sample_ids: of its rows, for refusals and history.
         """
         norms = norms_of(self._scratch_views)
         # Finite only if every norm is; also catches squares that overflow only in their sum.
@@ -155,9 +151,8 @@ class GradientWindow(Generic[S]):
 
     def refuse(self, detail: str, sample_ids: tuple[str, ...] = ()) -> None:
         """Count a micro-batch that was found bad before any computation."""
-        self._refusals.append(
-            Refusal("data", detail, self._index, sample_ids, self.processes.index)
-        )
+        process = self.processes.index
+        self._refusals.append(Refusal("data", detail, self._index, sample_ids, process))
         self._index += 1
 
     def skip(self) -> None:
@@ -184,10 +179,8 @@ class GradientWindow(Generic[S]):
     def commit(self, fingerprint: int = 0) -> list[WindowResult[S]]:
         """Close the window: one optimizer step from its survivors, or none.
 
-        Every process must call this equally often, with micro-batches or without.
-
-        Args:
-            fingerprint: below `EXACT`, of the window's data; processes must agree on it.
+        Every process must call this equally often, with micro-batches or without, and with the same
+        fingerprint of the window's data, below `EXACT`.
 
         Returns:
             Results that have become known, oldest first: this window's, or with `late` flags those
@@ -201,11 +194,7 @@ class GradientWindow(Generic[S]):
         return self._read(keep=self._unread())
 
     def flush(self) -> list[WindowResult[S]]:
-        """Wait for every committed window; return the results not returned before.
-
-        Raises:
-            ProcessError: a process is lost; windows whose result was not known have not happened.
-        """
+        """Wait for every committed window; return the results not returned before."""
         return self._read(keep=0)
 
     def resume_at(self, steps: int) -> None:
