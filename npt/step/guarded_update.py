@@ -126,7 +126,7 @@ class GuardedUpdate:
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Put a snapshot back. The optimizer continues in its tensors: clone one to use it again."""
+        """Put a snapshot back. The optimizer then owns its tensors: clone one to use it again."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             value, state = snapshot[name]
             parameter.copy_(value)
