@@ -92,6 +92,7 @@ def local(
             if taught is None and (not isinstance(layer, NPTLayer) or may_change(layer)):
                 taught = run_layers(stream, layers, hidden, index, index + 1)
             if not isinstance(layer, NPTLayer):
+                assert taught is not None
                 hidden = taught
                 continue
             h = here.rows(hidden)

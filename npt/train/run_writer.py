@@ -28,7 +28,7 @@ from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_report import write_report
 from npt.train.run_setup import RunSetup
-from npt.train.tracker_samples import Looks
+from npt.train.tracker_samples import TrackerSamples
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers for each of a
@@ -227,7 +227,7 @@ class RunWriter:
     def shows(self) -> Callable[[int], None]:
         """Return what shows the trackers texts and multipliers of the student at a step."""
         setup = self._setup
-        looks = Looks(
+        samples = TrackerSamples(
             setup.model,
             setup.tokenizer,
             self._data.eval_samples,
@@ -243,8 +243,8 @@ class RunWriter:
             try:
                 # the loop looks at the signal itself
                 with undisturbed(), contextlib.suppress(StoppedError):
-                    self._trackers.modulation(looks.modulation(MODULATION_SAMPLES), step)
-                    self._trackers.texts(looks.texts(), step)
+                    self._trackers.modulation(samples.modulation(MODULATION_SAMPLES), step)
+                    self._trackers.texts(samples.texts(), step)
             except Exception as error:  # an observer must not end the run that it looks at
                 message = f"{type(error).__name__}: {error}"
                 said = f"no texts and histograms for the trackers at step {step}: {message}"

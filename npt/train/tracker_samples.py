@@ -1,6 +1,4 @@
-"""What trackers are shown every so many steps: texts of student and teacher, and how far the
-multipliers have moved.
-"""
+"""Samples of a student in training for trackers: texts next to the teacher's, and multipliers."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ from npt.evaluation.view import mode_view
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 24, 32
 
 Row = tuple[str, str, str]
-"""A prompt, what the student writes after it, and what the teacher does."""
+"""A prompt, the student's continuation of it, and the teacher's."""
 
 
-class Looks:
-    """Looks at a student that is being trained, and leaves everything as it was, the random state
-    included.
+class TrackerSamples:
+    """Texts and multipliers of a student; everything stays as it was, the random state included.
 
     Args:
         model: the student, whose base is the teacher.
@@ -31,7 +28,7 @@ class Looks:
         teacher: a teacher of its own.
         batch_size: samples at once.
         pad_id: of padding.
-        between: called before every text and batch; what it raises ends the look.
+        between: called before every text and batch; an error that it raises ends the sampling.
     """
 
     def __init__(
@@ -45,16 +42,11 @@ class Looks:
         pad_id: int,
         between: Callable[[], None],
     ):
-        self._model, self._tokenizer, self._teacher, self._between = (
-            model,
-            tokenizer,
-            teacher,
-            between,
-        )
+        self._model, self._tokenizer, self._teacher = model, tokenizer, teacher
         self._samples, self._batch_size, self._pad_id = samples, batch_size, pad_id
-        self._positions = (
-            getattr(model.config, "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
-        )
+        self._between = between
+        longest = getattr(model.config, "max_position_embeddings", None)
+        self._positions = longest or PROMPT_TOKENS + NEW_TOKENS
         self._taught: list[str] | None = None  # the teacher's texts stay as they are
 
     def texts(self) -> list[Row]:
@@ -65,9 +57,9 @@ class Looks:
         """
         prompts = [prompt for sample in self._samples if (prompt := self._prompt(sample))][:PROMPTS]
         if self._taught is None:
-            teacher = (
-                self._teacher if self._teacher is not None else mode_view(self._model, "teacher")
-            )
+            teacher = self._teacher
+            if teacher is None:
+                teacher = mode_view(self._model, "teacher")
             self._taught = [self._written(teacher, prompt) for prompt in prompts]
         student = mode_view(self._model, "student")
         return [
@@ -81,11 +73,8 @@ class Looks:
 
     def modulation(self, samples: int) -> Modulation:
         """Measure the modulation on the first so many samples."""
-        return measure_modulation(
-            self._model,
-            batches(self._samples[:samples], self._batch_size, self._pad_id),
-            between=self._between,
-        )
+        few = batches(self._samples[:samples], self._batch_size, self._pad_id)
+        return measure_modulation(self._model, few, between=self._between)
 
     def _written(self, model: Any, prompt: Sequence[int]) -> str:
         self._between()
@@ -93,7 +82,7 @@ class Looks:
         return write(model, self._tokenizer, prompt, Decoding(max_new_tokens=new)).text
 
     def _prompt(self, sample: Sample) -> tuple[int, ...]:
-        """The beginning of its first document, in front of what is to be learnt of it."""
+        """Return the beginning of a sample's first document, before the tokens to be learnt."""
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         scored = sample.labels is not None and next(
             (i for i, label in enumerate(sample.labels) if label != IGNORE_INDEX), len(ids)

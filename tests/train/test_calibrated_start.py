@@ -24,7 +24,7 @@ from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Sample
 from npt.errors import ConfigError
-from npt.train import calibrated_start as starting
+from npt.train import preparation as starting
 from npt.train.trainer import Trainer
 
 
@@ -182,7 +182,7 @@ def test_training_begins_behind_the_samples_that_the_start_was_solved_on(
     assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
     said = trainer.setup.console.file.getvalue()
     assert (
-        said.count(f"training begins behind the {len(given)} samples that the start was solved on")
+        said.count(f"training begins after the {len(given)} samples that the start was solved on")
         == 1
     )
     (event,) = [
@@ -227,7 +227,7 @@ def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls,
     assert seen == order_of(trainer) and trainer.total_steps in (7, None)
     said = trainer.setup.console.file.getvalue()
     assert (
-        "begins behind" not in said
+        "begins after" not in said
         and said.count("the first losses are those of tokens that were fitted") == 1
     )
     mean = sum(trainer.calibration.nmse.values()) / 2
