@@ -33,7 +33,7 @@ def evaluate(given: dict[str, Any]) -> int:
     import npt
     from npt.data.batch import pad_id_of
     from npt.data.source import check_source, open_source, own_heldout
-    from npt.evaluation.attribution import refer
+    from npt.evaluation.attribution import reference_outputs
     from npt.evaluation.harness import find_tasks, lm_eval
     from npt.evaluation.heldout import evaluation_samples
     from npt.evaluation.table import print_fidelity, print_scores
@@ -74,7 +74,7 @@ def evaluate(given: dict[str, Any]) -> int:
         memory["unquantized_model_bytes"] = sum(
             p.numel() * p.element_size() for p in model.parameters()
         )
-        reference = refer(
+        reference = reference_outputs(
             model,
             samples_of(model, tokenizer)[0],
             batch_size=given["batch_size"],

@@ -7,8 +7,8 @@ With p the teacher's and q the student's distribution, softmax(logits / T), per 
     reverse KL       T^2 sum q (log q - log p)
                      q may leave parts of p out, and must not invent any
     JSD              T^2 (w sum p (log p - log m) + (1 - w) sum q (log q - log m)),
-                     m = w p + (1 - w) q; at most -w log w - (1 - w) log(1 - w), that is log 2 at
-                     w = 1/2, where it is symmetric, times T^2
+                     m = w p + (1 - w) q; at most -w log w - (1 - w) log(1 - w), which is log 2
+                     at w = 1/2, times T^2
                      (Agarwal et al., "On-policy distillation of language models", 2024, eq. 1)
     cross-entropy    -log q(target), at T = 1; the teacher has no part in it
 

@@ -19,7 +19,13 @@ from npt.data.batch import Batch, Sample, batches, find_fault, pad_id_of
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
-from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, refer, samples_hash
+from npt.evaluation.attribution import (
+    COMPARISONS,
+    UNQUANTIZED,
+    Reference,
+    reference_outputs,
+    samples_hash,
+)
 from npt.evaluation.greedy import end_ids
 from npt.evaluation.greedy_divergence import Divergence, measure_divergence, parting_prompts
 from npt.evaluation.layers import BatchErrors, LayerErrors
@@ -188,7 +194,7 @@ def evaluate(
             student parts from its teacher.
         max_new_tokens: of such a continuation.
         unquantized: the base before quantisation, for the attribution of what is lost; or what
-            `attribution.refer` kept of it, for which it need not be in memory any more.
+            `attribution.reference_outputs` kept of it, for which it need not be in memory any more.
         between: called in front of every batch; what it raises ends the evaluation.
         sources: of each sample what its source is called, to have the student's figures on each
             source as well.
@@ -218,11 +224,11 @@ def evaluate(
         )
     pad_id = pad_id_of(tokenizer)
     if unquantized is not None and not isinstance(unquantized, Reference):
-        unquantized = refer(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
+        unquantized = reference_outputs(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
     if unquantized is not None and unquantized.samples_hash != samples_hash(samples):
         raise DataError(
-            "the unquantised base was run on other samples; pass attribution.refer the samples that"
-            " are evaluated on"
+            "the unquantised base was run on other samples; pass attribution.reference_outputs the"
+            " samples that are evaluated on"
         )
     device = next(model.parameters()).device
     pairs: list[Pair] = [(mode, "teacher") for mode in MODES]

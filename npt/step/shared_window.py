@@ -98,7 +98,7 @@ class AcrossProcesses:
             raise self._processes.everywhere(
                 ProcessError(
                     f"every process took step {steps + 1} alike, but {left}; it was taken back:"
-                    " look at the hardware of these processes, then go on with --resume auto"
+                    " look at the hardware of these processes, then continue with --resume auto"
                 )
             )
 

@@ -113,8 +113,8 @@ class CheckpointWriter:
                     ProcessError(
                         f"process {process} holds other adapters or moments than process 0 at step"
                         f" {loop.steps} (checksums {other['held']} and {everyone[0]['held']});"
-                        " nothing was saved: look at the hardware of these processes, then go on"
-                        " with --resume auto"
+                        " nothing was saved: look at the hardware of these processes, then"
+                        " continue with --resume auto"
                     )
                 )
         return {
@@ -154,13 +154,13 @@ class CheckpointWriter:
             good = f"the last good one is {older[-1]}" if older else "there is no other"
             said = None
             if older and not last:
-                said = f"no checkpoint at step {step}: {error}; {good}, training goes on"
+                said = f"no checkpoint at step {step}: {error}; {good}, training continues"
             self._save_failed(loop, error, f"{error}; {good}", said)
             if said is not None:
                 return False
             raise CheckpointError(
-                f"no checkpoint could be written at step {step}: {error}; {good}; make room and go"
-                " on with --resume"
+                f"no checkpoint could be written at step {step}: {error}; {good}; make room and"
+                " continue with --resume"
             ) from error
         folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
         return True
@@ -197,4 +197,4 @@ def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], 
         step = int(path.name.removeprefix("step-"))
         if resumed.checkpoint is not None and step > resumed.step:
             aside = folder.set_aside(path, SUPERSEDED).name
-            warn(f"the run goes on from step {resumed.step}; {path.name} is set aside as {aside}")
+            warn(f"the run continues from step {resumed.step}; {path.name} is set aside as {aside}")

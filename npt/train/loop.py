@@ -218,7 +218,7 @@ class Loop:
         )
         said = f"out of memory with {samples} samples at once ({message})"
         self.context.say(f"step {step}: {said}; it is begun again with {now}")
-        if self.context.processes.size == 1:  # several meet where results are read
+        if self.context.processes.size == 1:  # several meet at the reading of results
             self.settle()
         if self.recording is not None:
             self.recording.open(self._coming_step)

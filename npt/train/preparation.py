@@ -30,11 +30,7 @@ from npt.train.smoke import smoke_test
 
 
 class Preparation:
-    """Smoke test and calibrated start of a run, with as many samples at once as fit.
-
-    Args:
-        setup, data, memory: of the run.
-    """
+    """Smoke test and calibrated start of a run, with as many samples at once as fit."""
 
     def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
         self._setup, self._data, self._memory = setup, data, memory
@@ -57,7 +53,7 @@ class Preparation:
         setup, config = self._setup, self._setup.config
         if setup.teacher is not None:
             setup.say(
-                "the start is solved against the student's own base; training then goes on to the"
+                "the start is solved against the student's own base; training then takes the"
                 " unquantised teacher"
             )
         # A splitter of its own: the graph goes through the whole teacher, and its lack of memory

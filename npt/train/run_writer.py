@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: checkpoints, adapters, figures, and its report."""
+"""The contents of a run's folder: checkpoints, adapters, figures, and its report."""
 
 from __future__ import annotations
 
@@ -31,20 +31,11 @@ from npt.train.run_setup import RunSetup
 from npt.train.tracker_samples import TrackerSamples
 
 MODULATION_SAMPLES = 8
-"""Evaluation samples on which the modulation is measured: thousands of multipliers for each of a
-thousand tokens or two.
-"""
+"""Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
 
 
 class RunWriter:
-    """Writes a run's folder, and tells its trackers.
-
-    Args:
-        setup, data: of the run.
-        base: identity of the base.
-        initial: fidelity at the start.
-        folder, trackers: open.
-    """
+    """Writes a run's folder, and tells its trackers."""
 
     def __init__(
         self,
@@ -66,11 +57,11 @@ class RunWriter:
         self._folder.event("warning", message=message)
 
     def begin(self, record: dict[str, Any], other_base: str | None) -> None:
-        """Write what a folder holds before anything else is done.
+        """Write `run.json`, before anything else is done.
 
         Args:
             record: the content of `run.json`.
-            other_base: in what the base differs from the resumed run's, if it does.
+            other_base: the base's difference from the resumed run's, if any.
 
         Raises:
             ConfigError: the folder cannot be written, or another process has written to it.
@@ -110,7 +101,7 @@ class RunWriter:
     def report_start(
         self, total: int | None, calibration: Calibration | None, memory: MemoryFit
     ) -> None:
-        """Write the first events, and warn of settings that will not do what they say.
+        """Write the first events, and warn of settings that will have no effect.
 
         Args:
             total: steps of the run.
@@ -161,7 +152,7 @@ class RunWriter:
             setup.say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
             path = str(checkpoint.folder)
-            setup.say(f"going on from {path} at step {checkpoint.step}")
+            setup.say(f"continuing from {path} at step {checkpoint.step}")
             if self._other_base is not None:
                 self.warn(f"--any_base: {path} was trained on another base: {self._other_base}")
         changed = {name: list(values) for name, values in setup.changed.items()}
@@ -217,7 +208,7 @@ class RunWriter:
         few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples, setup.pad_id)
 
         def measure() -> None:
-            with contextlib.suppress(StoppedError):  # the report does without
+            with contextlib.suppress(StoppedError):  # the report can be made without it
                 found = measure_modulation(setup.model, few, between=setup.stop.check)
                 figures = {"step": step, "heldout": data.heldout, **found.as_dict()}
                 self._folder.write(MODULATION, figures)
@@ -225,7 +216,7 @@ class RunWriter:
         self._observe(MODULATION, measure)
 
     def shows(self) -> Callable[[int], None]:
-        """Return what shows the trackers texts and multipliers of the student at a step."""
+        """Return a function that logs texts and multipliers of the student at a step."""
         setup = self._setup
         samples = TrackerSamples(
             setup.model,

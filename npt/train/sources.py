@@ -41,7 +41,7 @@ class Source:
     """A data set of a run.
 
     label: in messages. share: of all samples. config: how it is read. records: empty until it is
-    opened. own: held-out records of its own. evaluated: whether the run is evaluated on it.
+    opened. own: held-out records of its own. evaluated: the run is evaluated on it.
     """
 
     label: str
@@ -173,10 +173,10 @@ def samples_of(
         sources: of a run.
         tokenizer: of the base model.
         seed: of the run.
-        held: of each source, whether its held-out samples are left out.
+        held: of each source, its held-out samples are left out.
 
     Raises:
-        DataError: nothing comes of one, by its label.
+        DataError: one has no samples, by its label.
     """
     from npt.data.samples import Samples  # the command line reads this file without torch
 

@@ -22,10 +22,6 @@ class StepMetrics:
 
     since: time of the last line; time that was not spent on training is added to it.
     logged_tokens: up to that line.
-
-    Args:
-        context: of the run.
-        stages: of the run.
     """
 
     def __init__(self, context: RunContext, stages: Sequence[Stage]):

@@ -489,7 +489,7 @@ def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
     ]
     warnings = [e["message"] for e in events(run, "warning")]
     assert warnings == [
-        f"the run goes on from step 1; step-0000000{step} is set aside as"
+        f"the run continues from step 1; step-0000000{step} is set aside as"
         f" step-0000000{step}.superseded"
         for step in (2, 3)
     ]

@@ -30,7 +30,7 @@ from npt.data.loader import Loader
 from npt.data.samples import Samples
 from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES
-from npt.evaluation.attribution import refer
+from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.modulation import measure_modulation
 from npt.postmortem import restore
 from npt.postmortem.replay import replay
@@ -172,7 +172,7 @@ PASSES: dict[str, Callable[[Run], Any]] = {
         s.model, DRAWING.batch((0, 0)), STRATEGIES["local"], s.config
     ),
     "an evaluation": lambda s: npt.evaluate(s.model, NoTokenizer(), samples_of(2, 8)),
-    "a reference": lambda s: refer(s.model, samples_of(2, 8)),
+    "a reference": lambda s: reference_outputs(s.model, samples_of(2, 8)),
     "the modulation's measure": lambda s: measure_modulation(s.model, [DRAWING.batch((0, 0))]),
     "the calibration": lambda s: npt.calibrate(
         s.model, NoTokenizer(), samples_of(24, 16), tokens=384, rounds=0
