@@ -265,6 +265,7 @@ class Loop:
             self.position = self.position if after is None or known.halts else after.position
             self.micro_batches += known.micro_batches
             self.refusals.by_kind.update(refusal.kind for refusal in known.refusals)
+        self.stage = stage_at(self.stages, self.steps)
         last = (window, result, stage)
         if not result.refusals and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal

@@ -228,7 +228,7 @@ def test_a_bad_number_shows_in_the_loss_of_its_token_alone(name, bad, who) -> No
 
 
 @every
-def test_states_whose_square_overflows_are_never_reported_as_agreement(name) -> None:
+def test_states_whose_square_overflows_never_count_as_agreement(name) -> None:
     """Sizes of 1e20 are finite, their squares are not."""
     _, t, h = states()
     total = value(FUNCTIONS[name](-1e20 * t, 1e20 * t, h))
@@ -270,7 +270,7 @@ def test_the_update_form_asks_the_same_of_a_layer_that_adds_little() -> None:
         assert (value(nmse_per_token(o, t)) < 1e-4 * share) == (size == 1e-3)
 
 
-def test_smooth_l1_pulls_no_harder_at_an_outlier_and_is_mse_below_beta() -> None:
+def test_smooth_l1_is_mse_below_beta_and_bounded_at_outliers() -> None:
     o, t, h = states(seed=7)
     with torch.no_grad():
         o[1, 2] = 1e4

@@ -244,7 +244,7 @@ def test_extreme_logits_and_low_temperatures_stay_finite(name, temperature, dtyp
     assert torch.isfinite(gradient).all() and gradient.any()
 
 
-def test_the_plain_reverse_kl_has_a_finite_value_and_nan_gradients_there() -> None:
+def test_the_plain_reverse_kl_is_finite_with_nan_gradients() -> None:
     s, t = logits(scale=10.0)
     plain = plain_reverse_kl(s, t, 0.05)
     assert torch.isfinite(plain) and torch.autograd.grad(plain, s)[0].isnan().any()
@@ -309,7 +309,7 @@ def test_a_nan_among_the_logits_is_never_masked_away(name, who) -> None:
     assert not gradient_of(name, s, t)[:3].isnan().any()
 
 
-def test_the_impossible_adds_nothing_unless_the_second_alone_excludes_it() -> None:
+def test_the_impossible_adds_nothing_unless_one_side_excludes_it() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.25, 0.25]])
     q = torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.25, 0.25], [0.5, 0.5, 0.0]])
     found = kl_of_logs(p.log(), q.log()).tolist()

@@ -37,8 +37,7 @@ from npt.step.train_step import forward_backward
 from npt.train.trainer import Trainer
 
 IMPOSSIBLE = 1 << 50
-"""Bytes, more than any address space has: what asking for them raises is what torch raises where
-memory is full.
+"""Bytes, more than any address space has: asking for them raises torch's error of full memory.
 """
 
 
@@ -93,7 +92,7 @@ def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_the_parts_of_a_pinned_batch_are_pinned_as_well(batch, monkeypatch, pinned) -> None:
-    """Where there is no GPU nothing can be: it is asked for, for every tensor of every part."""
+    """Without a GPU nothing can be pinned; it is asked for, for every tensor of every part."""
     asked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
@@ -257,9 +256,7 @@ def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
 
 
 def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
-    """Memory does not do for these calls of the strategy, where they are of more than so many
-    samples.
-    """
+    """Let memory run out in these calls of the strategy, if they are of more than so many samples."""
 
     def act(number: int, batch: Batch) -> None:
         if number in calls and len(batch.input_ids) > more_than:
@@ -294,16 +291,16 @@ def in_parts(trainer: Trainer, samples: int) -> Trainer:
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], steps: int) -> None:
-    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of
-    themselves, and Adam divides by the gradient's size, so where it is nearly 0 that may turn a
-    step by a good part of the learning rate, 1e-2."""
+    """Assert equality but for the order in which gradients were summed: fp32 sums differ by 1e-7
+    of themselves, and Adam divides by the gradient's size, so near 0 that may turn a step by a good
+    part of the learning rate, 1e-2."""
     for name, value in one.items():
         if value.dtype == torch.float32:
             difference = (value - other[name]).abs()
             assert difference.median() < 1e-6 and difference.max() < 1e-3 * steps, name
 
 
-def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_parts(runs) -> None:
+def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
     """In its second micro-batch: what was computed of the window before it is computed again."""
     here = runs(data=lambda: records(8), settings={"strategy": "propagated"})
     here.run("lacking", lacking(1, kind="cpu"))
@@ -364,7 +361,7 @@ def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
     ] == [(8, 4), (4, 2), (2, 1)]
 
 
-def test_a_run_that_is_killed_after_halving_goes_on_with_what_it_was_halved_to(runs) -> None:
+def test_a_run_killed_after_halving_resumes_with_the_halved_size(runs) -> None:
     here = runs(data=lambda: records(12))
     here.run("whole", lacking(2))
     assert (
@@ -382,10 +379,8 @@ def at_kill(number: int, call: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(runs) -> None:
-    """Windows of three, in which something is refused in front of the call that memory does not do
-    for.
-    """
+def test_refusals_are_counted_once_if_a_window_begins_again(runs) -> None:
+    """Windows of three, with a refusal before the call in which memory runs out."""
     here = runs(
         data=lambda: with_faults(records(24)),
         settings={"batch_size": 2, "gradient_accumulation_steps": 3},
@@ -441,7 +436,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
     assert here.outcome("lacking").state["samples_at_once"] == [2]
 
 
-# --- beside the loop
+# --- outside the loop
 # -------------------------------------------------------------------------------------------------
 
 
