@@ -256,7 +256,7 @@ def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
 
 
 def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
-    """Let memory run out in these calls of the strategy, if they are of more than so many samples."""
+    """Let memory run out in these calls of the strategy, if they have more than so many samples."""
 
     def act(number: int, batch: Batch) -> None:
         if number in calls and len(batch.input_ids) > more_than:
@@ -313,7 +313,7 @@ def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_memory_that_runs_out_in_backward_leaves_no_gradient_behind(runs, strategy) -> None:
+def test_memory_that_runs_out_in_backward_leaves_no_gradient(runs, strategy) -> None:
     here = runs(data=lambda: records(8))
     in_backward(here.trainer("lacking", strategy=strategy), 1).train()
     in_parts(here.trainer("parts", strategy=strategy), 1).train()

@@ -664,7 +664,7 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
 
 
 def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monkeypatch) -> None:
-    """The optimizer's second step writes NaN; the run continues as if that window had never been."""
+    """The optimizer's second step writes NaN; the run is as if that window had never been."""
 
     class Once(torch.optim.AdamW):
         calls = 0
@@ -1274,3 +1274,8 @@ def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build, load
             for path in (expected, folder / "metrics.jsonl")
         ]
         assert losses[0] == losses[1]
+
+
+def test_an_unknown_option_is_refused_by_its_name() -> None:
+    with pytest.raises(TypeError, match="no option evaldata, report_to$"):
+        Trainer(None, None, evaldata=[], report_to="none")  # type: ignore[arg-type]
