@@ -1277,5 +1277,5 @@ def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build, load
 
 
 def test_an_unknown_option_is_refused_by_its_name() -> None:
-    with pytest.raises(TypeError, match="no option evaldata, report_to$"):
+    with pytest.raises(TypeError, match=r"no option evaldata, report_to$"):
         Trainer(None, None, evaldata=[], report_to="none")  # type: ignore[arg-type]
