@@ -142,9 +142,6 @@ def _begin(
     """Return stream and h of student and of teacher before the first layer at which they part.
 
     The third value is that layer's index.
-
-    Raises:
-        NotSupportedError: the base is sharded, and its layers are whole one at a time.
     """
     if is_sharded(model):
         raise NotSupportedError(
@@ -171,10 +168,8 @@ def _student_layer(
 ) -> tuple[Tensor, LayerSums]:
     """Return the student's states after a converted layer and the layer's sums; change nothing.
 
-    Args:
-        number: of the layer, among the converted ones.
-        hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss
-            that needs it the teacher's h; without a loss on hidden states there is no target.
+    hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss that
+    needs it the teacher's h; without a loss on hidden states there is no target.
     """
     student, energy = student_rows(layer, here, hidden, work)
     guide, h = (None if states is None else here.rows(states) for states in (target, before))

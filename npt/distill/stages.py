@@ -23,10 +23,6 @@ def stages_of(config: TrainConfig, total_steps: int | None) -> tuple[Stage, ...]
     A stage begins where the shares before it end, to the nearest step, so that the stage of a step
     depends on nothing but settings and length: a resumed run continues in the same stage.
 
-    Args:
-        config: the run's settings.
-        total_steps: its optimizer steps, if they are known.
-
     Raises:
         ConfigError: shares of an unknown number of steps, or so few steps that a stage has none.
     """

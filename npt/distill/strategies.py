@@ -27,12 +27,7 @@ STRATEGIES: dict[str, Callable[..., MicroBatch]] = {
 def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
     """Add a strategy, which `--strategy`, `--stages` and `TrainConfig` then accept.
 
-    Args:
-        name: of the strategy.
-        strategy: of (model, batch, config, teacher), as `npt.distill.local.local`.
-
-    Raises:
-        ValueError: there is a strategy of this name.
+    It takes (model, batch, config, teacher), as `npt.distill.local.local`.
     """
     if name in STRATEGIES:
         raise ValueError(f"the strategy {name!r} exists; choose another name")
@@ -53,10 +48,5 @@ def drive(
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
 ) -> MicroBatch:
-    """Run the strategy that `config` names.
-
-    Args:
-        model, batch, config: of the student.
-        teacher: an unquantised model of the same shapes; None if the student's own base teaches.
-    """
+    """Run the strategy that `config` names; without a `teacher` the student's own base teaches."""
     return STRATEGIES[config.strategy](model, batch, config, teacher)

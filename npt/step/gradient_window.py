@@ -89,10 +89,10 @@ class GradientWindow(Generic[S]):
 
     Args:
         update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
-        max_grad_norm: the window's gradient is clipped to this global norm.
+        max_grad_norm: global norm to which the window's gradient is clipped.
         rates: learning rate of each applied step; the last one stays.
         spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
-        processes: the processes that share the windows; default this one alone.
+        processes: share the windows; default this one alone.
     """
 
     def __init__(
@@ -162,8 +162,7 @@ class GradientWindow(Generic[S]):
     def halt(self, code: int) -> None:
         """Make the open window and all later ones void, on every process.
 
-        Args:
-            code: `FAILED`, or the number of a signal.
+        The code is `FAILED`, or the number of a signal.
         """
         assert 0 < code < EXACT
         self._halt = code
@@ -187,8 +186,8 @@ class GradientWindow(Generic[S]):
             of earlier windows, if any.
 
         Raises:
-            ProcessError: a process is lost or differs; nothing of this window is applied, nor of
-                earlier ones whose result was not known yet.
+            ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
+                whose result was not known yet.
         """
         self._launched.append(self._launch(fingerprint))
         return self._read(keep=self._unread())
@@ -304,11 +303,7 @@ class GradientWindow(Generic[S]):
         return results
 
     def _result_of(self, window: LaunchedWindow[S]) -> WindowResult[S]:
-        """Read a window's record, which has arrived.
-
-        Raises:
-            ProcessError: the processes had different data, or the step differed between them.
-        """
+        """Read a window's record, which has arrived."""
         processes = self.processes
         result: WindowResult[S] = WindowResult(
             window.index, window.micro_batches, False, self.known_steps, 0, 0.0, None, None

@@ -50,9 +50,6 @@ class GuardedUpdate:
         parameters: the trainable tensors by name.
         optimizer: over exactly these parameters.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
-
-    Raises:
-        ValueError: `late` with an optimizer that does not obey `found_inf`.
     """
 
     def __init__(
@@ -83,10 +80,7 @@ class GuardedUpdate:
         Args:
             go: scalar bool on the home device.
             rate: scalar, the learning rate.
-            processes: all processes keep the step, or none does.
-
-        Raises:
-            ProcessError: a process was lost while the states were compared; the step is taken back.
+            processes: all keep the step, or none does, or if one is lost.
         """
         if not self.late and not bool(go):
             return Update(go)

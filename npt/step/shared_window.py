@@ -24,17 +24,17 @@ R = TypeVar("R", Refusal, MicroBatchRecord)
 def sum_over_processes(
     gradients: list[Tensor], own: Tensor, codes: Tensor, processes: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum gradients, in place, and all that is decided on.
+    """Sum gradients, in place, and the figures that decide on the step.
 
     Args:
         gradients: flat, of this process.
-        own: [4] tokens, loss, micro-batches that count, and refusals of this process.
-        codes: [2] with which it halts the window, and the fingerprint of its data.
-        processes: the processes.
+        own: [4] its tokens, loss, micro-batches that count, and refusals.
+        codes: [2] its code to halt the window, and the fingerprint of its data.
+        processes: of the window.
 
     Returns:
-        Tokens and loss over all, [2]; what `AcrossProcesses` reads; a scalar bool, they allow a
-            step.
+        Tokens and loss over all, [2]; values for `AcrossProcesses`; a scalar bool, all allow a
+        step.
     """
     of_each = codes.new_zeros(2, processes.size)
     of_each[:, processes.index] = codes
@@ -52,12 +52,7 @@ class AcrossProcesses:
     """A window's figures over all processes, on the host.
 
     survivors, refused: micro-batches. halts: by process, the code with which it stopped the window.
-
-    Args:
-        values: from `sum_over_processes`.
-        states: fingerprints of the state that the step left on each process, 0 if it is not finite;
-            none without a step.
-        processes: the processes.
+    states: fingerprints of the state after the step by process, 0 if it is not finite.
     """
 
     def __init__(self, values: Sequence[float], states: Sequence[float], processes: ProcessGroup):
@@ -67,15 +62,9 @@ class AcrossProcesses:
         self._states, self._processes = states, processes
 
     def check(self, window: int, steps: int) -> None:
-        """Refuse processes that were given different data, or whose steps differed.
+        """Raise if processes had different data in a window, or differ after `steps` alike steps.
 
-        Args:
-            window: its index.
-            steps: applied before it.
-
-        Raises:
-            ProcessError: they would train on some data twice, on some never; or a step differed on
-                a process and was taken back on all.
+        With different data they would train on some twice, on some never.
         """
         data, states = self._data, self._states
         other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
@@ -104,13 +93,7 @@ class AcrossProcesses:
 
 
 def gathered(own: Iterable[R], kind: type[R], processes: ProcessGroup) -> list[R]:
-    """Return the records of all processes, those of each in their order; every process calls this.
-
-    Args:
-        own: of this process.
-        kind: their class.
-        processes: the processes.
-    """
+    """Return the records of all processes, those of each in their order; every process calls it."""
     everyone = processes.gather_json([asdict(record) for record in own])
     return [
         kind(**{**entry, "sample_ids": tuple(entry["sample_ids"])})

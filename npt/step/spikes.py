@@ -29,9 +29,7 @@ class SpikeGuard:
     through nor a NaN can drag the limits along. Logarithms, because both are positive and spread
     over factors: the gradient norms of small windows have a heavy upper tail, which reads as spikes
     on their own scale and not on a logarithmic one.
-
-    Args:
-        k: how many robust standard deviations above the median a step may lie.
+    `k`: how many robust standard deviations above the median a step may lie.
     """
 
     def __init__(self, k: float):

@@ -46,11 +46,7 @@ class MicroBatchSplitter:
         return min(len(batch.input_ids), self.samples)
 
     def shrink(self, batch: Batch, message: str) -> int:
-        """Halve the parts, after memory ran out; return how many samples were computed at once.
-
-        Args:
-            batch: the whole micro-batch.
-            message: the request that failed.
+        """Halve the parts of a batch after memory ran out; return the samples at once until then.
 
         Raises:
             NoMemoryError: it was one sample.

@@ -12,10 +12,8 @@ clipped, stepped, verified, and restored if anything is not finite (`guarded_upd
 leaves no trace: the run equals, bit for bit, the one that never saw the bad micro-batch.
 
 A base may draw random numbers (dropout, noise). For each micro-batch torch's generators are seeded
-by a name, made of the run's seed, the place of its samples in the data and their ids, and put back
-afterwards: it draws the same numbers whatever was refused before, on whichever process, after a
-resume, and in a replay. Python's and numpy's generators are left alone. Micro-batches without
-sample ids at the same place draw the same numbers.
+by the run's seed, the place of its samples in the data and their ids, and restored afterwards: it
+draws the same numbers whatever was refused before, on any process, after a resume, and in a replay.
 """
 
 from __future__ import annotations
@@ -54,21 +52,16 @@ class TrainStep:
         strategy: forward and backward of one micro-batch.
         config: of the current stage; may be replaced between steps.
         rates: learning rate of each applied step; the last one stays.
-        processes: the processes that share each window, micro-batch i on process i modulo their
-            number.
-        splitter: computes micro-batches in parts that fit into memory.
+        processes: share each window, micro-batch i on process i modulo their number.
+        splitter: of micro-batches into parts that fit into memory.
         late: read results a window late or more; default on CUDA.
 
     Attributes:
         interrupted: returns the number of a signal that ends the window, or None.
         observe: a context around forward and backward of a part, given its batch and `index`.
-        on_out_of_memory: told the number of samples and what was asked for; the window then begins
-            again, with smaller parts if they are not single samples that in-flight windows left no
-            room for. None lets the error through.
+        on_out_of_memory: called with the number of samples and the request that failed; the window
+            then begins again, in smaller parts. None lets the error through.
         failure: the error that stops this process, one of several, at the next commit.
-
-    Raises:
-        ConfigError: an adapter tensor is frozen.
     """
 
     def __init__(
@@ -110,9 +103,7 @@ class TrainStep:
     def run(self, batches: Sequence[Batch], fingerprint: int = 0) -> list[WindowResult[MicroBatch]]:
         """Make one step from micro-batches [K]; return the results that have become known.
 
-        Args:
-            batches: on the host.
-            fingerprint: of the window's data, compared between processes.
+        The fingerprint of the window's data is compared between processes.
         """
         index = 0
         while index < len(batches) and self.failure is None:
@@ -155,7 +146,7 @@ class TrainStep:
         return message is None or self.failure is not None
 
     def forward_backward(self, batch: Batch) -> MicroBatch:
-        """Return the sums of a micro-batch, unobserved; see the function of this name."""
+        """Return the sums of a micro-batch, unobserved."""
         return forward_backward(self.model, self.strategy, batch, self.config, self.splitter)
 
     def fail(self, error: Exception) -> None:
@@ -190,15 +181,8 @@ def forward_backward(
 ) -> MicroBatch:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
-    Autocast is off, whatever the caller has on, and random numbers are the micro-batch's own.
-
-    Args:
-        model: with adapters attached.
-        strategy: forward and backward.
-        batch: on any device.
-        config: the strategy's settings, and the seed.
-        splitter: into parts that fit into memory; default one part.
-        observe: returns a context around each part.
+    Autocast is off, and random numbers are the micro-batch's own. `splitter` gives the parts that
+    are computed one after the other, `observe` a context around each.
     """
     device = next(model.parameters()).device
     whole = splitter is None or len(batch.input_ids) <= splitter.samples
@@ -212,11 +196,7 @@ def forward_backward(
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse frozen adapters, which an optimizer would move by its weight decay alone.
-
-    Raises:
-        ConfigError: names the first frozen tensor.
-    """
+    """Refuse frozen adapters, which an optimizer would move by its weight decay alone."""
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ConfigError(

@@ -110,10 +110,8 @@ class WindowResult(Generic[S]):
     def bad_in_a_row(self, before: int) -> tuple[int, int]:
         """Return the longest run of refusals up to this window's end, and the one still open there.
 
-        A micro-batch that counted ends a run; in a window refused as a whole, none counted.
-
-        Args:
-            before: length of the run that was open when the window began.
+        A micro-batch that counted ends a run; in a window refused as a whole, none counted. A run
+        of length `before` was open when the window began.
         """
         if not self.applied:
             return before + len(self.refusals), before + len(self.refusals)

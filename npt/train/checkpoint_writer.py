@@ -70,10 +70,7 @@ class CheckpointWriter:
     def rescue(self, loop: Loop, error: BaseException, measure: Callable[[int], None]) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait.
 
-        Args:
-            loop: that ended.
-            error: which ended it.
-            measure: measures the modulation at a step, after too many refusals.
+        After too many refusals the modulation is measured.
         """
         setup = self._setup
         if isinstance(error, KeyboardInterrupt) and setup.stop.number is not None:

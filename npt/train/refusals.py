@@ -68,12 +68,7 @@ class Refusals:
         return longest
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
-        """Return why the run must stop, or None.
-
-        Args:
-            longest: run of bad micro-batches.
-            micro_batches: tried so far.
-        """
+        """Return why the run must stop, or None: `longest` run of bad ones of `micro_batches`."""
         c = self._context.config
         if longest >= c.max_consecutive_bad:
             return f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})"
@@ -101,14 +96,11 @@ class Refusals:
         """Write the post-mortem and raise.
 
         Args:
-            reason: why the run stops.
+            reason: of the stop.
             last: the last window with a refusal, its result and stage.
             accepted: the last window without one.
             steps: applied by now, before that window, and planned.
             counters: of the run.
-
-        Raises:
-            TooManyRefusalsError: always.
         """
         context, (window, result, stage), (now, before, total) = self._context, last, steps
         self._gather_history()

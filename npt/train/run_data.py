@@ -102,13 +102,7 @@ class RunData:
         )
 
     def report(self, folder: RunFolder, warn: Callable[[str], None], position: Position) -> None:
-        """Report which records were cut, left out or not used.
-
-        Args:
-            folder: for events.
-            warn: prints a warning and keeps it.
-            position: at its end.
-        """
+        """Report which records were cut, left out or not used, at the run's end."""
         turns = [position.other(number)[0] for number in range(len(self.loader.others))]
         read = [self.loader.samples, *(other.samples for other in self.loader.others)]
         for source, samples, begun_again in zip(
@@ -225,11 +219,6 @@ class RunData:
         """Return whether a run can begin after the samples that its start was solved on.
 
         `max_steps` can be kept, or a tenth of the samples is left out at most.
-
-        Args:
-            samples: those whose end is an epoch's.
-            after: the position after them.
-            steps: of the run from there, None if unknown.
         """
         config = self._setup.config
         if not samples.sized:  # a stream is long, if it continues at all
@@ -259,14 +248,10 @@ def is_solved(model: LlamaForCausalLM) -> bool:
 
 
 def _first_samples(loader: Loader, tokens: int, vocab_size: int) -> tuple[list[Sample], Position]:
-    """Return the first samples of the first epoch, for calibration, and the position after them.
+    """Return the first samples of the first epoch, of so many tokens, and the position after them.
 
-    Held-out samples are never among them, and equal settings and seeds give equal ones.
-
-    Args:
-        loader: of the run's samples, but not its own: reading here is no reading of the run's.
-        tokens: to use, of samples within the vocabulary.
-        vocab_size: V.
+    Held-out samples are never among them, and equal settings and seeds give equal ones. The loader
+    is not the run's own, whose place must not move.
     """
     found: list[Sample] = []
     position, left = Position(), tokens

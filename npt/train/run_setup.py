@@ -57,15 +57,7 @@ class RunOptions:
 
 
 class RunSetup:
-    """Model, settings and processes of a run, checked.
-
-    Args:
-        model: with adapters attached.
-        tokenizer: of the base.
-        teacher: a model of its own, or None.
-        config, data_config: settings.
-        options: of the Trainer.
-    """
+    """Model, settings and processes of a run, checked; arguments as of the Trainer."""
 
     def __init__(
         self,
@@ -168,15 +160,7 @@ class RunSetup:
         }
 
     def agree(self, base: BaseIdentity, facts: Mapping[str, Any]) -> None:
-        """Refuse processes that would not do the same.
-
-        Args:
-            base: of the model.
-            facts: further values that must be equal, by name.
-
-        Raises:
-            ConfigError: names the first difference.
-        """
+        """Refuse processes that would not do the same; `facts` are further values to compare."""
         if self.processes.size == 1:
             return
         plain = plain_settings(self.all_settings())

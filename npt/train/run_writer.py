@@ -59,12 +59,7 @@ class RunWriter:
     def begin(self, record: dict[str, Any], other_base: str | None) -> None:
         """Write `run.json`, before anything else is done.
 
-        Args:
-            record: the content of `run.json`.
-            other_base: the base's difference from the resumed run's, if any.
-
-        Raises:
-            ConfigError: the folder cannot be written, or another process has written to it.
+        `other_base` is the base's difference from the resumed run's, if any.
         """
         setup, folder = self._setup, self._folder
         self._other_base = other_base
@@ -101,13 +96,7 @@ class RunWriter:
     def report_start(
         self, total: int | None, calibration: Calibration | None, memory: MemoryFit
     ) -> None:
-        """Write the first events, and warn of settings that will have no effect.
-
-        Args:
-            total: steps of the run.
-            calibration: of the start.
-            memory: gets the folder, for its events.
-        """
+        """Write the first events, and warn of settings that will have no effect."""
         setup, config, folder = self._setup, self._setup.config, self._folder
         folder.event(
             "start", device=str(setup.device), total_steps=total, processes=setup.processes.size
