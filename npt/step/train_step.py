@@ -185,11 +185,13 @@ def forward_backward(
     are computed one after the other, `observe` a context around each.
     """
     device = next(model.parameters()).device
-    whole = splitter is None or len(batch.input_ids) <= splitter.samples
+    parts = [batch]
+    if splitter is not None and len(batch.input_ids) > splitter.samples:
+        parts = splitter.parts(batch)
     draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
     sums = []
     with draws, torch.autocast(device.type, enabled=False):
-        for part in [batch] if splitter is None or whole else splitter.parts(batch):
+        for part in parts:
             with nullcontext() if observe is None else observe(part):
                 sums.append(strategy(model, part.to(device), config))
     return sums[0] if len(sums) == 1 else added(sums)

@@ -104,6 +104,7 @@ class Trainer:
                 `run.json` say in what the two differ.
             trackers: from `start_trackers`, of this run; default the configuration's, which then
                 start before the smoke test.
+            report: write `report.html` and the figures for it; default True.
 
     Raises:
         ConfigError, DataError: settings or data that cannot work.
