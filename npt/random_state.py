@@ -1,4 +1,4 @@
-"""torch's random state, of the CPU and of every CUDA device: taken, restored, read from a file.
+"""torch's random state, of the CPU and of every CUDA device: taken, restored, drawn by name.
 
 CUDA's generators keep theirs (a seed and an offset) on the host: nothing here waits for a device.
 Python's and numpy's are left alone; nothing in a step draws from them.
@@ -7,18 +7,11 @@ Python's and numpy's are left alone; nothing in a step draws from them.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from npt.errors import NPTError
-from npt.stored import Header, described, read_tensors, shown
-
-_BYTES = {"cpu": 5056, "cuda": 16}  # torch's Mersenne Twister; a seed and an offset
 
 
 def random_state() -> dict[str, Tensor]:
@@ -77,39 +70,3 @@ def micro_batch_draws(
         sample_ids, offset: of its samples, and their place in the data.
     """
     return named_draws("micro-batch", seed, offset, *sample_ids)
-
-
-def read_random_state(
-    path: Path, prefix: str, headers: Mapping[str, Header], error: type[NPTError]
-) -> dict[str, Tensor]:
-    """Return the states that a safetensors file holds under `prefix`, as `random_state` gave them.
-
-    Args:
-        path: of the file.
-        prefix: of their names.
-        headers: of the file.
-        error: raised if one is missing, misshapen or not a state that torch takes.
-    """
-    names = [name for name in headers if name.startswith(prefix)]
-    for name in names:
-        known = re.fullmatch(r"cpu|cuda\.[0-9]{1,3}", name.removeprefix(prefix))
-        if not known or headers[name] != ("U8", (_BYTES[known[0].split(".")[0]],)):
-            raise error(
-                f"{path}: the tensor {shown(name)}, {described(headers[name])}, is no random state;"
-                " copy it again"
-            )
-    if f"{prefix}cpu" not in names:
-        raise error(f"{path} lacks the tensor {prefix}cpu; copy it again")
-    states = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in read_tensors(path, names, error).items()
-    }
-    for name, state in states.items():
-        if name == "cpu" or torch.cuda.is_initialized():
-            try:
-                torch.Generator(name.split(".")[0]).set_state(state)
-            except RuntimeError as problem:
-                raise error(
-                    f"{path}: {prefix}{name} is no random state ({problem}); copy it again"
-                ) from problem
-    return states
