@@ -206,16 +206,7 @@ class RunWriter:
 
     def shows(self) -> Callable[[int], None]:
         """Return a function that logs texts and multipliers of the student at a step."""
-        setup = self._setup
-        samples = TrackerSamples(
-            setup.model,
-            setup.tokenizer,
-            self._data.eval_samples,
-            teacher=setup.teacher,
-            batch_size=setup.splitter.samples,
-            pad_id=setup.pad_id,
-            between=setup.stop.check,
-        )
+        samples = TrackerSamples(self._setup, self._data.eval_samples)
 
         def show(step: int) -> None:
             if not self._trackers.active:
