@@ -15,11 +15,12 @@ import sys
 
 from npt.config import DataConfig
 from npt.console import make_console
-from npt.diagnostics.headroom import VARIANTS, compare_precision
-from npt.diagnostics.headroom_table import print_precision
+from npt.diagnostics.variants import VARIANTS
 from npt.errors import NPTError
 from npt.files import to_json
 from npt.flags import OneLineParser, add_settings, build
+from precision.headroom import compare_precision
+from precision.table import print_precision
 
 DATA = (
     "num_samples",

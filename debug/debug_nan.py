@@ -2,10 +2,9 @@
 """Which operation made the NaN? Traces one batch through a model, a checkpoint or the bundle of a
 run that gave up.
 
-    python debug/debug_nan.py --demo                         plant faults in the embedded model, one
-    at a time, and find them python debug/debug_nan.py --bundle RUN/postmortem/step-00000123 python
-    debug/debug_nan.py --model_name FOLDER --use_quantization --adapter
-    RUN/checkpoints/step-00000400/adapter
+    python debug/debug_nan.py --demo              plant faults in the embedded model and find them
+    python debug/debug_nan.py --bundle RUN/postmortem/step-00000123
+    python debug/debug_nan.py --model_name FOLDER --adapter RUN/checkpoints/step-00000400/adapter
 
 The last two are short for `npt replay` and `npt trace`, and take their flags. The exit status of
 the demonstration is 0 when every fault was found exactly and the clean model gave no alarm, else 1.

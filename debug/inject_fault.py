@@ -2,10 +2,10 @@
 """The fault campaign: does a training step survive what can go wrong, and is it said exactly what
 went wrong?
 
-    python debug/inject_fault.py --list              the cases, and what has to be said about each
-    python debug/inject_fault.py --case gradient-nan one of them python debug/inject_fault.py --all
-    all of them and 1,000 clean steps, on the embedded model python debug/inject_fault.py --compare
-    the same faults in plain loops
+    python debug/inject_fault.py --list               the cases and their ground truth
+    python debug/inject_fault.py --case gradient-nan  one of them
+    python debug/inject_fault.py --all                all of them and 1,000 clean steps
+    python debug/inject_fault.py --compare            the same faults in plain loops
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.

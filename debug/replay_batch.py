@@ -5,7 +5,7 @@ layers, gradients, verdict.
     python debug/replay_batch.py RUN/postmortem/step-00000012 --micro_batch 0
 
 `npt replay` takes the whole window and says whether it is the data or the state. The exit status is
-0, 2 for wrong arguments, 5 where the bundle or its base cannot be used.
+0, 2 for wrong arguments, 5 if the bundle or its base cannot be used.
 """
 
 import argparse
@@ -26,11 +26,9 @@ def main() -> int:
         "--micro_batch", type=int, default=0, metavar="INT", help="index in the window (default: 0)"
     )
     parser.add_argument(
-        "--model_name", help="the run's base, where it is not to be found under the recorded name"
+        "--model_name", help="the run's base, if it is not found under the recorded name"
     )
-    parser.add_argument(
-        "--device", help="default: the kind that the run was on, where there is one"
-    )
+    parser.add_argument("--device", help="default: the kind that the run was on, if it exists here")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
     try:

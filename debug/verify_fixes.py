@@ -3,9 +3,8 @@
 looked at where it would show.
 
     python debug/verify_fixes.py                                        the embedded model in 4 bit
-    python debug/verify_fixes.py --model_name FOLDER --adapter_rank 64  your own, with the flags of
-    a training run python debug/verify_fixes.py --no_use_quantization --json           unquantised,
-    all figures
+    python debug/verify_fixes.py --model_name FOLDER --adapter_rank 64  your own, flags of a run
+    python debug/verify_fixes.py --no_use_quantization --json           unquantised, all figures
 
 The base is loaded in 4 bit unless told otherwise. Nothing is written. The exit status is 0 when
 every check passed, else 1.

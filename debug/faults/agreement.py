@@ -82,15 +82,15 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
     for layer in decoder_layers(model):
         context = stream.context_of(layer)
         with torch.no_grad(), adapters_disabled(model):
-            behind = stream.clean(layer(taught, **context))
+            after = stream.clean(layer(taught, **context))
         with adapter_mode(model, "student"):
             own = stream.clean(layer(hidden, **context))
         if isinstance(layer, NPTLayer):
             losses.append(
-                hidden_loss(config, stream.rows(own), stream.rows(behind), stream.rows(taught))
+                hidden_loss(config, stream.rows(own), stream.rows(after), stream.rows(taught))
             )
-        taught = behind
-        hidden = {"local": behind, "propagated": own.detach(), "end_to_end": own}[config.strategy]
+        taught = after
+        hidden = {"local": after, "propagated": own.detach(), "end_to_end": own}[config.strategy]
     return torch.stack(losses).sum() / len(losses)
 
 
@@ -112,7 +112,7 @@ def unequal_prompts(setting: Setting) -> Verdict:
     for name, prompt, found in zip(names, prompts, together, strict=True):
         (alone,) = continue_greedily(model, [prompt], [8], (), [name])
         if found != alone:
-            complaints.append(f"{name} goes on with {found}, alone with {alone}")
+            complaints.append(f"{name} continues with {found}, alone with {alone}")
     return verdict_of("unharmed", complaints)
 
 

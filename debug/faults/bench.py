@@ -41,7 +41,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how.
+    """The subject and the way of a training.
 
     late: the guarded step reads its flags one window late. layers, targets: of the student. size:
     K. padding: its side. rates: of the steps; default falling linearly from `learning_rate`.

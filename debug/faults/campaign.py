@@ -76,7 +76,7 @@ def campaign(
 
 
 def summary(lines: list[Line]) -> dict[str, Any]:
-    """The campaign as JSON. A case that is cleanly survived but wrongly located has not passed."""
+    """Return the campaign as JSON. A survived case that is wrongly located has not passed."""
     return {
         "cases": [line.as_dict() for line in lines],
         "passed": sum(line.verdict.passed for line in lines),
@@ -110,8 +110,8 @@ def print_scorecard(console: Console, lines: list[Line]) -> None:
 
 
 def comparison(cases: Iterable[Case] | None = None) -> list[dict[str, str]]:
-    """Each case that plain loops can meet too: what became of the run under each of them, and under
-    the guarded step.
+    """Return, for each case that plain loops can meet too, the fate of the run under each of them,
+    and under the guarded step.
     """
     rows = []
     for case in cases if cases is not None else all_cases():

@@ -152,7 +152,7 @@ def weight_cases() -> list[Case]:
                          "an exponent bit of an adapter's weight flipped: finite, 1e35",
                          flipped_bit("model.layers.2.npt.B.down", (4, 1), 30),
                          "loss", "loss is", scenarios.too_large),
-        Case("weight-flip-bounded", "the same in M, behind the bound",
+        Case("weight-flip-bounded", "the same in M, after the bound",
              "no alarm, all stays finite; the size guard names M.gate[3, 1]",
              scenarios.bounded_flip),
         found("weight-dtype", "a 4-bit layer flipped to fp16",
@@ -192,7 +192,7 @@ def gradient_cases() -> list[Case]:
         *(costs_itself(f"gradient-{id}", name, gradient_spoilt(index, value),
                        "gradient", f"{TENSOR} has norm {norm} (1 of", compare=True)
           for id, name, index, value, norm in one),
-        costs_itself("gradient-backward", "a backward that computes NaN behind a finite loss",
+        costs_itself("gradient-backward", "a backward that computes NaN after a finite loss",
                      gradient_hooked(lambda gradient: spoilt(gradient, (5, 2), NAN)),
                      "gradient", f"{TENSOR} has norm nan (1 of",
                      setting=STUDENT_STREAM, compare=True),
@@ -289,7 +289,7 @@ def run_cases() -> list[Case]:
              "refused, naming the tensor; the good files stay", runs.refused_save, modes=AT_ONCE),
         Case("run-tracker", "NaN and Inf shown to a tracker and to JSON",
              "left out there, null here, no crash", runs.tracker, modes=AT_ONCE),
-        Case("run-after-nan", "129 clean steps behind one NaN loss, spike refusal on",
+        Case("run-after-nan", "129 clean steps after one NaN loss, spike refusal on",
              "micro-batch 0 of window 0: loss; nothing else",
              survived(NAN_LOSS, "loss", ("nan",), [(0, 0)]), replace(LONG, windows=130)),
     ]

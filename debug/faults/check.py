@@ -1,10 +1,8 @@
-"""What a check is, and what checks look at: students on the user's own base, with the user's own
-settings.
+"""Checks, and students on the user's own base, with the user's own settings.
 
 A check provokes one earlier cause of NaN and looks where it would show. It goes through the names
-that training goes through, so what it finds is true of a run, and it leaves the base as it was.
-What it raises, or says that it cannot do, is a failure: a check that did not look has found nothing
-to be in order.
+that training goes through, so its findings hold for a run, and it leaves the base as it was. A
+check that raises, or that cannot look, has failed: it has not found that all is in order.
 """
 
 from __future__ import annotations
@@ -104,8 +102,8 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], wrong: str) -> 
 
 
 def setting_of(base: Base, **changes: Any) -> Setting:
-    """The bench's setting on this base: its token ids, and flags read as a run on its device reads
-    them.
+    """Return the bench's setting on this base: its token ids, and flags read as in a run on its
+    device.
     """
     late = device_of(base).type == "cuda"
     usual = {"late": late, "vocabulary": base.model.config.vocab_size, "windows": 2, "size": 2}
@@ -113,7 +111,7 @@ def setting_of(base: Base, **changes: Any) -> Setting:
 
 
 def student_of(base: Base, modulation: str | None = None, **changes: Any) -> Run:
-    """A fresh student with the user's adapters, or with these adapters in another form of
+    """Return a fresh student with the user's adapters, or with these adapters in another form of
     modulation.
     """
     adapter = base.adapter if modulation is None else replace(base.adapter, modulation=modulation)
@@ -136,14 +134,14 @@ def adapters_of(student: Student) -> list[NPTAdapter]:
 
 
 def rounding() -> float:
-    """The relative rounding error of one fp32 product as this process computes it: TF32 keeps 10
-    bits of the factors.
+    """Return the relative rounding error of one fp32 product in this process: TF32 keeps 10 bits of
+    the factors.
     """
     return 2.0**-23 if torch.get_float32_matmul_precision() == "highest" else 2.0**-10
 
 
 def filled(student: Student, batch: Batch) -> tuple[MicroBatch, dict[str, Tensor]]:
-    """The sums of one micro-batch and a copy of its gradients."""
+    """Return the sums of one micro-batch and a copy of its gradients."""
     for p in student.parameters.values():
         p.grad = None
     sums = student.fill(batch)
@@ -155,7 +153,7 @@ def filled(student: Student, batch: Batch) -> tuple[MicroBatch, dict[str, Tensor
 
 @contextmanager
 def planted(tensor: Tensor, index: tuple[int, ...], value: float = math.nan) -> Iterator[None]:
-    """Within the context one element is `value`; then what it was."""
+    """Set one element to `value` within the context, and restore it afterwards."""
     data = tensor.data
     before = data[index].clone()
     data[index] = value

@@ -163,7 +163,7 @@ def scaled_additive(base: Base) -> str:
 def _additive_terms(
     student: Student,
 ) -> list[tuple[NPTAdapter, str, Tensor, Tensor, Tensor, Tensor]]:
-    """(adapter, target, z, y, y', s) of the first converted layer."""
+    """Return (adapter, target, z, y, y', s) of the first converted layer."""
     generator = torch.Generator().manual_seed(3)
     adapter = adapters_of(student)[0]
     found = []
@@ -228,7 +228,7 @@ def _size_of(teacher: Tensor, nmse: Tensor) -> float:
 
 @check(
     "clipping bounds the norm that is applied",
-    "clipping behind a NaN, or not at all, let single batches throw the weights",
+    "clipping after a NaN, or not at all, let single batches throw the weights",
 )
 def clipped(base: Base) -> str:
     limit = base.config.max_grad_norm
@@ -334,10 +334,10 @@ def shared(base: Base) -> str:
             f"{len(moved)} tensors of the base lie elsewhere under the student, {moved[0]} first"
         )
     if extra:
-        raise Wrong(f"{extra:,} bytes beside the base and the adapters' {added:,}")
+        raise Wrong(f"{extra:,} bytes more than the base and the adapters' {added:,}")
     detail = (
-        f"{len(before)} tensors of the base at their addresses, {added:,} bytes of adapters beside"
-        f" {size:,}"
+        f"{len(before)} tensors of the base at their addresses, {added:,} bytes of adapters"
+        f" besides {size:,}"
     )
     changed = "; the teacher's logits CHANGED in a step of the student"
     return ensure(equal, detail + (", teacher bit-equal after a step" if equal else changed))

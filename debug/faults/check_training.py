@@ -314,7 +314,7 @@ def watched(base: Base) -> str:
     named = tensor_fault(student.parameters)
     for alarm in (logits_fault(logits), named, base_fault(model), find_fault(batch, vocabulary)):
         if alarm is not None:
-            raise Wrong(f"an alarm where nothing was planted: {alarm}")
+            raise Wrong(f"an alarm though nothing was planted: {alarm}")
     missed: list[str] = []
 
     def expect(planted: str, finding: Finding | None, index: Index, name: str = "") -> None:
@@ -384,8 +384,8 @@ def smoke_tested(base: Base) -> str:
     if said is None:
         raise Wrong(f"it passed with NaN in {name}")
     if torch.is_anomaly_enabled():
-        raise Wrong("anomaly mode is still on behind it, and slows every step")
+        raise Wrong("anomaly mode is still on after it, and slows every step")
     return (
         f"{verdict.removeprefix('smoke test ')}; failed with NaN in {name}; anomaly mode off"
-        " behind both"
+        " after both"
     )

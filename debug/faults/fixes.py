@@ -47,7 +47,7 @@ CHECKS: tuple[Callable[[Base], Check], ...] = (
 
 
 def open_base(base: BaseConfig, adapter: NPTConfig, config: TrainConfig) -> Base:
-    """The user's base, loaded as training would load it, and the settings to train it with.
+    """Load the user's base as training would, with the settings to train it with.
 
     Raises:
         ConfigError: settings that cannot be trained, or that do not fit the model.
@@ -71,14 +71,7 @@ def verify(
     checks: Sequence[Callable[[Base], Check]] = CHECKS,
     watch: Callable[[Check], None] | None = None,
 ) -> list[Check]:
-    """Run the checks.
-
-    Args:
-        base: model without adapters, or with some that are given up; base tensors and random state
-            are as before afterwards.
-        checks: default all of them.
-        watch: told of each.
-    """
+    """Run the checks; base tensors and random state are as before afterwards."""
     config = base.config
     # What checks plant must not end a run, and nothing of it is anybody else's to see.
     quiet = replace(
@@ -108,7 +101,7 @@ def verify(
 
 
 def describe(base: Base) -> str:
-    """The base and the settings that checks are about, in a line."""
+    """Return a line about the base and the settings of the checks."""
     model, adapter = base.model, base.adapter
     packed = quantization_of(model)
     return (

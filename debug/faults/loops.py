@@ -107,7 +107,7 @@ def train(
 
 
 def became(case: Case, step: Step) -> str:
-    """What becomes of a plain loop that meets the case's fault: one of `OUTCOMES`."""
+    """Return the fate of a plain loop that meets the case's fault: one of `OUTCOMES`."""
     assert case.fault is not None
     student, aborted, zeros = train(case.setting, step, dict.fromkeys(case.places, case.fault))
     poisoned = (

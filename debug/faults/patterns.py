@@ -79,7 +79,7 @@ def judge(
     word: str = "survived",
     also: Sequence[str] = (),
 ) -> Verdict:
-    """Compare with the counterfactual and with what had to be said; `also` are complaints of
+    """Compare with the counterfactual and with the expected words; `also` are complaints of
     further checks.
     """
     found, strangers = match(outcome, expected)

@@ -100,7 +100,7 @@ def autocast(setting: Setting) -> Verdict:
 
 
 def _looped(setting: Setting) -> dict[str, Tensor]:
-    """The state after three windows of the training loop itself."""
+    """Return the state after three windows of the training loop itself."""
     places = [whole_window(setting, window) for window in range(setting.windows)]
     windows = [[setting.batch(place) for place in window] for window in places]
     student = Student(setting)
@@ -158,7 +158,7 @@ def _never() -> Any:
 
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
-    """Within the context the loop's guarded steps read their flags one window late, or at once."""
+    """Let the loop's guarded steps read their flags one window late, or at once."""
     with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)):
         yield
 
@@ -183,7 +183,7 @@ def trainer(
 
 
 def records(good: int, bad: int) -> list[dict[str, Any]]:
-    """Records of eight token ids, those called `bad-...` with one outside the vocabulary."""
+    """Return records of eight token ids, those called `bad-...` with one outside the vocabulary."""
     ids = {f"good-{i}": [3 + (7 * i + j) % 2000 for j in range(8)] for i in range(good)}
     ids |= {f"bad-{i}": [4, 5, 6, BAD_ID, 7, 8, 9, 10 + i] for i in range(bad)}
     return [{"id": id, "input_ids": input_ids} for id, input_ids in ids.items()]
@@ -192,7 +192,7 @@ def records(good: int, bad: int) -> list[dict[str, Any]]:
 def stopped(
     trainer: Trainer, reason: str, step: int | None, check: Callable[[Path], list[str]]
 ) -> Verdict:
-    """Train; the run has to stop for `reason`, with exit status 3 and a complete bundle that
+    """Train; the run must stop for `reason`, with exit status 3 and a complete bundle that
     `check` has no complaint about.
     """
     run = trainer.folder_path
@@ -202,7 +202,7 @@ def stopped(
         expected = reason in str(error) and error.exit_status == 3
         complaints = [] if expected else [f"stopped with {error}"]
     else:
-        return Verdict("went on", False, False, detail="the run was not stopped")
+        return Verdict("continued", False, False, detail="the run was not stopped")
     bundles = sorted((run / "postmortem").iterdir()) if (run / "postmortem").is_dir() else []
     if len(bundles) != 1 or (step is not None and bundles[0].name != f"step-{step:08d}"):
         complaints.append(f"bundles: {[b.name for b in bundles]}")
@@ -246,7 +246,7 @@ def _said(bundle: Path) -> dict[str, Any]:
 
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
-    """Let `act` change the model in front of the run's third micro-batch."""
+    """Let `act` change the model before the run's third micro-batch."""
     strategy, calls = made.setup.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
@@ -291,8 +291,8 @@ def packed_run(setting: Setting) -> Verdict:
 
 
 def poisoned_run(setting: Setting) -> Verdict:
-    """A weight turns NaN in front of the third micro-batch. The two steps before it stand, and
-    nothing is saved behind it.
+    """A weight turns NaN before the third micro-batch. The two steps before it remain, and nothing
+    is saved after it.
     """
     name = "model.layers.1.npt.A"
 
@@ -329,7 +329,7 @@ def over_budget(setting: Setting) -> Verdict:
 
 
 def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
-    """The audit in front of every checkpoint names the layer; of the steps it computed nothing is
+    """The audit before every checkpoint names the layer; of the steps it computed nothing is
     saved.
     """
     name = "model.layers.0.mlp.up_proj"
@@ -368,7 +368,7 @@ def refused_save(setting: Setting) -> Verdict:
 
 
 def tracker(setting: Setting) -> Verdict:
-    """A real TensorBoard writer is shown NaN, Inf and None beside a number: it draws the number."""
+    """Show a real TensorBoard writer NaN, Inf, None and a number: it draws the number."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values = {"good": 1.5, "nan": math.nan, "inf": math.inf, "none": None}

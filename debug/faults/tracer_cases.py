@@ -54,7 +54,7 @@ PLACE = (0, 0)
 
 @dataclass(frozen=True)
 class Truth:
-    """Where a fault must be found. token: (row, token), None if the tensor is of no token."""
+    """The place of a fault. token: (row, token), None if the tensor is of no token."""
 
     phase: str
     module: str
@@ -337,7 +337,7 @@ def _divisions_and_products() -> list[Case]:
         Case("no-labels", "cross-entropy with every label ignored", "data",
              Truth("forward", "", "nll_loss_forward", (), "no valid label"),
              extra_loss(cross_entropy_of_nothing("mean"))),
-        Case("residual-amplified", "the residual stream times 1e25 behind layer 4", "explosion",
+        Case("residual-amplified", "the residual stream times 1e25 after layer 4", "explosion",
              Truth("forward", "model.layers.5", "pow", (0, 0), "exploding product", (0, 0)),
              changed("model.layers.4", lambda x: x * 1e25)),
         Case("attention-logits", "queries and keys times 1e25: the attention logits overflow",
@@ -365,7 +365,7 @@ def _functions() -> list[Case]:
         Case("written", "a hook that writes NaN into an activation", "forward",
              Truth("forward", ACT, "masked_fill", (2, 9), "written constant", (0, 2)),
              changed(ACT, lambda x: x.masked_fill(one_hot(x, (2, 9)), NAN))),
-        Case("decoy", "a NaN that a where hides, in front of the one that counts", "forward",
+        Case("decoy", "a NaN that a where hides, before the one that counts", "forward",
              Truth("forward", ACT, "log", (2, 9), invalid, (0, 2)),
              together(changed("model.layers.1.mlp.act_fn", decoy),
                       changed(ACT, applied(torch.log, (2, 9), 0.0)))),
@@ -381,7 +381,7 @@ def _backward() -> list[Case]:
         Case("slope-sqrt", "the derivative of a root at 0", "backward",
              Truth("backward", ACT, "div in SqrtBackward0", (4, 3), "infinite slope", (0, 4)),
              changed(ACT, root_at_zero)),
-        Case("hidden-log", "x log x at 0, hidden by a where behind it", "backward",
+        Case("hidden-log", "x log x at 0, hidden by a where after it", "backward",
              Truth("forward", ACT, "log", (4, 3), "masked gradient", (0, 4)),
              changed(ACT, hidden_log)),
         Case("gradient-hook", "a hook that writes NaN into a gradient", "backward",

@@ -19,7 +19,7 @@ from npt.diagnostics.tracer.verdict import Verdict
 
 @dataclass(frozen=True)
 class Line:
-    """What was found of a case."""
+    """The result of a case."""
 
     case: Case
     truth: Truth

@@ -387,7 +387,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def interruption(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
-    """The micro-batch raises after its backward, its gradients already made; the caller goes on."""
+    """Raise after the micro-batch's backward, its gradients already made; the caller continues."""
 
     def fill() -> MicroBatch:
         student.fill(batch)

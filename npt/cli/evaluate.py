@@ -95,7 +95,7 @@ def _reference(
     from npt.base.load import read_config
     from npt.base.quantization_error import set_matmul_precision
     from npt.data.batch import pad_id_of
-    from npt.diagnostics.headroom import load_variant
+    from npt.diagnostics.variants import load_variant
     from npt.evaluation.attribution import reference_outputs
 
     if getattr(read_config(base.model_name), "quantization_config", None) is not None:

@@ -101,8 +101,8 @@ def forecast_calibration(
         trial: time a product and an eigendecomposition.
     """
     from npt.adapters.attach import resolve_layers
+    from npt.base.quantization_error import fp32_products
     from npt.calibration.plan import plan
-    from npt.calibration.precision import full_precision
 
     w, c, device = workload, workload.training, workload.device
     work = plan(
@@ -121,7 +121,7 @@ def forecast_calibration(
     placement = work.place(device, free)
     seconds = None
     if trial:
-        with full_precision():
+        with fp32_products("highest"):
             seconds = work.seconds(device, placement)
     return CalibrationForecast(
         base + work.peak(device, placement) if on_gpu else 0,
@@ -195,7 +195,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.adapters.attach import check_fit
     from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.planning.named_models import llama_config, parse_shape
+    from npt.planning.shape import llama_config, parse_shape
     from npt.planning.workload import Workload
     from npt.train.run_checks import check_trainable
 
@@ -261,7 +261,7 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             memory.evaluated_at_once,
             teacher=teacher,
         )
-        for name, (_, config) in workload.stages.items()
+        for name, config in workload.stages.items()
     }
 
 

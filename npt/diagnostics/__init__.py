@@ -1,7 +1,6 @@
-"""Watching the numbers of a model in training: what is found is said, nothing is steered.
+"""Observers of the numbers of a model in training: they report what they find and steer nothing.
 
-The public names are imported when they are first used, so that a look at one costs nothing for the
-others.
+The public names are imported when they are first used, so that importing the package costs nothing.
 """
 
 from __future__ import annotations

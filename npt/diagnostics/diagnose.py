@@ -1,5 +1,4 @@
-"""What a watchdog can say about a refused micro-batch: the first bad number in the adapters, the
-base or the logits.
+"""Name the first bad number after a refused micro-batch: in the adapters, the base or the logits.
 
 Run after a refusal only, so a clean step pays nothing for it. It reads the state as it is now,
 which the guarded step has kept clean: a fault of the state is found here, one of the data shows in
@@ -20,12 +19,8 @@ from npt.random_state import kept_random_state
 
 @kept_random_state()
 def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
-    """The first finding, or None: adapters, base, labels, then the teacher's and the student's
-    logits on this batch.
-
-    Args:
-        model: with adapters attached; weights, modes and random state are as before afterwards.
-        batch: the refused micro-batch, on any device.
+    """Return the first finding: adapters, base, labels, then teacher's and student's logits. The
+    model stays as it is.
     """
     finding = (
         tensor_fault(adapter_parameters(model))
@@ -35,14 +30,11 @@ def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
     if finding is not None:
         return finding
     batch = batch.to(next(model.parameters()).device)
+    plain = torch.autocast(batch.input_ids.device.type, enabled=False)
     for mode in ("teacher", "student"):
-        with (
-            torch.no_grad(),
-            adapter_mode(model, mode),
-            torch.autocast(batch.input_ids.device.type, enabled=False),
-        ):
+        with torch.no_grad(), adapter_mode(model, mode), plain:
             logits = model(**model_inputs(model, batch), use_cache=False).logits
-        # Padding is nobody's business: what stands there is replaced before it is looked at.
+        # Logits of padding are nobody's business.
         logits = torch.where(batch.attention_mask.unsqueeze(-1).bool(), logits, 0.0)
         finding = logits_fault(logits, f"{mode} logits")
         if finding is not None:

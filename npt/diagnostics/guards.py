@@ -1,12 +1,10 @@
-"""Watchdogs: pure observers that say exactly which number is bad, and where it stands.
+"""Watchdogs: pure observers that name the first bad number exactly.
 
-Each looks at one kind of thing and returns a `Finding`, or None where nothing is wrong; `require`
-raises it. The cheap look comes first: whatever costs a second pass, or memory of the size of what
-is looked at, is paid only after something was found.
+Each looks at one kind of thing and returns a `Finding`, or None; `require` raises it. Whatever
+costs a second pass or much memory is paid only after a cheap look has found something.
 
-A 4-bit weight is judged by its statistics and by what it dequantises to, never by its packed bytes:
+A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
 any byte pattern is a valid pair of codes, and read as floating-point numbers random bytes hold NaN.
-
 Shapes: B batch, T time, V vocabulary; `...` is any leading shape.
 """
 
@@ -26,15 +24,15 @@ from npt.data.batch import IGNORE_INDEX
 from npt.errors import NumericalError
 
 ADAPTER = ".npt."
-"""What every adapter tensor has in its full name, and no tensor of the base."""
+"""A part of every adapter tensor's full name, and of no other's."""
 
 _STATISTICS = ("absmax", "offset", "code", "state2.absmax", "state2.offset", "state2.code")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One bad thing: its name, the index of its first bad element, that element, and the sentence
-    that says it all.
+    """One bad thing: its name, the index and value of its first bad element, and the sentence that
+    says it all.
     """
 
     name: str
@@ -47,40 +45,28 @@ class Finding:
 
 
 def require(finding: Finding | None) -> None:
-    """Raise what was found.
-
-    Raises:
-        NumericalError: with the finding's message.
-    """
+    """Raise a finding as a `NumericalError`."""
     if finding is not None:
         raise NumericalError(finding.message)
 
 
 def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
-    """NaN or +Inf among logits, or a position at which every logit is -Inf, so that its softmax is
-    NaN.
+    """Find NaN or +Inf among logits [..., V], or a position with -Inf only, whose softmax is NaN.
 
-    -Inf beside a finite logit is a mask that somebody meant. A logsumexp per position shows all of
-    this and nothing else: finite logits have a finite one. The elements are looked at only where it
-    does not.
-
-    Args:
-        logits: [B, T, V] or [..., V].
-        name: for the message.
+    -Inf next to a finite logit is a mask that somebody meant. A logsumexp per position shows all of
+    this and nothing else: finite logits have a finite one. The elements are read only if it is not.
     """
-    if logits.numel() == 0 or bool(torch.isfinite(torch.logsumexp(logits.detach(), dim=-1)).all()):
-        return None
     values = logits.detach()
+    if values.numel() == 0 or bool(torch.isfinite(torch.logsumexp(values, dim=-1)).all()):
+        return None
     empty = (values == -math.inf).all(dim=-1, keepdim=True)
     bad = torch.isnan(values) | (values == math.inf) | empty
     if not bool(bad.any()):
         # in fp16 the sum inside logsumexp can overflow over a large vocabulary of equal logits
         return None
     index = _first(bad)
-    letters = ("b", "t", "v")[-values.ndim :] if values.ndim <= 3 else ("",) * values.ndim
-    where = ", ".join(
-        f"{letter}={i}" if letter else str(i) for letter, i in zip(letters, index, strict=True)
-    )
+    letters = ("b=", "t=", "v=")[-values.ndim :] if values.ndim <= 3 else ("",) * values.ndim
+    where = ", ".join(f"{letter}{i}" for letter, i in zip(letters, index, strict=True))
     message = (
         f"{name} {list(values.shape)}: {_census(values)}; first bad at [{where}]:"
         f" {float(values[index]):g}; look for the first non-finite activation below them"
@@ -91,13 +77,8 @@ def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
 def target_fault(
     targets: Tensor, vocab_size: int, ignore_index: int | None = IGNORE_INDEX, name: str = "target"
 ) -> Finding | None:
-    """A target id that is neither in [0, V) nor `ignore_index`. On a GPU such an id is an assertion
-    that kills the process.
-
-    Args:
-        targets: [B, T] or any shape, integers.
-        vocab_size: V.
-        ignore_index: an id that stands for nothing and is allowed; None where there is none.
+    """Find a target id that is neither in [0, V) nor `ignore_index`. On a GPU such an id is an
+    assertion that kills the process.
     """
     bad = (targets < 0) | (targets >= vocab_size)
     if ignore_index is not None:
@@ -106,14 +87,10 @@ def target_fault(
         return None
     index = _first(bad)
     value = int(targets[index])
-    where = (
-        ", ".join(f"{letter}={i}" for letter, i in zip(("b", "t"), index, strict=True))
-        if len(index) == 2
-        else _plain(index)
-    )
+    where = "[b={}, t={}]".format(*index) if len(index) == 2 else f"[{_plain(index)}]"
     spared = "" if ignore_index is None else f" and not {ignore_index}"
     message = (
-        f"{name} id {value} at [{where}] is outside [0, {vocab_size}){spared} ({int(bad.sum())}"
+        f"{name} id {value} at {where} is outside [0, {vocab_size}){spared} ({int(bad.sum())}"
         " such); check that the data was tokenised with the model's own tokenizer"
     )
     return Finding(name, index, float(value), message)
@@ -122,31 +99,18 @@ def target_fault(
 def tensor_fault(
     named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
 ) -> Finding | None:
-    """The first of the named tensors that holds a non-finite element, or one larger than `limit` in
-    size.
+    """Find the first named tensor with an element that is not finite, or larger than `limit`: a
+    flipped exponent bit makes a finite number of 1e36.
 
-    One norm per tensor is taken and all are read at once, so the device is waited for once however
-    many tensors there are.
-
-    Args:
-        named: trainable tensors, gradients, moments, whatever has to be finite.
-        limit: a size that no element may exceed; a flipped exponent bit makes a finite number of
-            1e36.
+    One norm per tensor is taken and all are read at once, so the device is waited for once.
     """
-    items = [
-        (name, t.detach())
-        for name, t in (named.items() if isinstance(named, Mapping) else named)
-        if t.numel() > 0
-    ]
+    pairs = named.items() if isinstance(named, Mapping) else named
+    items = [(name, t.detach()) for name, t in pairs if t.numel() > 0]
     if not items:
         return None
     home = items[0][1].device
-    largest = torch.stack(
-        [
-            norm.to(home, torch.float32)
-            for norm in torch._foreach_norm([t for _, t in items], math.inf)
-        ]
-    )
+    norms = torch._foreach_norm([t for _, t in items], math.inf)
+    largest = torch.stack([norm.to(home, torch.float32) for norm in norms])
     for (name, tensor), size in zip(items, largest.tolist(), strict=True):
         if not (math.isfinite(size) and size <= limit):
             return _element(name, tensor, limit)
@@ -156,8 +120,8 @@ def tensor_fault(
 def moments_fault(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Finding | None:
-    """An optimizer's state that no step can be taken from: not finite, or a second moment below
-    zero, whose root is NaN.
+    """Find an optimizer's state that no step can be taken from: not finite, or a second moment
+    below zero, whose root is NaN.
     """
     state = {
         f"{key} of {name}": value
@@ -170,31 +134,28 @@ def moments_fault(
         return finding
     for name, value in state.items():
         if name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
-            return _element(
-                name, value, math.inf, value < 0, "a mean of squares cannot be negative"
-            )
+            why = "a mean of squares cannot be negative"
+            return _element(name, value, math.inf, value < 0, why)
     return None
 
 
 def base_fault(model: nn.Module) -> Finding | None:
-    """A frozen weight that holds, or dequantises to, a non-finite value, by the name of its module.
+    """Find a frozen weight that holds, or dequantises to, a non-finite value, by its module's name.
 
-    Reads the whole base once; meant for the start of a run and for a post-mortem.
-
-    Args:
-        model: quantised, partly or not at all; adapters are left to `tensor_fault`.
+    Reads the whole base once; meant for the start of a run and for a post-mortem. Adapters are left
+    to `tensor_fault`.
     """
     for name, layer in model.named_modules():
         if in_parts(layer):
             with whole(layer):
-                finding = _fault_of(layer, f"{name}.")
+                finding = _whole_fault(layer, f"{name}.")
             if finding is not None:
                 return finding
-    return _fault_of(model, "")
+    return _whole_fault(model, "")
 
 
-def _fault_of(model: nn.Module, prefix: str) -> Finding | None:
-    """What `base_fault` finds among the tensors that are whole here, as they are called behind
+def _whole_fault(model: nn.Module, prefix: str) -> Finding | None:
+    """Return the finding of `base_fault` among the tensors that are whole here; their names follow
     `prefix`.
     """
     packed: set[int] = set()
@@ -209,20 +170,16 @@ def _fault_of(model: nn.Module, prefix: str) -> Finding | None:
         if finding is not None:
             return finding
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if (
-            id(tensor) not in packed
-            and ADAPTER not in f".{name}"
-            and tensor.is_floating_point()
-            and not is_share(tensor)
-        ):
-            finding = tensor_fault({f"{prefix}{name}": tensor})
-            if finding is not None:
-                return finding
+        if id(tensor) in packed or ADAPTER in f".{name}" or is_share(tensor):
+            continue
+        finding = tensor_fault({f"{prefix}{name}": tensor}) if tensor.is_floating_point() else None
+        if finding is not None:
+            return finding
     return None
 
 
 def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point statistics of a 4-bit weight. Where they are quantised themselves,
+    """Yield the floating-point statistics of a 4-bit weight. If they are quantised themselves,
     `absmax` is codes: no numbers.
     """
     for statistic in _STATISTICS:
@@ -234,8 +191,8 @@ def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the floating-point statistics of every 4-bit weight, named `module: absmax`
-    and the like.
+    """Yield the floating-point statistics of every 4-bit weight, named `module: absmax` and so
+    on.
     """
     for name, module in quantized_linears(model):
         yield from _statistics(name, module)
@@ -244,33 +201,25 @@ def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _element(
     name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = ""
 ) -> Finding:
-    """The first bad element of `tensor`."""
+    """Return the finding of the first bad element of `tensor`."""
     bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
     index = _first(bad)
     value = float(tensor[index])
-    if not why:
-        why = f"larger than {limit:g}" if math.isfinite(value) else _census(tensor)
-    message = (
-        f"{name}{_plain(index)} is {value:g} ({int(bad.sum())} of {tensor.numel()} elements bad:"
-        f" {why});"
-        f" {'load the base again' if ADAPTER not in name else 'go back to the last checkpoint'}"
-    )
-    return Finding(name, index, value, message)
+    why = why or (f"larger than {limit:g}" if math.isfinite(value) else _census(tensor))
+    remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
+    at = f"[{_plain(index)}]" if index else ""
+    share = f"{int(bad.sum())} of {tensor.numel()} elements bad"
+    return Finding(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
 
 
 def _census(values: Tensor) -> str:
     finite = values[torch.isfinite(values)]
-    extent = (
-        f"finite values from {float(finite.min()):g} to {float(finite.max()):g}"
-        if finite.numel()
-        else "no finite value"
-    )
-    nan, up, down = (
-        int(torch.isnan(values).sum()),
-        int((values == math.inf).sum()),
-        int((values == -math.inf).sum()),
-    )
-    return f"{nan} NaN, {up} +Inf, {down} -Inf, {extent}"
+    extent = "no finite value"
+    if finite.numel():
+        extent = f"finite values from {float(finite.min()):g} to {float(finite.max()):g}"
+    bad = {"NaN": torch.isnan(values), "+Inf": values == math.inf, "-Inf": values == -math.inf}
+    counts = [f"{int(which.sum())} {name}" for name, which in bad.items()]
+    return ", ".join([*counts, extent])
 
 
 def _first(bad: Tensor) -> tuple[int, ...]:
@@ -278,4 +227,4 @@ def _first(bad: Tensor) -> tuple[int, ...]:
 
 
 def _plain(index: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, index))}]" if index else ""
+    return ", ".join(map(str, index))

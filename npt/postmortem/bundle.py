@@ -6,7 +6,7 @@ It may come from somebody else: everything is checked before anything is made of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from npt.adapters.files.adapter_files import StoredAdapter, find_adapter
 from npt.adapters.files.run_layout import ADAPTER
-from npt.config import QUANT_TYPES, NPTConfig, TrainConfig
+from npt.config import QUANT_TYPES, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.errors import BundleError, ConfigError
 from npt.postmortem.write import VERSION, WINDOW
@@ -74,9 +74,7 @@ _BASE: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RecordedBase:
-    """The base of a run. dtype: that it computes in, such as 'float32'; of a packed base, that of
-    its products.
-    """
+    """The base of a run. dtype: of its computation; of a packed base, of its products."""
 
     name: str
     hash: str
@@ -89,12 +87,13 @@ class RecordedBase:
 class Bundle:
     """A post-mortem whose form has been checked; adapters and moments are still on disk.
 
-    window: the micro-batches that ended the run. accepted: those of the last window without a
-    refusal. rate: learning rate of the window's step. samples_at_once: that the run computed of a
-    micro-batch. limits: of the spike guard, None without one. random_state: by `cpu`, `cuda.0` and
-    so on. said: `postmortem.json`.
+    step: applied steps before the window. window: the micro-batches that ended the run. accepted:
+    those of the last window without a refusal. rate: learning rate of the window's step. limits: of
+    the spike guard, if any. random_state: by `cpu`, `cuda.0` and so on. said: `postmortem.json`.
     """
 
+    folder: Path
+    step: int
     checkpoint: Checkpoint
     adapter: StoredAdapter
     refusals: tuple[Refusal, ...]
@@ -105,54 +104,21 @@ class Bundle:
     samples_at_once: int
     limits: tuple[float, float] | None
     base: RecordedBase
+    reason: str
+    device: str
     random_state: Mapping[str, Tensor]
     said: Mapping[str, Any]
 
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @property
-    def step(self) -> int:
-        """Applied steps before the window."""
-        return self.checkpoint.step
-
-    @property
-    def adapter_config(self) -> NPTConfig:
-        return self.adapter.config
-
-    @property
-    def reason(self) -> str:
-        return str(self.said["reason"])
-
-    @property
-    def device(self) -> str:
-        return str(self.said["device"])
-
-    @property
-    def versions(self) -> Mapping[str, Any]:
-        return self.checkpoint.record.get("versions", {})
-
     def snapshot(self, model: Any) -> Snapshot:
-        """Return adapters and moments for a model with adapters of the bundle's form attached,
-        numbers that are not finite included.
-
-        Raises:
-            CheckpointError, AdapterFileError: a tensor is missing, extra, misshapen or of another
-                dtype.
-        """
+        """Return adapters and moments, also non-finite ones, for a model with adapters attached."""
         return self.checkpoint.snapshot(model, finite=False)
 
 
 def read_bundle(folder: str | Path) -> Bundle:
     """Read and check everything that can be checked without the base.
 
-    Args:
-        folder: as written by `write_postmortem`.
-
     Raises:
-        BundleError: a file is missing, unreadable, not of the form that is written, or of an
-            earlier version.
+        BundleError: a file is missing, unreadable, malformed, or of another version.
         CheckpointError, AdapterFileError: likewise, of the checkpoint in it.
     """
     folder = Path(folder)
@@ -166,34 +132,25 @@ def read_bundle(folder: str | Path) -> Bundle:
     checkpoint = read_state(folder)
     check_entries(path, "", said, _ENTRIES, BundleError)
     check_entries(path, "findings.", said["findings"], _FINDINGS, BundleError)
-    ids = _sample_ids(path, said["sample_ids"])
-    accepted_ids = _sample_ids(path, said["accepted_sample_ids"])
-    if not ids:
-        _refuse(path, "sample_ids names no micro-batch")
-    places = {str(index): names for index, names in enumerate(ids)}
-    places |= {f"accepted.{index}": names for index, names in enumerate(accepted_ids)}
-    batches = _batches(folder / WINDOW, places)
-    for key, prefix, count in (
-        ("offsets", "", len(ids)),
-        ("accepted_offsets", "accepted.", len(accepted_ids)),
-    ):
-        for index, offset in enumerate(_numbers(path, key, said[key], count)):
-            place = f"{prefix}{index}"
-            batches[place] = replace(batches[place], offset=int(offset))
+    window, accepted = _windows(path, folder / WINDOW, said)
     (at_once,) = _numbers(path, "samples_at_once", [said["samples_at_once"]], 1)
     (rate,) = _numbers(path, "schedule.next_rate", [said["schedule"].get("next_rate")], 1)
     adapter = find_adapter(folder / ADAPTER)
     return Bundle(
+        folder=folder,
+        step=checkpoint.step,
         checkpoint=checkpoint,
         adapter=adapter,
         refusals=tuple(_refusal(path, entry) for entry in said["refusals"]),
-        window=tuple(batches[str(index)] for index in range(len(ids))),
-        accepted=tuple(batches[f"accepted.{index}"] for index in range(len(accepted_ids))),
+        window=window,
+        accepted=accepted,
         train_config=_train_config(path, said["settings"]),
         rate=float(rate),
         samples_at_once=max(1, int(at_once)),
         limits=_limits(path, said["spike_limits"]),
         base=_base(path, said["base"], adapter, checkpoint),
+        reason=said["reason"],
+        device=said["device"],
         random_state=checkpoint.random_states()[0],
         said=said,
     )
@@ -212,11 +169,24 @@ def _check_version(path: Path, said: Mapping[str, Any]) -> None:
         )
 
 
-def _sample_ids(path: Path, entries: Sequence[Any]) -> list[tuple[str, ...]]:
-    for ids in entries:
-        if not isinstance(ids, list) or not ids or not all(isinstance(i, str) for i in ids):
-            _refuse(path, f"sample ids are {shown(ids)}, expected a list of names")
-    return [tuple(ids) for ids in entries]
+def _windows(
+    path: Path, stored: Path, said: Mapping[str, Any]
+) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+    """Return the refused window and the accepted micro-batches."""
+    if not said["sample_ids"]:
+        _refuse(path, "sample_ids names no micro-batch")
+    places: dict[str, tuple[tuple[str, ...], int]] = {}
+    for stem, prefix in (("", ""), ("accepted_", "accepted.")):
+        names = said[f"{stem}sample_ids"]
+        for ids in names:
+            if not isinstance(ids, list) or not ids or not all(isinstance(i, str) for i in ids):
+                _refuse(path, f"sample ids are {shown(ids)}, expected a list of names")
+        offsets = _numbers(path, f"{stem}offsets", said[f"{stem}offsets"], len(names))
+        for index, (ids, offset) in enumerate(zip(names, offsets, strict=True)):
+            places[f"{prefix}{index}"] = tuple(ids), int(offset)
+    batches = list(_batches(stored, places))
+    count = len(said["sample_ids"])
+    return tuple(batches[:count]), tuple(batches[count:])
 
 
 def _numbers(path: Path, key: str, values: Sequence[Any], count: int) -> Sequence[Any]:
@@ -262,18 +232,15 @@ def _base(
 ) -> RecordedBase:
     for key, choices in _BASE.items():
         if entries.get(key) not in choices:
-            _refuse(
-                path,
-                f"base.{key} is {shown(entries.get(key))}, expected one of"
-                f" {', '.join(map(str, choices))}",
-            )
+            expected = ", ".join(map(str, choices))
+            _refuse(path, f"base.{key} is {shown(entries.get(key))}, expected one of {expected}")
     name = str(adapter.record.get("base_model_name_or_path"))
     base_hash = checkpoint.record["base_hash"]
     return RecordedBase(name, base_hash, **{key: entries[key] for key in _BASE})
 
 
-def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> dict[str, Batch]:
-    """Return the batch at every place, with the samples that are named."""
+def _batches(path: Path, places: Mapping[str, tuple[tuple[str, ...], int]]) -> Iterator[Batch]:
+    """Yield the batch at every place, with the samples and the offset that are named."""
     headers = read_headers(path, BundleError)
     stored = {
         place: [n for n in ROW_TENSORS if n not in _OPTIONAL or f"{place}.{n}" in headers]
@@ -281,34 +248,27 @@ def _batches(path: Path, places: Mapping[str, tuple[str, ...]]) -> dict[str, Bat
     }
     wanted = [f"{place}.{name}" for place, names in stored.items() for name in names]
     check_names(path, headers, wanted, BundleError)
-    for place, sample_ids in places.items():
+    for place, (sample_ids, _) in places.items():
         shape = headers[f"{place}.input_ids"][1]
         for name in stored[place]:
             header = headers[f"{place}.{name}"]
             if header != ("I64", shape) or len(shape) != 2 or 0 in shape:
-                _refuse(
-                    path,
-                    f"{place}.{name} is {described(header)}, expected I64 [B, T] like input_ids"
-                    f" {list(shape)}",
-                )
+                expected = f"I64 [B, T] like input_ids {list(shape)}"
+                _refuse(path, f"{place}.{name} is {described(header)}, expected {expected}")
         if shape[0] != len(sample_ids):
-            _refuse(
-                path,
-                f"{place}.input_ids has {shape[0]} rows, but {len(sample_ids)} samples are named",
-            )
+            named = f"but {len(sample_ids)} samples are named"
+            _refuse(path, f"{place}.input_ids has {shape[0]} rows, {named}")
     tensors = read_tensors(path, wanted, BundleError)
-    batches = {}
-    for place, sample_ids in places.items():
+    for place, (sample_ids, offset) in places.items():
         rows = {name: tensors[f"{place}.{name}"] for name in stored[place]}
         length = rows["input_ids"].shape[1]
-        # token ids and labels are looked at where the run looks at them, by `find_fault`
+        # token ids and labels are checked by `find_fault`, as in the run
         limits = {"attention_mask": 2, "position_ids": length, "documents": length}
         for name, limit in limits.items():
             if name in rows and bool(((rows[name] < 0) | (rows[name] >= limit)).any()):
                 _refuse(path, f"{place}.{name} holds numbers outside [0, {limit})")
         batch = batch_from_tensors(rows["input_ids"], rows["attention_mask"], sample_ids)
-        batches[place] = batch.with_rows(rows, sample_ids)
-    return batches
+        yield replace(batch.with_rows(rows, sample_ids), offset=offset)
 
 
 def _refuse(path: Path, why: str) -> NoReturn:

@@ -49,10 +49,9 @@ class Trial:
 class Replay:
     """The result of a replay.
 
-    device: it was replayed on. found: refusals of the replayed window. traces: of its
-    micro-batches. findings: numbers in adapters, moments and base that are not finite before
-    anything is computed. verdicts: (micro-batch, source of its first bad number or None). trials:
-    other batches.
+    device: of the replay. found: refusals of the replayed window. traces: of its micro-batches.
+    findings: numbers in adapters, moments and base that are not finite before anything is computed.
+    verdicts: (micro-batch, source of its first bad number or None). trials: other batches.
     """
 
     bundle: Bundle
@@ -69,7 +68,7 @@ class Replay:
 
     @property
     def reproduced(self) -> bool:
-        """Whether exactly the recorded refusals recurred, of the same micro-batches and kinds."""
+        """True if exactly the recorded refusals recurred, of the same micro-batches and kinds."""
         return _places(self.found) == _places(self.bundle.refusals)
 
     @property
@@ -79,20 +78,18 @@ class Replay:
 
     @property
     def same_fault(self) -> bool | None:
-        """Whether the first bad number has the recorded tensor and index; None if unknown."""
+        """True if the first bad number has the recorded tensor and index; None if unknown."""
         recorded = self.bundle.said["verdict"]
         found = dict(self.verdicts).get(self.bundle.said["micro_batch"])
         if recorded is None or found is None:
             return None
+        keys = ("phase", "module", "operation", "tensor", "index")
         now = found.as_dict()
-        return all(
-            recorded.get(key) == now[key]
-            for key in ("phase", "module", "operation", "tensor", "index")
-        )
+        return all(recorded.get(key) == now[key] for key in keys)
 
     @property
     def base_changed(self) -> bool | None:
-        """Whether the base in the run's memory had changed when it stopped; None if unknown."""
+        """True if the base in the run's memory had changed when it stopped; None if unknown."""
         now = self.bundle.said["base_hash_at_stop"]
         return None if now is None else now != self.bundle.base.hash
 
@@ -103,10 +100,7 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         fresh, accepted = self.count(True), self.count(False)
-        verdicts = [
-            {"micro_batch": index, "verdict": None if v is None else v.as_dict()}
-            for index, v in self.verdicts
-        ]
+        traces = [asdict(trace) for trace in self.traces]
         return {
             "bundle": str(self.bundle.folder),
             "step": self.bundle.step,
@@ -115,10 +109,10 @@ class Replay:
             "reproduced": self.reproduced,
             "recorded": [r.as_dict() for r in self.bundle.refusals],
             "found": [r.as_dict() for r in self.found],
-            "verdict": None if self.verdict is None else self.verdict.as_dict(),
+            "verdict": _as_dict(self.verdict),
             "recorded_verdict": self.bundle.said["verdict"],
             "same_fault": self.same_fault,
-            "verdicts": verdicts,
+            "verdicts": [{"micro_batch": i, "verdict": _as_dict(v)} for i, v in self.verdicts],
             "fresh_failed": fresh[0],
             "fresh_total": fresh[1],
             "accepted_failed": accepted[0],
@@ -127,71 +121,51 @@ class Replay:
             "recorded_findings": self.bundle.said["findings"],
             "base_changed": self.base_changed,
             "micro_batches": [
-                {key: value for key, value in asdict(t).items() if key != "window"}
-                for t in self.traces
+                {key: value for key, value in trace.items() if key != "window"} for trace in traces
             ],
             "device": self.device,
             "recorded_device": self.bundle.device,
-            "versions": _differing(self.bundle.versions),
+            "versions": _differing(self.bundle),
         }
 
     def __str__(self) -> str:
-        base = self.bundle.base
+        bundle, base, said = self.bundle, self.bundle.base, self.bundle.said
         lines = [
-            f"{self.bundle.folder}: stopped after step {self.bundle.step}, {self.bundle.reason}",
-            (
-                f"base {base.name} ({base.hash[:12]}), recorded on {self.bundle.device}, replayed"
-                f" on {self.device}"
-            ),
-            *(
-                f"  {name} was {then}, is {now}"
-                for name, (then, now) in _differing(self.bundle.versions).items()
-            ),
-            *_listed("recorded", self.bundle.refusals),
-            *_listed("replayed", self.found),
-            self._compared(),
-            "",
-            f"verdict: {self.classification}. {self._why()}",
-            *(
-                f"  {name}: {finding}"
-                for name, finding in self.findings.items()
-                if finding is not None
-            ),
+            f"{bundle.folder}: stopped after step {bundle.step}, {bundle.reason}",
+            f"base {base.name} ({base.hash[:12]}), recorded on {bundle.device}, replayed on"
+            f" {self.device}",
         ]
-        record = self.bundle.said
+        for name, (then, now) in _differing(bundle).items():
+            lines.append(f"  {name} was {then}, is {now}")
+        for title, refusals in (("recorded", bundle.refusals), ("replayed", self.found)):
+            lines += [f"{title}: {refusal}" for refusal in refusals or ["no refusal"]]
+        lines += [self._compared(), "", f"verdict: {self.classification}. {self._why()}"]
+        lines += [f"  {name}: {found}" for name, found in self.findings.items() if found]
         if self.base_changed:
             lines.append(
-                f"  when the run stopped its base in memory was {record['base_hash_at_stop'][:12]}:"
+                f"  when the run stopped its base in memory was {said['base_hash_at_stop'][:12]}:"
                 " it had changed there"
             )
-        there = {
-            name: finding
-            for name, finding in record["findings"].items()
-            if finding not in (None, self.findings[name])
-        }
-        lines += [f"  {name}, when the run stopped: {finding}" for name, finding in there.items()]
+        for name, finding in said["findings"].items():
+            if finding not in (None, self.findings[name]):
+                lines.append(f"  {name}, when the run stopped: {finding}")
+        data = {r.micro_batch: r.detail for r in reversed(self.found) if r.kind == "data"}
         for index, verdict in self.verdicts:
-            samples = ", ".join(self.bundle.window[index].sample_ids)
-            fault = next(
-                (r.detail for r in self.found if r.micro_batch == index and r.kind == "data"), None
-            )
-            said = (
-                verdict_lines(verdict) if fault is None else [f"{fault}; nothing is computed on it"]
-            )
-            lines += [
-                "",
-                f"micro-batch {index} (samples {samples}):",
-                *(f"  {line}" for line in said),
-            ]
+            samples = ", ".join(bundle.window[index].sample_ids)
+            lines += ["", f"micro-batch {index} (samples {samples}):"]
+            told = verdict_lines(verdict)
+            if index in data:
+                told = [f"{data[index]}; nothing is computed on it"]
+            lines += [f"  {line}" for line in told]
         return "\n".join([*lines, "", f"what to do: {self._remedy()}"])
 
     def _compared(self) -> str:
         if self.reproduced:
-            same = {
+            places = {
                 True: ", at the same first bad number",
                 False: ", at another first bad number",
-                None: "",
-            }[self.same_fault]
+            }
+            same = "" if self.same_fault is None else places[self.same_fault]
             return f"reproduced: every refusal recurs{same}"
         recurred = len(set(_places(self.found)) & set(_places(self.bundle.refusals)))
         return (
@@ -210,17 +184,13 @@ class Replay:
         return f"Of other batches in the same state fail {' and '.join(parts)}."
 
     def _remedy(self) -> str:
-        samples = ", ".join(
-            dict.fromkeys(name for refusal in self.found for name in refusal.sample_ids)
-        )
         if self.classification == "data":
-            named = f"sample {samples}" if samples else "the samples of this window"
-            if self.verdict is None:
-                return f"leave out or repair {named}; the last checkpoint can be used"
-            return (
-                f"leave out {named}, or mend what the trace names, which no other batch met; the"
-                " last checkpoint can be used"
-            )
+            names = dict.fromkeys(name for refusal in self.found for name in refusal.sample_ids)
+            named = f"sample {', '.join(names)}" if names else "the samples of this window"
+            deed = f"leave out or repair {named}"
+            if self.verdict is not None:
+                deed = f"leave out {named}, or mend what the trace names, which no other batch met"
+            return f"{deed}; the last checkpoint can be used"
         if self.classification == "state":
             if any(self.findings.values()):
                 return "what is not finite is named above; no batch will help before it is replaced"
@@ -264,23 +234,15 @@ def replay(
     with restored(bundle, model_name=model_name, device=device) as state:
         findings = state.findings()
         tried = state.window(bundle.window, bundle.limits)
-        return Replay(
-            bundle=bundle,
-            device=str(state.device),
-            found=tried.refusals,
-            traces=tried.traces,
-            findings=findings,
-            verdicts=tuple(
-                (
-                    index,
-                    trace_again(
-                        state, index, any(r.micro_batch in (index, None) for r in tried.refusals)
-                    ),
-                )
-                for index in _to_trace(bundle, tried, micro_batch)
-            ),
-            trials=tuple(_trials(state, tried.refusals)),
-        )
+        refused = {r.micro_batch for r in tried.refusals}
+        indices = _refused(tried) if micro_batch is None else [micro_batch]
+        verdicts = [
+            (index, trace_again(state, index, index in refused or None in refused))
+            for index in indices
+        ]
+        trials = tuple(_trials(state, tried.refusals))
+        found, traces = tried.refusals, tried.traces
+        return Replay(bundle, str(state.device), found, traces, findings, tuple(verdicts), trials)
 
 
 def classify(
@@ -297,21 +259,14 @@ def classify(
 def fresh_batch(like: Batch, avoid: torch.Tensor, vocab_size: int, seed: int) -> Batch:
     """Return a batch of random tokens in the shape and with the padding of another.
 
-    Args:
-        like: the other batch.
-        avoid: token ids that are not drawn, unless they are the whole vocabulary: a broken token is
-            the data's fault, not the state's.
-        vocab_size: V.
-        seed: of the draw.
+    Ids to `avoid` are not drawn, unless they are the whole vocabulary: a broken token is the data's
+    fault, not the state's.
     """
     ids = torch.arange(vocab_size)
     choice = ids[~torch.isin(ids, avoid)]
     choice = choice if len(choice) else ids
-    drawn = choice[
-        torch.randint(
-            len(choice), like.input_ids.shape, generator=torch.Generator().manual_seed(seed)
-        )
-    ]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = choice[torch.randint(len(choice), like.input_ids.shape, generator=generator)]
     return replace(
         like,
         input_ids=drawn,
@@ -327,30 +282,22 @@ def _trials(state: RestoredState, found: Sequence[Refusal]) -> list[Trial]:
     computed = [refusal for refusal in found if refusal.kind != "data"]
     if not computed:
         return []
-    bundle = state.bundle
+    bundle, vocab_size = state.bundle, state.model.config.vocab_size
     refused = [refusal.micro_batch for refusal in computed if refusal.micro_batch is not None]
-    vocab_size = state.model.config.vocab_size
     if not refused:
         return _window_trials(state, spike=computed[0].kind == "spike")
     bad = {refusal.micro_batch for refusal in found}
+    # as the replayed window has shown
+    clean = [index for index in range(len(bundle.window)) if index not in bad]
+    trials = [Trial(f"micro-batch {index}", False, ()) for index in clean]
+    for index, batch in enumerate(bundle.accepted):
+        refusals = state.window([batch]).refusals
+        trials.append(Trial(f"accepted micro-batch {index}", False, refusals))
     like, avoid = bundle.window[refused[0]], _ids(bundle.window[index] for index in refused)
-    trials = [
-        Trial(f"micro-batch {index}", False, ())
-        for index in range(len(bundle.window))
-        if index not in bad
-    ]  # as the replayed window has shown
-    trials += [
-        Trial(f"accepted micro-batch {index}", False, state.window([batch]).refusals)
-        for index, batch in enumerate(bundle.accepted)
-    ]
-    return trials + [
-        Trial(
-            f"fresh batch {seed}",
-            True,
-            state.window([fresh_batch(like, avoid, vocab_size, seed)]).refusals,
-        )
-        for seed in range(FRESH)
-    ]
+    for seed in range(FRESH):
+        refusals = state.window([fresh_batch(like, avoid, vocab_size, seed)]).refusals
+        trials.append(Trial(f"fresh batch {seed}", True, refusals))
+    return trials
 
 
 def _window_trials(state: RestoredState, spike: bool) -> list[Trial]:
@@ -358,20 +305,17 @@ def _window_trials(state: RestoredState, spike: bool) -> list[Trial]:
     they spike says nothing.
     """
     bundle, vocab_size = state.bundle, state.model.config.vocab_size
-    limits = bundle.limits if spike else None
-    trials = (
-        [Trial("accepted window", False, state.window(bundle.accepted, limits).refusals)]
-        if bundle.accepted
-        else []
-    )
+    trials = []
+    if bundle.accepted:
+        refusals = state.window(bundle.accepted, bundle.limits if spike else None).refusals
+        trials.append(Trial("accepted window", False, refusals))
     if spike:
         return trials
-    avoid = _ids(bundle.window)
+    avoid, size = _ids(bundle.window), len(bundle.window)
     for number in range(FRESH):
-        seeds = range(number * len(bundle.window), (number + 1) * len(bundle.window))
         fresh = [
-            fresh_batch(like, avoid, vocab_size, seed)
-            for like, seed in zip(bundle.window, seeds, strict=True)
+            fresh_batch(like, avoid, vocab_size, number * size + index)
+            for index, like in enumerate(bundle.window)
         ]
         trials.append(Trial(f"fresh window {number}", True, state.window(fresh).refusals))
     return trials
@@ -381,14 +325,12 @@ def _ids(batches: Iterable[Batch]) -> torch.Tensor:
     return torch.cat([batch.input_ids.flatten()[batch.valid_index] for batch in batches]).unique()
 
 
-def _to_trace(bundle: Bundle, tried: Tried, micro_batch: int | None) -> list[int]:
-    if micro_batch is not None:
-        return [micro_batch]
-    refused = [
-        r.micro_batch for r in tried.refusals if r.micro_batch is not None and r.kind != "data"
-    ]
-    if not refused and tried.refusals:
-        loudest = suspect(tried.refusals, tried.traces)
+def _refused(tried: Tried) -> list[int]:
+    """Return the micro-batches to trace."""
+    refusals = tried.refusals
+    refused = [r.micro_batch for r in refusals if r.micro_batch is not None and r.kind != "data"]
+    if not refused and refusals:
+        loudest = suspect(refusals, tried.traces)
         refused = [] if loudest is None else [loudest]
     return refused[:TRACED]
 
@@ -402,10 +344,10 @@ def trace_again(state: RestoredState, index: int, exploded: bool) -> Verdict | N
 
 
 def check_index(bundle: Bundle, micro_batch: int) -> None:
-    if not 0 <= micro_batch < len(bundle.window):
+    last = len(bundle.window) - 1
+    if not 0 <= micro_batch <= last:
         raise ConfigError(
-            f"--micro_batch is {micro_batch}, the bundle has micro-batches 0 to"
-            f" {len(bundle.window) - 1}"
+            f"--micro_batch is {micro_batch}, the bundle has micro-batches 0 to {last}"
         )
 
 
@@ -413,22 +355,18 @@ def _places(refusals: Iterable[Refusal]) -> list[tuple[str, int | None]]:
     return [(refusal.kind, refusal.micro_batch) for refusal in refusals]
 
 
-def _differing(recorded: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    now = versions()
-    return {
-        name: (str(recorded.get(name)), version)
-        for name, version in now.items()
-        if recorded.get(name) != version
-    }
+def _differing(bundle: Bundle) -> dict[str, tuple[str, str]]:
+    """Return versions of packages that differ, then and now."""
+    recorded = bundle.checkpoint.record.get("versions", {})
+    now = {name: (str(recorded.get(name)), version) for name, version in versions().items()}
+    return {name: pair for name, pair in now.items() if recorded.get(name) != pair[1]}
 
 
-def _listed(title: str, refusals: Sequence[Refusal]) -> list[str]:
-    return [f"{title}: {refusal}" for refusal in refusals] or [f"{title}: no refusal"]
+def _as_dict(verdict: Verdict | None) -> dict[str, Any] | None:
+    return None if verdict is None else verdict.as_dict()
 
 
 def verdict_lines(verdict: Verdict | None) -> list[str]:
-    return (
-        ["no operation made a number that is not finite"]
-        if verdict is None
-        else str(verdict).splitlines()
-    )
+    if verdict is None:
+        return ["no operation made a number that is not finite"]
+    return str(verdict).splitlines()

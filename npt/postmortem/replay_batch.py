@@ -22,7 +22,7 @@ from npt.postmortem.restore import restored
 class BatchReplay:
     """One micro-batch in the bundle's state.
 
-    fault: found before any computation, of which there is none then. loss: mean per valid token.
+    fault: found before any computation, which is then left out. loss: mean per valid token.
     layer_nmse: by layer, likewise. gradient_norms: by tensor, of the summed loss.
     """
 
@@ -39,25 +39,17 @@ class BatchReplay:
         return {**asdict(self), "verdict": None if self.verdict is None else self.verdict.as_dict()}
 
     def __str__(self) -> str:
-        head = (
-            f"micro-batch {self.micro_batch} (samples {', '.join(self.sample_ids)}), {self.tokens}"
-            " valid tokens"
-        )
+        samples = ", ".join(self.sample_ids)
+        head = f"micro-batch {self.micro_batch} (samples {samples}), {self.tokens} valid tokens"
         if self.loss is None or self.layer_nmse is None or self.gradient_norms is None:
             return f"{head}: {self.fault}; nothing is computed on it"
         width = max(map(len, self.gradient_norms))
-        return "\n".join(
-            [
-                head,
-                f"loss per token {self.loss:.6g}",
-                *(f"layer {index:3} NMSE {value:.6g}" for index, value in self.layer_nmse.items()),
-                *(
-                    f"{name:{width}} gradient norm {value:.6g}"
-                    for name, value in self.gradient_norms.items()
-                ),
-                *verdict_lines(self.verdict),
-            ]
-        )
+        lines = [head, f"loss per token {self.loss:.6g}"]
+        for index, nmse in self.layer_nmse.items():
+            lines.append(f"layer {index:3} NMSE {nmse:.6g}")
+        for name, norm in self.gradient_norms.items():
+            lines.append(f"{name:{width}} gradient norm {norm:.6g}")
+        return "\n".join([*lines, *verdict_lines(self.verdict)])
 
 
 def replay_batch(
@@ -67,15 +59,8 @@ def replay_batch(
     model_name: str | None = None,
     device: str | torch.device | None = None,
 ) -> BatchReplay:
-    """Compute one micro-batch of a bundle alone, in the bundle's state.
-
-    Args:
-        folder: of the bundle.
-        micro_batch: index in its window.
-        model_name, device: as for `replay`.
-
-    Raises:
-        BundleError, ConfigError: as `replay`.
+    """Compute one micro-batch of a bundle's window alone, in the bundle's state; arguments and
+    errors as in `replay`.
     """
     bundle = read_bundle(folder)
     check_index(bundle, micro_batch)
@@ -90,20 +75,18 @@ def replay_batch(
             for name, p in state.parameters.items()
             if p.grad is not None
         }
-        exploded = not math.isfinite(
-            float(sums.loss) + float(torch.linalg.vector_norm(torch.tensor([*norms.values()])))
-        )
-        layers = [index for index, _ in npt_layers(state.model)]
+        norm = float(torch.linalg.vector_norm(torch.tensor([*norms.values()])))
+        exploded = not math.isfinite(float(sums.loss) + norm)
+        layers: dict[int, float] = {}
+        if bundle.train_config.hidden_weight:
+            indices = [index for index, _ in npt_layers(state.model)]
+            layers = dict(zip(indices, (sums.layer_nmse / sums.tokens).tolist(), strict=True))
         return BatchReplay(
             micro_batch,
             batch.sample_ids,
             batch.tokens,
             loss=float(sums.loss) / sums.tokens,
-            layer_nmse=(
-                dict(zip(layers, (sums.layer_nmse / sums.tokens).tolist(), strict=True))
-                if bundle.train_config.hidden_weight
-                else {}
-            ),
+            layer_nmse=layers,
             gradient_norms=norms,
             verdict=trace_again(state, micro_batch, exploded),
         )

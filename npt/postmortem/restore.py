@@ -1,6 +1,4 @@
-"""The state of a bundle, restored on its base: every attempt starts from it and never changes
-it.
-"""
+"""The state of a bundle, restored on its base: every attempt starts from it and leaves it so."""
 
 from __future__ import annotations
 
@@ -38,16 +36,7 @@ class Tried:
 
 
 class RestoredState:
-    """Model, optimizer, schedule and random state as the window of a bundle found them.
-
-    Args:
-        bundle: of the state.
-        model: its base, with adapters attached.
-        teacher: the run's own teacher, if it had one.
-
-    Raises:
-        CheckpointError, AdapterFileError: the bundle's tensors do not fit the model.
-    """
+    """Model, optimizer, schedule and random state as the window of a bundle found them."""
 
     def __init__(
         self, bundle: Bundle, model: PreTrainedModel, teacher: PreTrainedModel | None = None
@@ -71,15 +60,12 @@ class RestoredState:
         """Return the sums of one micro-batch, computed as in the run: with its random numbers, and
         in parts of its size, on which an overflow may depend.
         """
-        strategy, splitter = self._strategy, MicroBatchSplitter(self.bundle.samples_at_once)
-        return forward_backward(self.model, strategy, batch, self.bundle.train_config, splitter)
+        config, splitter = self.bundle.train_config, self._splitter()
+        return forward_backward(self.model, self._strategy, batch, config, splitter)
 
     def window(self, batches: Sequence[Batch], limits: tuple[float, float] | None = None) -> Tried:
-        """Make one step, as the run would have; the state is the bundle's before and after.
-
-        Args:
-            batches: its micro-batches, on the host.
-            limits: of the spike guard; None refuses no spike.
+        """Make one step, as the run would have, with limits of the spike guard, if any; the state
+        is the bundle's before and after.
         """
         self.restore()
         step = self._step()
@@ -93,13 +79,13 @@ class RestoredState:
         return Tried(tuple(result.refusals), tuple(window.history))
 
     def _step(self) -> TrainStep:
-        """Return a step in the bundle's state."""
-        bundle, splitter = self.bundle, MicroBatchSplitter(self.bundle.samples_at_once)
-        step = TrainStep(
-            self.model, self._strategy, bundle.train_config, [bundle.rate], splitter=splitter
-        )
+        config, rates = self.bundle.train_config, [self.bundle.rate]
+        step = TrainStep(self.model, self._strategy, config, rates, splitter=self._splitter())
         self._state.restore(step.window)
         return step
+
+    def _splitter(self) -> MicroBatchSplitter:
+        return MicroBatchSplitter(self.bundle.samples_at_once)
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in adapters, moments and base before anything is computed."""
@@ -117,17 +103,12 @@ def restored(
 ) -> Iterator[RestoredState]:
     """Load the bundle's base, check that it is the same, and restore the bundle's state on it.
 
-    Precision of torch's products and random state are the bundle's within the context only.
-
-    Args:
-        bundle: from `read_bundle`.
-        model_name: of the base; default the recorded name.
-        device: default the recorded kind, since statistics of 4-bit weights are rounded otherwise
-            on another.
+    Precision of torch's products and random state are the bundle's within the context only. Default
+    are the recorded base and kind of device: statistics of 4-bit weights are rounded otherwise on
+    another.
 
     Raises:
-        BundleError: the base cannot be loaded or is another one, or the bundle's tensors do not fit
-            it.
+        BundleError: the base cannot be loaded, is another one, or does not fit the tensors.
         ConfigError: no such kind of device exists.
     """
     precision = torch.get_float32_matmul_precision()
@@ -142,8 +123,7 @@ def restored(
 
 
 def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTrainedModel:
-    base = bundle.base
-    quantization = base.quantization if base.quantization in QUANT_TYPES else None
+    base, recorded = bundle.base, f"{bundle.folder} was recorded on"
     kind = bundle.device.split(":")[0]
     if device is None and kind == "cpu":
         device = "cpu"
@@ -151,53 +131,46 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         device = None if device is None else torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
-    half = base.quantization is None and base.dtype == "float16"
-    compute_dtype = "bf16" if base.quantization is not None and base.dtype == "bfloat16" else "fp32"
+    packed = base.quantization is not None
     try:
         model, _ = load_base(
             name,
-            quantization=quantization,
+            quantization=base.quantization if base.quantization in QUANT_TYPES else None,
             device=device,
-            use_fp16=half,
-            compute_dtype=compute_dtype,
+            use_fp16=not packed and base.dtype == "float16",
+            compute_dtype="bf16" if packed and base.dtype == "bfloat16" else "fp32",
             attn_implementation=_attention(bundle, "attn_implementation"),
         )
     except ModelError as error:
         raise BundleError(
-            f"{bundle.folder} was recorded on a base that cannot be loaded: {error}; pass the run's"
-            " own --model_name"
+            f"{recorded} a base that cannot be loaded: {error}; pass the run's own --model_name"
         ) from error
     found = base_hash(model)
     if found != base.hash:
         here = next(model.parameters()).device.type
-        elsewhere = (
-            f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})"
-            if here != kind
-            else ""
-        )
+        elsewhere = f", on {kind} (statistics of 4-bit weights are rounded otherwise on {here})"
         raise BundleError(
-            f"{bundle.folder} was recorded on base {base.hash[:12]} ({base.name!r}), {name!r} is"
-            f" {found[:12]}; pass the run's own model with --model_name{elsewhere}"
+            f"{recorded} base {base.hash[:12]} ({base.name!r}), {name!r} is {found[:12]}; pass the"
+            f" run's own model with --model_name{elsewhere if here != kind else ''}"
         )
     try:
-        attach(model, bundle.adapter_config)
+        attach(model, bundle.adapter.config)
     except ConfigError as error:
         raise BundleError(f"{bundle.folder} does not fit its base: {error}") from error
     return model
 
 
-def _attention(bundle: Bundle, *settings: str) -> str:
+def _attention(bundle: Bundle, *names: str) -> str:
     """Return the attention recorded under the first of these settings; the default if none is
     recorded, or one that `load_base` does not know."""
-    recorded = next(
-        (bundle.said["settings"][name] for name in settings if name in bundle.said["settings"]),
-        None,
-    )
+    settings = bundle.said["settings"]
+    recorded = next((settings[name] for name in names if name in settings), None)
     return recorded if recorded in ATTENTIONS else "sdpa"
 
 
 def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrainedModel | None:
-    precision = bundle.said["settings"].get("teacher_precision")
+    settings = bundle.said["settings"]
+    precision, with_teacher = settings.get("teacher_precision"), "was recorded with"
     if precision is None:
         return None
     try:
@@ -206,12 +179,12 @@ def _load_teacher(bundle: Bundle, name: str, device: torch.device) -> PreTrained
         teacher = load_teacher(name, precision, device=device, attn_implementation=attention)
     except (ConfigError, ModelError) as error:
         raise BundleError(
-            f"{bundle.folder} was recorded with a teacher that cannot be loaded: {error}"
+            f"{bundle.folder} {with_teacher} a teacher that cannot be loaded: {error}"
         ) from error
-    recorded, found = str(bundle.said["settings"].get("teacher")), base_hash(teacher)
+    recorded, found = str(settings.get("teacher")), base_hash(teacher)
     if found != recorded:
         raise BundleError(
-            f"{bundle.folder} was recorded with teacher {recorded[:12]}, {name!r} is {found[:12]};"
+            f"{bundle.folder} {with_teacher} teacher {recorded[:12]}, {name!r} is {found[:12]};"
             " pass its own --model_name"
         )
     return teacher

@@ -1,14 +1,13 @@
 """Write a post-mortem when training stops for numerical reasons.
 
     postmortem/step-00000123/
-      adapter/ state.safetensors state.json manifest.json   a checkpoint: the state that the window
-                                                            found, whatever its numbers
+      adapter/ state.safetensors state.json manifest.json   a checkpoint from before the window
       window.safetensors                                    the micro-batches of the window
       postmortem.json                                       refusals, settings, verdict, findings
 
-The state and the micro-batches, without which nothing can be replayed, are written first, as a
-whole or not at all. To find out more, one micro-batch is computed again, which may fail in any way
-or be killed; its findings are added to `postmortem.json` afterwards.
+The state, whatever its numbers, and the micro-batches are written first, as a whole or not at all.
+To find out more, one micro-batch is computed again, which may fail in any way or be killed; its
+findings are added to `postmortem.json` afterwards.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ from npt.base.identity import BaseIdentity, base_hash
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
+from npt.diagnostics.guards import Finding, base_fault, moments_fault, tensor_fault
+from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.trace import trace
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
-from npt.random_state import kept_random_state, random_state
+from npt.random_state import random_state
 from npt.runs.checkpoint import write_state
 from npt.runs.manifest import POSTMORTEM, write_manifest
 from npt.step.gradient_window import GradientWindow
@@ -81,15 +81,8 @@ class Situation:
 
 
 def write_postmortem(run: Path, situation: Situation) -> Path:
-    """Write `postmortem/step-XXXXXXXX` below the run folder; model, optimizer and random state stay
-    as they are.
-
-    Args:
-        run: the run folder.
-        situation: at the stop.
-
-    Returns:
-        The bundle's folder.
+    """Write `postmortem/step-XXXXXXXX` below the run folder and return it; model, optimizer and
+    random state stay as they are.
 
     Raises:
         OSError: it could not be written.
@@ -123,14 +116,7 @@ def write_postmortem(run: Path, situation: Situation) -> Path:
 
 def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> int | None:
     """Return the micro-batch of a window to trace: the first that was refused for its numbers,
-    else, if the whole window was refused, the one with the largest gradient.
-
-    Args:
-        refusals: of the window.
-        traces: of its micro-batches that were computed.
-
-    Returns:
-        Its index; None if nothing was computed.
+    else, if the whole window was refused, the computed one with the largest gradient, if any.
     """
     refusals = list(refusals)
     own = [r.micro_batch for r in refusals if r.micro_batch is not None and r.kind != "data"]
@@ -147,57 +133,40 @@ def first_fault(
 ) -> Verdict | None:
     """Return the operation that made a micro-batch's first bad number.
 
-    Args:
-        model: with adapters attached.
-        batch: the micro-batch.
-        run: computes it.
-        exploded: it, or its window, was refused. If every number is finite, the first one too large
-            to be squared is traced then, since a norm overflows before its elements do.
+    If it, or its window, was refused (`exploded`) and every number is finite, the first one too
+    large to be squared is traced, since a norm overflows before its elements do.
     """
     verdict = trace(model, batch, run=run)
-    return (
-        trace(model, batch, run=run, limit=EXPLOSION) if verdict is None and exploded else verdict
-    )
-
-
-@contextmanager
-def untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Give the adapters no gradients within the context, and restore gradients and random state."""
-    parameters = adapter_parameters(model).values()
-    gradients = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        with kept_random_state():
-            yield
-    finally:
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
+    if verdict is None and exploded:
+        return trace(model, batch, run=run, limit=EXPLOSION)
+    return verdict
 
 
 def _known(situation: Situation) -> dict[str, Any]:
     """Return everything that needs no computation, and null for the rest."""
-    c, result, step = situation.config, situation.result, situation.step
-    kind = kind_of_run(c.scheduler_type, situation.total_steps)
+    c, result, total_steps = situation.config, situation.result, situation.total_steps
+    accepted, gradients = situation.accepted[:ACCEPTED], situation.gradients
+    kind = kind_of_run(c.scheduler_type, total_steps)
+    at_once = situation.samples_at_once
     return {
         "version": VERSION,
         "reason": situation.reason,
         "refusals": [r.as_dict() for r in result.refusals],
         "sample_ids": [list(b.sample_ids) for b in situation.window],
-        "accepted_sample_ids": [list(b.sample_ids) for b in situation.accepted[:ACCEPTED]],
+        "accepted_sample_ids": [list(b.sample_ids) for b in accepted],
         "offsets": [b.offset for b in situation.window],
-        "accepted_offsets": [b.offset for b in situation.accepted[:ACCEPTED]],
-        "history": [asdict(t) for t in situation.gradients.history],
+        "accepted_offsets": [b.offset for b in accepted],
+        "history": [asdict(t) for t in gradients.history],
         "schedule": {
             "learning_rate": c.learning_rate,
             "scheduler_type": kind,
             "warmup_steps": c.warmup_steps,
-            "total_steps": situation.total_steps,
+            "total_steps": total_steps,
             "next_rate": rate_at(
-                step, c.learning_rate, kind, c.warmup_steps, situation.total_steps
+                situation.step, c.learning_rate, kind, c.warmup_steps, total_steps
             ),
         },
-        "spike_limits": None if situation.gradients.spikes is None else list(result.limits),
+        "spike_limits": None if gradients.spikes is None else list(result.limits),
         "settings": {**situation.record["settings"], **asdict(c)},  # of this stage
         "base": {
             "quantization": quantization_of(situation.model),
@@ -208,9 +177,7 @@ def _known(situation: Situation) -> dict[str, Any]:
         "base_hash_at_stop": None,
         "precision": None,
         "findings": {"adapters": None, "moments": None, "base": None},
-        "samples_at_once": (
-            c.batch_size if situation.samples_at_once is None else situation.samples_at_once
-        ),
+        "samples_at_once": c.batch_size if at_once is None else at_once,
         "micro_batch": suspect(result.refusals, _traces(situation)),
         "record": None,
         "verdict": None,
@@ -234,9 +201,7 @@ def _tokens(situation: Situation) -> dict[str, Tensor]:
 
 
 def _observed(situation: Situation) -> dict[str, Any]:
-    """Return findings about the state that the window found, and by name why one could
-    not be had.
-    """
+    """Return findings about the state before the window, and by name why one could not be had."""
     model, index = situation.model, suspect(situation.result.refusals, _traces(situation))
     failures: dict[str, str] = {}
 
@@ -250,14 +215,14 @@ def _observed(situation: Situation) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with _as_before(situation):
         parameters = adapter_parameters(model)
-        looks = {
-            "adapters": lambda: _text(tensor_fault(parameters)),
-            "moments": lambda: _text(
-                moments_fault(parameters, situation.gradients.update.optimizer)
-            ),
-            "base": lambda: _text(base_fault(model)),
+        optimizer = situation.gradients.update.optimizer
+        looks: dict[str, Callable[[], Finding | None]] = {
+            "adapters": lambda: tensor_fault(parameters),
+            "moments": lambda: moments_fault(parameters, optimizer),
+            "base": lambda: base_fault(model),
         }
-        found["findings"] = {name: seen(name, look) for name, look in looks.items()}
+        findings = {name: seen(name, look) for name, look in looks.items()}
+        found["findings"] = {name: f and f.message for name, f in findings.items()}
         found["base_hash_at_stop"] = seen("base_hash_at_stop", lambda: base_hash(model))
         found["precision"] = seen("precision", lambda: _precision(model))
         if index is not None:
@@ -291,10 +256,6 @@ def _as_before(situation: Situation) -> Iterator[None]:
                 parameters[name].copy_(value)
 
 
-def _text(finding: object) -> str | None:
-    return None if finding is None else str(finding)
-
-
 def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
     """Return the findings of the audit, or its refusal."""
     try:
@@ -305,10 +266,10 @@ def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
 
 def _recorded(situation: Situation, micro_batch: int) -> dict[str, Any]:
     """Return the record of every tensor of one micro-batch."""
-    from npt.diagnostics.recorder.recorder import (
-        Recorder,  # here, so that all else can be had without it
-    )
+    # here, so that all else can be had without it
+    from npt.diagnostics.recorder.recorder import Recorder
 
-    with untouched(situation.model), Recorder(situation.model) as recorder:
+    model = situation.model
+    with untouched(model, None), Recorder(model) as recorder:
         situation.fill(situation.window[micro_batch])
     return replace(recorder.record(step=situation.step + 1), micro_batch=micro_batch).as_dict()

@@ -210,7 +210,7 @@ def test_a_plan_shows_all_memory_and_time_in_80_columns(
         assert words in out
     for words in (
         "converted layers (2)",
-        "layers in front of them (1)",
+        "layers before them (1)",
         "other layers (3)",
         "optimizer step",
         "tokens per second",

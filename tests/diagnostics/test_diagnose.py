@@ -21,7 +21,7 @@ def model(load_model):
     return model
 
 
-def test_a_clean_micro_batch_has_no_finding_and_leaves_everything_as_it_was(model, batch) -> None:
+def test_a_clean_micro_batch_has_no_finding_and_changes_nothing(model, batch) -> None:
     weights = {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
     state = torch.get_rng_state()
     assert diagnose(model, batch) is None

@@ -164,7 +164,7 @@ def test_a_bad_moment_is_named(key, value) -> None:
     assert finding is not None and finding.name == f"{key} of b"
 
 
-def test_a_negative_second_moment_is_named_and_a_negative_first_is_normal() -> None:
+def test_a_negative_second_moment_is_named_a_negative_first_is_normal() -> None:
     parameters, optimizer = stepped()
     optimizer.state[parameters["a"]]["exp_avg"][0] = -1.0
     assert moments_fault(parameters, optimizer) is None

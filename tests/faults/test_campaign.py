@@ -245,7 +245,7 @@ def test_padding_that_takes_part_of_a_window_is_harm(monkeypatch) -> None:
 
     monkeypatch.setattr(greedy, "batch_from_tensors", closed)
     verdict = judged(at_once("sight-window")).verdict
-    assert not verdict.passed and "prompt 0 goes on with" in verdict.detail
+    assert not verdict.passed and "prompt 0 continues with" in verdict.detail
 
 
 def test_a_space_that_the_tokenizer_made_up_is_harm(monkeypatch) -> None:

@@ -250,7 +250,7 @@ def blank_first_row(mask: torch.Tensor, valid: torch.Tensor | None) -> torch.Ten
 
 
 def leaking(patch: pytest.MonkeyPatch, base: Base) -> None:
-    """Whatever stands in a row, padding or not, moves the stream of the others by a little."""
+    """The content of a row, padding or not, moves the stream of the others by a little."""
     honest = local.open_stream
 
     def careless(model: Any, batch: Any) -> Any:
@@ -441,7 +441,7 @@ def anomaly_off():
 
 def in_turns(mistake: str) -> list[Callable[[Base], Check]]:
     """The checks that are about a mistake, and a sixth of the others: each of them meets a sixth of
-    the mistakes that it has to pass.
+    the mistakes that it must pass.
     """
     turn, about = list(MISTAKES).index(mistake) % 6, MISTAKES[mistake][1]
     return [c for number, c in enumerate(CHECKS) if c.__name__ in about or number % 6 == turn]
@@ -501,7 +501,7 @@ def test_a_valid_token_without_a_key_is_found(monkeypatch, base) -> None:
             check_maths.normalised,
             "the NMSE is nan for a teacher's state of size 0",
         ),
-        ("a second copy", check_maths.shared, "32,768 bytes beside the base"),
+        ("a second copy", check_maths.shared, "32,768 bytes more than the base"),
         (
             "a mask that forgets padding",
             check_training.keyed,

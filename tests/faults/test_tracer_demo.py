@@ -51,7 +51,7 @@ def test_the_planted_fault_is_found_exactly(planted, shared_student, monkeypatch
     assert line.found == str(line.truth)
     assert line.verdict is not None and line.verdict.cause == line.truth.cause
     assert line.passed
-    # What a reader goes by, beside the place: a sentence, a remedy that fits, and a text that is
+    # What a reader goes by, besides the place: a sentence, a remedy that fits, and a text that is
     # whole.
     assert line.verdict.remedy == CAUSES[line.truth.cause]
     assert line.verdict.explanation in str(line.verdict)

@@ -181,7 +181,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "sample ids that are numbers": (entry("sample_ids")([[1], [2]]), "expected a list of names"),
     "no micro-batch": (entry("sample_ids")([]), "names no micro-batch"),
     "more micro-batches than there are": (
-        lambda said: said["sample_ids"].append(["x"]),
+        lambda said: (said["sample_ids"].append(["x"]), said["offsets"].append(0)),
         "lacks the tensor '2.",
     ),
     "more samples than rows": (
@@ -322,7 +322,7 @@ def spare(tmp_path_factory) -> Path:
     byte=st.integers(0, 255),
     cut=st.booleans(),
 )
-def test_whatever_byte_is_changed_or_lost_it_is_read_or_refused_in_one_line(
+def test_any_changed_or_lost_byte_is_read_or_refused_in_one_line(
     bundle, spare, name, where, byte, cut
 ) -> None:
     shutil.rmtree(spare, ignore_errors=True)

@@ -37,8 +37,8 @@ def packed_rows(count: int = 3) -> list[Sample]:
 
 @pytest.fixture(params=["left", "right"])
 def full(request) -> Batch:
-    """A batch in which no field has its default. A new field of `Batch` has to be given here, and
-    is then held to be carried.
+    """A batch in which no field has its default. A new field of `Batch` must be given here,
+    and is then held to be carried.
     """
     made = replace(collate(packed_rows(), 2, side=request.param), offset=5)
     for field in fields(Batch):

@@ -22,13 +22,14 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
+from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.postmortem import write as postmortem
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
-from npt.postmortem.write import Situation, first_fault, suspect, untouched, write_postmortem
+from npt.postmortem.write import Situation, first_fault, suspect, write_postmortem
 from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
 from npt.step.train_step import TrainStep
@@ -146,13 +147,11 @@ def test_the_bundle_holds_the_window_as_collated_and_the_refusals(student, tmp_p
     ]
 
 
-def test_the_bundle_holds_schedule_counters_settings_base_precision_and_versions(
-    student, tmp_path
-) -> None:
+def test_the_bundle_holds_schedule_settings_base_and_versions(student, tmp_path) -> None:
     folder = write_postmortem(tmp_path, situation(student))
     record, state = said(folder), said(folder, "state.json")
     schedule = record["schedule"]
-    # eight of the sixteen steps behind warm-up are done
+    # eight of the sixteen steps after warm-up are done
     assert schedule.pop("next_rate") == pytest.approx(0.1 * (1 - 8 / 16))
     assert schedule == {
         "learning_rate": 0.1,
@@ -187,7 +186,7 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
     )
     read = read_bundle(stop(made))
     setup = made.setup
-    assert read.train_config == setup.config and read.adapter_config == setup.adapter_config
+    assert read.train_config == setup.config and read.adapter.config == setup.adapter_config
     assert (
         read.said["settings"] == json.loads((made.folder_path / "run.json").read_text())["settings"]
     )
@@ -203,7 +202,7 @@ def test_a_bundle_is_read_back_as_it_was_written(trainer, poisoned_folder) -> No
         assert not torch.equal(value, parameter.detach())
 
 
-def test_a_share_that_is_exceeded_at_a_clean_window_leaves_the_last_window_that_was_not(
+def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
     trainer, poisoned_folder, monkeypatch
 ) -> None:
     """A share counts from the fiftieth micro-batch on, and that one was accepted."""
@@ -247,9 +246,7 @@ def test_a_poisoned_adapter_is_stored_and_named(student, tmp_path) -> None:
     assert findings["base"] is None
 
 
-def test_a_module_that_computes_in_another_dtype_is_recorded_as_what_the_audit_says(
-    student, tmp_path
-) -> None:
+def test_a_module_in_another_dtype_is_recorded_as_the_audits_words(student, tmp_path) -> None:
     student.model.layers[0].mlp.up_proj.compute_dtype = torch.float16
     precision = said(write_postmortem(tmp_path, situation(student)))["precision"]
     assert "model.layers.0.mlp.up_proj computes in float16" in precision
@@ -322,14 +319,24 @@ def traces(*norms: float) -> list[MicroBatchRecord]:
         ([Refusal("norm", "")], [], None),
     ],
 )
-def test_the_first_refused_micro_batch_is_looked_into_or_else_the_loudest(
+def test_the_first_refused_micro_batch_is_traced_or_else_the_loudest(
     refusals, computed, expected
 ) -> None:
     assert suspect(refusals, computed) == expected
 
 
 def verdict(value: float) -> Verdict:
-    return Verdict("cause", "forward", 1, "", "mul", "", "output", (0,), value, "loss", "", "")
+    return Verdict(
+        cause="cause",
+        phase="forward",
+        operation="mul",
+        tensor="output",
+        index=(0,),
+        value=value,
+        reached="loss",
+        explanation="",
+        remedy="",
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,7 +348,7 @@ def verdict(value: float) -> Verdict:
         (None, None, True, None),
     ],
 )
-def test_where_every_number_is_finite_one_too_large_to_be_squared_is_looked_for(
+def test_finite_numbers_are_searched_for_one_too_large_to_be_squared(
     student, batch, monkeypatch, plain, limited, exploded, expected
 ) -> None:
     def trace(model: Any, batch: Batch, *, run: Any, limit: float = math.inf) -> Verdict | None:
@@ -363,7 +370,7 @@ def test_where_every_number_is_finite_one_too_large_to_be_squared_is_looked_for(
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(
+def test_writing_changes_no_weights_gradients_or_random_state(
     student, tmp_path, monkeypatch, applied
 ) -> None:
     stopped = situation(student)
@@ -374,7 +381,7 @@ def test_writing_it_changes_neither_weights_nor_gradients_nor_random_state(
             value += 1
 
     def recorded(stopped: Situation, index: int) -> dict[str, Any]:
-        with untouched(student):
+        with untouched(student, None):
             torch.rand(3)
             stopped.fill(stopped.window[index])
             raise RuntimeError("half way")
@@ -461,7 +468,7 @@ def test_a_disk_that_fills_up_behind_the_bundle_costs_the_extras_only(
     assert len(read_bundle(write_postmortem(tmp_path, situation(student))).window) == 2
 
 
-def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(
+def test_a_full_disk_does_not_hide_why_the_run_stopped(
     trainer, poisoned_folder, monkeypatch
 ) -> None:
     made = trainer(poisoned_folder, [*good(15), BAD])
@@ -493,9 +500,7 @@ def test_a_disk_that_is_full_for_everything_does_not_hide_why_the_run_stopped(
     assert not list((made.folder_path / "postmortem").iterdir())
 
 
-def test_a_place_that_cannot_be_written_to_is_said_with_the_reason_of_the_stop(
-    trainer, poisoned_folder
-) -> None:
+def test_an_unwritable_place_is_said_with_the_reason_of_the_stop(trainer, poisoned_folder) -> None:
     made = trainer(poisoned_folder, [*good(3), BAD])
 
     def block(model: Any, number: int) -> None:

@@ -51,7 +51,7 @@ def places(refusals: Any) -> list[tuple[str, int | None]]:
 
 def test_an_overflowing_sample_is_found_in_the_state_of_the_run(trainer, poisoned_folder) -> None:
     """In windows of two, so that the other micro-batch was stepped on, and read late the window
-    behind it as well.
+    after it as well.
     """
     found = replay(
         stop(
@@ -79,7 +79,7 @@ def test_an_overflowing_sample_is_found_in_the_state_of_the_run(trainer, poisone
     assert len({t.sample_ids for t in found.traces}) == 2
 
 
-def test_a_micro_batch_that_was_computed_in_parts_is_replayed_in_those_parts(
+def test_a_micro_batch_computed_in_parts_is_replayed_in_those_parts(
     trainer, poisoned_folder, monkeypatch
 ) -> None:
     """With more samples at once a replay could lack the very memory that the run had lacked."""
@@ -117,9 +117,7 @@ def test_an_adapter_that_is_not_finite_is_the_state_and_is_named(trainer, tiny_f
     assert name in str(found)
 
 
-def test_adapters_that_have_grown_too_large_are_the_state_though_every_number_is_finite(
-    trainer, tiny_folder
-) -> None:
+def test_adapters_grown_too_large_but_finite_are_a_fault_of_the_state(trainer, tiny_folder) -> None:
     def grow(model: Any, number: int) -> None:
         if number == 4:
             model.get_parameter("model.layers.1.npt.B.down").data.fill_(1e25)
@@ -204,9 +202,7 @@ def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder) -> None:
     assert read.limits is not None and all(math.isfinite(limit) for limit in read.limits)
 
 
-def test_token_ids_outside_the_vocabulary_are_the_data_without_a_trace(
-    trainer, tiny_folder
-) -> None:
+def test_unknown_token_ids_are_a_fault_of_the_data_without_a_trace(trainer, tiny_folder) -> None:
     found = replay(
         stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}]))
     )
@@ -234,9 +230,7 @@ def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, half) -> 
     assert found.classification == "data"
 
 
-def test_a_packed_base_is_loaded_with_products_in_the_dtype_that_it_had(
-    trainer, tiny_folder
-) -> None:
+def test_a_packed_base_is_loaded_with_products_in_its_recorded_dtype(trainer, tiny_folder) -> None:
     folder = stop(
         trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], compute_dtype="bf16")
     )
@@ -303,9 +297,7 @@ def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) 
     assert caught.value.exit_status == 5
 
 
-def test_a_base_whose_statistics_are_rounded_otherwise_is_not_replayed_on(
-    bundle, monkeypatch
-) -> None:
+def test_a_base_with_otherwise_rounded_statistics_is_refused(bundle, monkeypatch) -> None:
     load = restore.load_base
 
     def load_rounded(*arguments: Any, **more: Any) -> Any:
@@ -388,7 +380,7 @@ def refusal(kind: str) -> Refusal:
         (["update"], None, [True], "state"),
     ],
 )
-def test_the_classification_follows_from_what_recurs_what_is_broken_and_what_else_fails(
+def test_the_class_follows_from_refusals_findings_and_trials(
     found, finding, failing, expected
 ) -> None:
     trials = [Trial("", True, (refusal("loss"),) if failed else ()) for failed in failing]
@@ -401,7 +393,7 @@ def test_the_classification_follows_from_what_recurs_what_is_broken_and_what_els
     rows=st.lists(st.integers(0, 7), min_size=1, max_size=4),
     avoided=st.sets(st.integers(0, 299)),
 )
-def test_fresh_tokens_are_in_the_vocabulary_and_none_of_those_to_be_avoided(
+def test_fresh_tokens_are_of_the_vocabulary_and_none_to_be_avoided(
     seed, vocab_size, rows, avoided
 ) -> None:
     mask = torch.tensor([[1] * n + [0] * (7 - n) for n in rows])
@@ -459,9 +451,7 @@ def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys
     assert "verdict: data" in capsys.readouterr().out
 
 
-def test_a_run_killed_by_nan_replays_in_another_process_with_the_same_first_bad_index(
-    tmp_path, capfd
-) -> None:
+def test_a_run_killed_by_nan_replays_in_another_process(tmp_path, capfd) -> None:
     """The embedded model with a finite 1e30 in the embedding of one token, and data in which one
     sample has it.
     """

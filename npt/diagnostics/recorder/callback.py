@@ -21,15 +21,15 @@ class RecorderCallback(TrainerCallback):
     the first process only.
 
     A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when
-    training ends. Between chosen steps no hook is on the model. What goes wrong here is logged as a
+    training ends. Between chosen steps no hook is on the model. An error here is logged as a
     warning and never ends the training.
 
     Args:
-        folder: where to write.
+        folder: of the files.
         steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5` or a mix.
         every: also every so many steps.
         gradients, layers: of the `Recorder`.
-        say: gets each line of what was recorded and where.
+        say: gets each line about a recorded step or its files.
 
     Raises:
         ConfigError: steps that cannot be read.
@@ -46,11 +46,8 @@ class RecorderCallback(TrainerCallback):
         say: Callable[[str], None] = print,
     ):
         self.recording = Recording(folder, steps, every)
-        self._gradients, self._layers, self._say = (
-            gradients,
-            None if layers is None else tuple(layers),
-            say,
-        )
+        self._gradients, self._say = gradients, say
+        self._layers = None if layers is None else tuple(layers)
         self._recorder: Recorder | None = None
         self._step = 0
 
@@ -69,32 +66,13 @@ class RecorderCallback(TrainerCallback):
         self._step = step
         self.recording.begin(step)
         try:
-            self._recorder = Recorder(
-                model, gradients=self._gradients, layers=self._layers
-            ).__enter__()
+            recorder = Recorder(model, gradients=self._gradients, layers=self._layers)
+            self._recorder = recorder.__enter__()
         except Exception as error:
             self._warn("record", error)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._finish()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._finish()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._drop()
-        try:
-            pictures = self.recording.draw()
-        except Exception as error:
-            self._warn("draw the records", error)
-        else:
-            if pictures:
-                self._say(
-                    f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
-                )
-
-    def _finish(self) -> None:
-        """The micro-batch that was being recorded is over."""
+        """Keep the record of the first micro-batch, which is over."""
         recorder = self._drop()
         if recorder is None:
             return
@@ -104,6 +82,18 @@ class RecorderCallback(TrainerCallback):
         except Exception as error:
             self._warn("record", error)
 
+    on_step_end = on_substep_end
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._drop()
+        try:
+            pictures = self.recording.draw()
+        except Exception as error:
+            self._warn("draw the records", error)
+        else:
+            if pictures:
+                self._say(f"pictures of the recorded steps: {', '.join(map(str, pictures))}")
+
     def _drop(self) -> Recorder | None:
         """Take the hooks off, if any are on."""
         recorder, self._recorder = self._recorder, None
@@ -111,7 +101,6 @@ class RecorderCallback(TrainerCallback):
             recorder.__exit__()
         return recorder
 
-    def _warn(self, what: str, error: Exception) -> None:
-        _log.warning(
-            "could not %s at step %d: %s: %s", what, self._step, type(error).__name__, error
-        )
+    def _warn(self, deed: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        _log.warning("could not %s at step %d: %s", deed, self._step, reason)

@@ -1,9 +1,7 @@
-"""A record as a grid: decoder layers down, checkpoints across, and one number in each cell. What
-the pictures draw.
+"""A record as a grid: decoder layers down, checkpoints across, and one number in each cell.
 
 Lines run in the order of the forward pass, modules outside the decoder layers among them; columns
-are what stands behind the layer's index in a tensor's name. Both are derived from the rows, so any
-module can be drawn. Gradients stand where their values do, so that a cell can be found again: a
+are the rest of a tensor's name after the layer's index. Gradients have the cells of their values: a
 forward fault spreads right and down, a gradient's left and up.
 """
 
@@ -20,7 +18,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from npt.diagnostics.recorder.record import Direction, Record, Row
+from npt.diagnostics.recorder.record import DIRECTIONS, Direction, Record, Row
 
 Quantity = Literal["rms", "absmax", "maximum_share", "finite_share", "saturation", "update_ratio"]
 
@@ -36,7 +34,7 @@ T = TypeVar("T")
 
 
 class Mark(IntEnum):
-    """What a cell is before any number is looked at; the largest is the worst."""
+    """The state of a cell, whatever its number; the largest is the worst."""
 
     ABSENT = 0
     FINITE = 1
@@ -57,10 +55,14 @@ class Line:
     def parent(self) -> str:
         return self.name.rpartition(".")[0]
 
+    @property
+    def tail(self) -> str:
+        return self.name.rpartition(".")[2]
+
 
 @dataclass(frozen=True)
 class Cell:
-    """The worst row of those that fell on one place, and how many did: a module may be called more
+    """The worst row of those that fell on one place, and their number: a module may be called more
     than once in a pass.
     """
 
@@ -74,35 +76,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the lines and columns of a grid stand for."""
+    """The lines and columns of a grid."""
 
     lines: tuple[Line, ...]
     columns: tuple[str, ...]
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Short names of the lines: a layer's index, a module's last part, each where that is
-        enough to tell it apart.
-        """
-        one_stack = len({line.parent for line in self.lines if line.layer is not None}) == 1
-        tails = Counter(_tail(line.name) for line in self.lines if line.layer is None)
-        return tuple(
-            (
-                (str(line.layer) if one_stack else line.name)
-                if line.layer is not None
-                else (_tail(line.name) if tails[_tail(line.name)] == 1 else line.name) or "model"
-            )
-            for line in self.lines
-        )
+        return labels(self.lines)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One record in one direction: labels, and a number and a mark for each cell.
-
-    values: float64 [lines, columns], NaN where there is no number. marks: int8 [lines, columns],
-    values of `Mark`. first: line and column of the first non-finite tensor of the pass, None where
-    all are finite.
+    """One record in one direction. values: NaN if there is no number. marks: values of `Mark`.
+    first: line and column of the first non-finite tensor of the pass, if any.
     """
 
     lines: tuple[str, ...]
@@ -112,9 +99,24 @@ class Grid:
     first: tuple[int, int] | None
 
 
+def labels(lines: Sequence[Line], whole: str = "model") -> tuple[str, ...]:
+    """Return short names of lines: a layer's index, a module's last part, each if that is enough to
+    tell it apart; `whole` for the model itself.
+    """
+    one_stack = len({line.parent for line in lines if line.layer is not None}) == 1
+    tails = Counter(line.tail for line in lines if line.layer is None)
+
+    def label(line: Line) -> str:
+        if line.layer is not None:
+            return str(line.layer) if one_stack else line.name
+        return (line.tail if tails[line.tail] == 1 else line.name) or whole
+
+    return tuple(label(line) for line in lines)
+
+
 def place(row: Row) -> tuple[Line, str]:
-    """The line and the column of a row: `model.layers.3.mlp.gate_proj` `out` is `mlp.gate_proj out`
-    of line `model.layers.3`.
+    """Return the line and the column of a row: `model.layers.3.mlp.gate_proj` `out` is
+    `mlp.gate_proj out` of line `model.layers.3`.
     """
     return _place(row.module, row.layer, row.stage)
 
@@ -125,10 +127,8 @@ def _place(module: str, layer: int | None, stage: str) -> tuple[Line, str]:
         return Line(module, None), stage
     parts = module.split(".")
     cut = parts.index(str(layer)) + 1 if str(layer) in parts else 0
-    return (
-        Line(".".join(parts[:cut]) or f"layers.{layer}", layer),
-        f"{'.'.join(parts[cut:])} {stage}".strip(),
-    )
+    name = ".".join(parts[:cut]) or f"layers.{layer}"
+    return Line(name, layer), f"{'.'.join(parts[cut:])} {stage}".strip()
 
 
 def mark(row: Row) -> Mark:
@@ -136,32 +136,24 @@ def mark(row: Row) -> Mark:
 
 
 def cells(record: Record, direction: Direction) -> dict[tuple[Line, str], Cell]:
-    """The cells of one direction, in the order in which the pass reached them."""
+    """Return the cells of one direction, in the order of the pass."""
     found: dict[tuple[Line, str], Cell] = {}
     for row in record.rows:
         if row.direction == direction:
-            at = place(row)
-            before = found.get(at)
-            if before is None:
-                found[at] = Cell(row, 1)
-            else:
-                found[at] = Cell(max(before.row, row, key=_badness), before.calls + 1)
+            before = found.get(place(row), Cell(row, 0))
+            found[place(row)] = Cell(max(before.row, row, key=_badness), before.calls + 1)
     return found
 
 
 def layout(records: Iterable[Record], direction: Direction) -> Layout:
-    """The lines and columns that the records need in one direction, in the order of the forward
-    pass.
-
-    A line or column that only some records or layers have stands behind the one that it followed
-    there.
+    """Return the lines and columns that the records need in one direction, in the order of the
+    forward pass; those of some records or layers only come after the one that they followed there.
     """
     records = list(records)
     lines: list[Line] = []
     columns: list[str] = []
     present: set[Line | str] = set()
-    directions: tuple[Direction, ...] = ("forward", "gradient")
-    for each in directions:
+    for each in DIRECTIONS:
         for record in records:
             sequences: dict[Line, list[str]] = {}
             for line, column in cells(record, each):
@@ -180,12 +172,7 @@ def layout(records: Iterable[Record], direction: Direction) -> Layout:
 def grid(
     record: Record, direction: Direction, quantity: Quantity = "rms", where: Layout | None = None
 ) -> Grid:
-    """A record as labels and a matrix.
-
-    Args:
-        where: the layout to fill, so that records of several steps can be compared; by default the
-            record's own.
-    """
+    """Return a record as labels and a matrix, by default in the record's own layout."""
     where = layout([record], direction) if where is None else where
     values = np.full((len(where.lines), len(where.columns)), np.nan)
     marks = np.zeros(values.shape, np.int8)
@@ -197,24 +184,17 @@ def grid(
         number = value(cell.row, quantity)
         values[at] = math.nan if number is None else number
     bad = first_bad(record, direction)
-    return Grid(
-        where.labels,
-        where.columns,
-        values,
-        marks,
-        None if bad is None else (line_at[bad[0]], column_at[bad[1]]),
-    )
+    first = None if bad is None else (line_at[bad[0]], column_at[bad[1]])
+    return Grid(where.labels, where.columns, values, marks, first)
 
 
 def first_bad(record: Record, direction: Direction) -> tuple[Line, str] | None:
-    """Where the first non-finite tensor of the pass stands."""
-    return next(
-        (place(row) for row in record.rows if row.direction == direction and not row.finite), None
-    )
+    """Return the place of the first non-finite tensor of the pass."""
+    return next((place(row) for row in record.bad if row.direction == direction), None)
 
 
 def value(row: Row, quantity: Quantity) -> float | None:
-    """The quantity of one row; None where there is no such number, or it is NaN."""
+    """Return the quantity of one row; None if there is no such number, or it is NaN."""
     number: float | None
     if quantity == "maximum_share":
         largest = maximum(row.dtype)
@@ -225,22 +205,18 @@ def value(row: Row, quantity: Quantity) -> float | None:
 
 
 def maximum(dtype: str) -> float | None:
-    """The largest finite number of a floating-point dtype, by its name with or without `torch.`;
-    None for any other.
+    """Return the largest finite number of a floating-point dtype, by its name with or without
+    `torch.`; None for any other.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None)
-    return (
-        torch.finfo(found).max
-        if isinstance(found, torch.dtype) and found.is_floating_point
-        else None
-    )
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        return None
+    return torch.finfo(found).max
 
 
 def scale(numbers: Iterable[float], quantity: Quantity) -> tuple[float, float]:
-    """Where the colours begin and end: [0, 1] for a share, else in log10.
-
-    There they cover what all but a fiftieth at either end need and one decade more, at most
-    `DECADES` from the median.
+    """Return the ends of the colours: [0, 1] for a share, else in log10, for all but a fiftieth at
+    either end and one decade more, at most `DECADES` from the median.
     """
     if quantity not in LOGARITHMIC:
         return 0.0, 1.0
@@ -248,16 +224,15 @@ def scale(numbers: Iterable[float], quantity: Quantity) -> tuple[float, float]:
     logs = np.log10(array[np.isfinite(array) & (array > 0)])
     if logs.size == 0:
         return -1.0, 1.0
-    least, small, middle, large, most = (
-        float(x) for x in np.quantile(logs, (0, 0.02, 0.5, 0.98, 1))
-    )
+    ends = np.quantile(logs, (0, 0.02, 0.5, 0.98, 1))
+    least, small, middle, large, most = (float(x) for x in ends)
     low, high = max(least, small - 1, middle - DECADES), min(most, large + 1, middle + DECADES)
     return (low, high) if high - low > 0.1 else (low - 0.5, high + 0.5)
 
 
 def spread(count: int, at_most: int, include: int | None = None) -> list[int]:
-    """At most `at_most` (>= 3) of `count` indices, evenly: always the first and the last, and
-    `include` in its neighbour's stead.
+    """Return at most `at_most` (>= 3) of `count` indices, evenly: always the first and the last,
+    and `include` instead of its neighbour.
     """
     if count <= at_most:
         return list(range(count))
@@ -269,7 +244,7 @@ def spread(count: int, at_most: int, include: int | None = None) -> list[int]:
 
 
 def step_labels(records: Sequence[Record]) -> list[str]:
-    """`step 12`, with the micro-batch where a step occurs more than once."""
+    """Return `step 12` for each, with the micro-batch if a step occurs more than once."""
     times = Counter(record.step for record in records)
     return [
         f"step {r.step}" + (f", micro-batch {r.micro_batch}" if times[r.step] > 1 else "")
@@ -278,13 +253,9 @@ def step_labels(records: Sequence[Record]) -> list[str]:
 
 
 def span(records: Sequence[Record]) -> str:
-    """`step 3`, `steps 1 to 8`: what a title says."""
+    """Return `step 3` or `steps 1 to 8` for a title."""
     first, last = records[0].step, records[-1].step
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _tail(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _badness(row: Row) -> tuple[Mark, float]:
@@ -292,9 +263,7 @@ def _badness(row: Row) -> tuple[Mark, float]:
 
 
 def _merge(order: list[T], sequence: Iterable[T]) -> None:
-    """Insert what is new behind what it follows in `sequence`, or in front of what follows it
-    there.
-    """
+    """Insert what is new after its predecessor in `sequence`, or before its successor there."""
     sequence, known = list(sequence), set(order)
     at = next((order.index(item) for item in sequence if item in known), len(order))
     for item in sequence:
@@ -307,19 +276,9 @@ def _merge(order: list[T], sequence: Iterable[T]) -> None:
 
 
 def _by_depth(lines: list[Line]) -> list[Line]:
-    """Each stack of layers in ascending order, in the places that it takes: a pass that ran
+    """Return each stack of layers in ascending order, in the places that it takes: a pass that ran
     backwards meets the last one first.
     """
-    stacks = {
-        line.parent: iter(
-            sorted(
-                (x for x in lines if x.layer is not None and x.parent == line.parent), key=_depth
-            )
-        )
-        for line in lines
-    }
+    layers = sorted((x for x in lines if x.layer is not None), key=lambda line: line.layer or 0)
+    stacks = {line.parent: iter([x for x in layers if x.parent == line.parent]) for line in layers}
     return [line if line.layer is None else next(stacks[line.parent]) for line in lines]
-
-
-def _depth(line: Line) -> int:
-    return -1 if line.layer is None else line.layer

@@ -1,11 +1,12 @@
 """The page about recorded tensor health: findings first, then every recorded step as a map.
 
-The page goes into tickets and over mail, so it loads nothing. Its tables show the RMS; the script
-shows other quantities and all of a cell's statistics, from compact JSON.
+It loads nothing, to be mailed. Its tables show the RMS; the script shows other quantities and all
+of a cell's statistics, from compact JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -31,8 +32,8 @@ from npt.diagnostics.recorder.grid import (
     step_labels,
     value,
 )
-from npt.diagnostics.recorder.notable import growths, near_overflow, non_finite
-from npt.diagnostics.recorder.record import Direction, Record, Row
+from npt.diagnostics.recorder.notable import Growth, growths, near_overflow, non_finite
+from npt.diagnostics.recorder.record import DIRECTIONS, Direction, Record, Row
 from npt.report.pages import render
 from npt.report.words import clean
 
@@ -51,7 +52,6 @@ COLOURS = 24
 _WHITE_INK = 10
 """Steps, from the darkest on, on which white has a larger contrast than black."""
 
-_DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient")
 _LABELS: dict[Quantity, str] = {
     "rms": "RMS of the finite elements",
     "absmax": "largest size of a finite element",
@@ -63,13 +63,9 @@ _LABELS: dict[Quantity, str] = {
 
 
 def page(records: Sequence[Record]) -> str:
-    """Return one HTML page about the records.
-
-    Args:
-        records: at least one, with at least one row each, in ascending order of their steps.
-    """
+    """Return one HTML page about records with at least one row each, in ascending order."""
     bad = non_finite(records)
-    layouts = {d: layout(records, d) for d in _DIRECTIONS}
+    layouts = {d: layout(records, d) for d in DIRECTIONS}
     layouts = {d: where for d, where in layouts.items() if where.lines}
     area = sum(len(where.lines) * len(where.columns) for where in layouts.values())
     chosen = spread(len(records), max(3, CELLS // area), bad[0].record if bad else None)
@@ -119,7 +115,7 @@ class _Map:
             rows = [cell.row for found in steps for cell in found.values()]
             numbers = {q: [x for row in rows if (x := value(row, q)) is not None] for q in _LABELS}
             self.scales[direction] = {q: scale(found, q) for q, found in numbers.items() if found}
-        self.broken = [sum(not row.finite for row in record.rows) for record in self.records]
+        self.broken = [len(record.bad) for record in self.records]
         self.opened = next((k for k, n in enumerate(self.broken) if n), len(self.broken) - 1)
         self.quantities = [
             {"key": q, "label": _LABELS[q], "log": q in LOGARITHMIC}
@@ -138,9 +134,7 @@ class _Map:
         return Markup('<a href="#{0}-{1}" data-at="{2}">{3}</a>').format(row.direction, k, at, name)
 
     def maps(self) -> Iterator[dict[str, Any]]:
-        """Return each step and direction as a table of the RMS: an attribute and a text for each
-        cell.
-        """
+        """Yield each step and direction as a table of the RMS: attribute and text by cell."""
         for k, label in enumerate(self.labels):
             for direction, where in self.layouts.items():
                 found, first = self.cells[direction][k], first_bad(self.records[k], direction)
@@ -179,12 +173,10 @@ class _Map:
         kinds: dict[tuple[tuple[int, ...], str, int], int] = {}
         directions = []
         for direction, where in self.layouts.items():
+            names = zip(where.labels, where.lines, strict=True)
             firsts = [first_bad(record, direction) for record in self.records]
             head = {
-                "lines": [
-                    [label, line.name or label]
-                    for label, line in zip(where.labels, where.lines, strict=True)
-                ],
+                "lines": [[label, line.name or label] for label, line in names],
                 "columns": where.columns,
                 "first": [
                     None if at is None else [where.lines.index(at[0]), where.columns.index(at[1])]
@@ -192,12 +184,9 @@ class _Map:
                 ],
                 "scales": self.scales[direction],
             }
+            places = list(itertools.product(where.lines, where.columns))
             steps = (
-                ",".join(
-                    _numbers(found.get((line, column)), kinds)
-                    for line in where.lines
-                    for column in where.columns
-                )
+                ",".join(_numbers(found.get(place), kinds) for place in places)
                 for found in self.cells[direction]
             )
             grids = ",\n".join(f"[{step}]" for step in steps)
@@ -231,9 +220,7 @@ def _numbers(cell: Cell | None, kinds: dict[tuple[tuple[int, ...], str, int], in
 
 
 def _number(x: float | None) -> str:
-    """Return three digits of it, as short as JSON allows. An infinity is a number too large for the
-    reader, which makes it one again.
-    """
+    """Return three digits of it, as short as JSON allows; 1e999 is read as an infinity."""
     if x is None or math.isnan(x):
         return "null"
     if isinstance(x, int):
@@ -244,7 +231,7 @@ def _number(x: float | None) -> str:
 
 
 def _short_power(written: str) -> str:
-    return re.sub(r"e([+-])0*", lambda e: "e-" if e[1] == "-" else "e", written)
+    return re.sub(r"e\+?(-?)0*", r"e\1", written)
 
 
 def _brief(x: float) -> str:
@@ -264,33 +251,26 @@ def _findings(records: Sequence[Record], heat: _Map) -> dict[str, Any]:
         row = found.row
         return labels[found.record], row.direction, heat.link(found.record, row)
 
+    def counted(found: Any) -> tuple[Any, ...]:
+        row = found.row
+        return *where(found), *(f"{n:,}" for n in (row.nan, row.pos_inf, row.neg_inf, row.count))
+
+    def grown(found: Growth) -> tuple[Any, ...]:
+        since = f"layer {found.before}" if found.since == "layer" else labels[found.before]
+        sizes = f"{found.rms_before:.3g} at {since}", f"{found.row.rms:.3g}"
+        return *where(found), f"× {found.factor:.3g}", *sizes
+
     firsts: dict[tuple[int, Direction], Any] = {}
     for each in bad:
         firsts.setdefault((each.record, each.row.direction), each)
-
-    def counted(found: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [
-            (*where(x), *(f"{n:,}" for n in (x.row.nan, x.row.pos_inf, x.row.neg_inf, x.row.count)))
-            for x in found
-        ]
-
     return {
         "bad": len(bad),
         "passes": (min(PASSES, len(firsts)), len(firsts)),
-        "firsts": counted(list(firsts.values())[:PASSES]),
-        "listed": counted(bad[:LISTED]),
+        "firsts": [counted(x) for x in list(firsts.values())[:PASSES]],
+        "listed": [counted(x) for x in bad[:LISTED]],
         "overflow": [
             (*where(x), f"{x.row.absmax:.3g}", x.row.dtype, f"{x.share:.2g}")
             for x in near_overflow(records)
         ],
-        "growths": [
-            (
-                *where(x),
-                f"× {x.factor:.3g}",
-                f"{x.rms_before:.3g} at"
-                f" {f'layer {x.before}' if x.since == 'layer' else labels[x.before]}",
-                f"{x.row.rms:.3g}",
-            )
-            for x in growths(records)
-        ],
+        "growths": [grown(x) for x in growths(records)],
     }

@@ -1,9 +1,8 @@
-"""Recorded tensor health to look at: a still picture for a report or a ticket, and a page to search
-in.
+"""Pictures of recorded tensor health: a still one, and a page to search in.
 
-Both show layer x checkpoint for each step. What is not finite has a colour that the scale lacks and
-a symbol, and the first such tensor of a pass is framed: that one made the bad numbers or was given
-them, all others passed them on.
+Both show layer x checkpoint for each step. A tensor that is not finite has a colour that the scale
+lacks and a symbol, and the first one of a pass is framed: it made the bad numbers or was given
+them, all others passed them along.
 """
 
 from __future__ import annotations
@@ -60,16 +59,8 @@ _PROFILES: tuple[tuple[str, Direction, Callable[[Row], float | None], bool], ...
 
 
 def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw the records as `health.png` and `health.html` in `folder`, each replaced atomically.
-
-    The same records give the same bytes.
-
-    Args:
-        records: of one run, in any order.
-        folder: made if it is missing.
-
-    Returns:
-        The files.
+    """Draw the records of a run as `health.png` and `health.html` in `folder`, each replaced
+    atomically, and return the files. The same records give the same bytes.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -84,13 +75,9 @@ def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _drawable(records: Sequence[Record]) -> list[Record]:
-    """Return them in order, and without token ids and positions: the size of a whole number is no
-    activation's.
-    """
-    drawn = [
-        replace(r, rows=tuple(row for row in r.rows if maximum(row.dtype) is not None))
-        for r in records
-    ]
+    """Return them in order, and without token ids and positions, whose size is no activation's."""
+    floats = (tuple(row for row in r.rows if maximum(row.dtype) is not None) for r in records)
+    drawn = [replace(r, rows=rows) for r, rows in zip(records, floats, strict=True)]
     found = sorted((r for r in drawn if r.rows), key=lambda r: (r.step, r.micro_batch))
     if not found:
         raise ValueError(
@@ -101,14 +88,12 @@ def _drawable(records: Sequence[Record]) -> list[Record]:
 
 
 def draw(records: Sequence[Record]) -> bytes:
-    """Return the PNG: at most `PANELS` steps, forward over backward, and under them figures by
-    layer.
-    """
+    """Return the PNG: at most `PANELS` steps, forward over backward, then figures by layer."""
     import matplotlib
     import matplotlib.style
 
     labels = step_labels(records)
-    bad = next((i for i, r in enumerate(records) if any(not row.finite for row in r.rows)), None)
+    bad = next((i for i, r in enumerate(records) if r.bad), None)
     chosen = spread(len(records), PANELS, bad)
     # The settings of matplotlib's user stay out, and a `$` in a name is no formula.
     with (
@@ -145,12 +130,8 @@ class _Block:
 
 def _block(records: Sequence[Record], direction: Direction, alone: bool) -> _Block:
     where = layout(records, direction)
-    numbers = [
-        x
-        for r in records
-        for row in r.rows
-        if row.direction == direction and (x := value(row, "rms"))
-    ]
+    rows = (row for r in records for row in r.rows if row.direction == direction)
+    numbers = [x for row in rows if (x := value(row, "rms"))]
     low, high = scale(numbers, "rms")
     logs = [math.log10(x) for x in numbers]
     ends = (min(logs, default=low) < low - 1e-9, max(logs, default=high) > high + 1e-9)
@@ -173,7 +154,7 @@ def _figure(records: Sequence[Record], labels: Sequence[str], chosen: Sequence[i
     present = {row.direction for record in records for row in record.rows}
     blocks = [_block(records, d, len(chosen) == 1) for d in _HEADINGS if d in present]
     left = max(block.left for block in blocks)
-    # side by side where layers are many, else in two rows
+    # side by side if there are many layers, else in two rows
     across = len(chosen) if max(b.height for b in blocks) > 3 else math.ceil(len(chosen) / 2)
     across = len(chosen) if len(chosen) <= 3 else across
     down = math.ceil(len(chosen) / across)
@@ -303,9 +284,7 @@ def _paint_profiles(
     figure: Any, axes: Callable[..., Any], text: Callable[..., None], top: float, left: float,
     records: Sequence[Record], blocks: Sequence[_Block], labels: Sequence[str],
 ) -> None:  # fmt: skip
-    """Draw a curve per step for each figure by layer, and crosses at layers with a non-finite
-    tensor.
-    """
+    """Draw figures by layer, a curve per step, with crosses at layers that are not finite."""
     found = []
     for title, direction, of, log in _PROFILES:
         block = next((each for each in blocks if each.direction == direction), None)

@@ -1,13 +1,11 @@
-"""What stands out in a record: tensors that are not finite, tensors that exploded, gradients by
-their norm. Pure functions of it.
+"""The notable tensors of a record: not finite, exploded, largest gradients. Pure functions of it.
 
-An explosion is seen before anything overflows: a tensor whose RMS is a thousand times that of what
-it was made from. Why a thousand: in a Llama the first layers write the "massive activations" of its
-first token (up to 2,600 in one channel, Sun et al. 2024, arXiv:2402.17762), which multiplies the
-RMS of a stream that began near 0.02 by up to a few hundred over a short text, and is as it should
-be; every other module of a trained model stays far below that. In the embedded model the first
-layer multiplies the stream by 80. fp16 ends at 65,504, so from values around 1 a thousandfold
-growth leaves room for one more warning.
+An explosion is seen before anything overflows: a tensor whose RMS is a thousand times that of the
+tensor it was made from. In a Llama the first layers write the "massive activations" of its first
+token (up to 2,600 in one channel, Sun et al. 2024, arXiv:2402.17762), which multiplies the RMS of a
+stream that began near 0.02 by up to a few hundred over a short text; in the embedded model by 80.
+Every other module of a trained model stays far below. fp16 ends at 65,504, so from values around 1
+a thousandfold growth leaves room for one more warning.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ FACTOR = 1000.0
 """Growth of the RMS from which on a tensor has exploded."""
 
 _SMALL = 1.0
-"""A tensor whose RMS stays below is no explosion, from however little it grew: a bias alone can do
+"""A tensor whose RMS stays below is no explosion, however little it grew from: a bias alone can do
 that to a near-zero input.
 """
 
 
 @dataclass(frozen=True)
 class Explosion:
-    """A tensor and what it was made from: a module's output and input, a layer's residual stream
-    behind and in front of it.
+    """A tensor and the one it was made from: a module's output and input, the residual stream after
+    and before a layer.
     """
 
     before: Row
@@ -42,15 +40,8 @@ class Explosion:
         )
 
 
-def not_finite(record: Record) -> list[Row]:
-    """The rows with NaN or infinities, in the order in which the pass reached them: the first is
-    nearest to the cause.
-    """
-    return [row for row in record.rows if not row.finite]
-
-
 def growths(record: Record) -> list[Explosion]:
-    """How much every tensor grew from what it was made from, largest first."""
+    """Return how much every tensor grew from the one it was made from, largest first."""
     found = []
     for row in record.rows:
         before = None if row.source is None else record.rows[row.source]
@@ -60,20 +51,13 @@ def growths(record: Record) -> list[Explosion]:
 
 
 def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
-    """The tensors whose RMS grew beyond `factor`, largest growth first.
+    """Return the tensors whose RMS grew beyond `factor` (above 1), largest growth first.
 
     Compared are a module's output with its input, except in normalisations and embeddings, whose
     output says nothing of its size, and the residual stream from layer to layer. A module is left
-    out where one inside it is in the list: it repeats that one.
-
-    Args:
-        factor: above 1.
+    out if one inside it is in the list: it repeats that one.
     """
-    found = [
-        growth
-        for growth in growths(record)
-        if growth.growth > factor and (growth.after.rms or 0.0) >= _SMALL
-    ]
+    found = [g for g in growths(record) if g.growth > factor and (g.after.rms or 0.0) >= _SMALL]
     names = {growth.after.module for growth in found}
     return [
         growth
@@ -83,25 +67,24 @@ def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
 
 
 def gradients(record: Record) -> list[Row]:
-    """The gradients, largest norm first; before them those that are not finite, in the order of the
-    backward pass.
+    """Return the gradients, largest norm first; before them those that are not finite, in the order
+    of the backward pass.
     """
     rows = [row for row in record.rows if row.direction == "gradient"]
     return sorted(rows, key=lambda row: (row.finite, -(row.norm or 0.0) if row.finite else 0.0))
 
 
 def worst(record: Record, factor: float = FACTOR) -> str:
-    """The worst of a record as a clause: what is not finite, else what exploded, else the largest
-    gradient.
+    """Return the worst of a record as a clause: a tensor that is not finite, else an explosion,
+    else the largest gradient.
     """
-    bad = not_finite(record)
-    if bad:
-        first = bad[0]
-        what = "gradient of " if first.direction == "gradient" else ""
+    if record.bad:
+        first = record.bad[0]
+        name = f"gradient of {first.name}" if first.direction == "gradient" else first.name
+        counts = f"{first.nan} NaN, {first.pos_inf} +Inf, {first.neg_inf} -Inf of {first.count}"
         return (
-            f"{len(bad)} of {len(record.rows)} tensors are not finite, the first:"
-            f" {what}{first.name} ({first.nan} NaN, {first.pos_inf} +Inf, {first.neg_inf} -Inf of"
-            f" {first.count})"
+            f"{len(record.bad)} of {len(record.rows)} tensors are not finite, the first: {name}"
+            f" ({counts})"
         )
     exploded = explosions(record, factor)
     if exploded:
@@ -109,11 +92,10 @@ def worst(record: Record, factor: float = FACTOR) -> str:
         return f"explosion: {exploded[0]}{more}"
     if not record.rows:
         return "nothing was computed"
-    ranked = gradients(record)
-    largest = (
-        f", largest gradient norm {ranked[0].norm or 0.0:.3g} of {ranked[0].name}" if ranked else ""
-    )
-    return f"all {len(record.rows)} tensors finite, none exploded{largest}"
+    said = f"all {len(record.rows)} tensors finite, none exploded"
+    for row in gradients(record)[:1]:
+        said += f", largest gradient norm {row.norm or 0.0:.3g} of {row.name}"
+    return said
 
 
 def _contains(outer: str, inner: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Direction = Literal["forward", "gradient"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient")
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,14 @@ class Row:
     """One tensor at one checkpoint of the pass.
 
     module: dotted name of the module that it belongs to, empty for the model itself. layer: index
-    of the decoder layer, None outside of them. stage: what it is there, such as `out`, `in`,
+    of the decoder layer, None outside of them. stage: its role there, such as `out`, `in`,
     `q_proj`, `m_gate`, `residual`. direction: the value that went forward, or its gradient.
-    Statistics are of the finite elements, None where there is none.
+    Statistics are of the finite elements, None if there are none.
 
     count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a
-    hundredth of their bounds. update_ratio: RMS of what was added to the residual stream over the
-    RMS of the stream. source: index among the record's rows of what this tensor was made from,
-    where it may be compared with that in size.
+    hundredth of their bounds. update_ratio: RMS of the addition to the residual stream over the RMS
+    of the stream. source: index among the record's rows of the tensor that this one was made from,
+    if the two may be compared in size.
     """
 
     module: str
@@ -65,34 +66,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """All rows of one recorded step, in the order in which the pass reached them. micro_batch:
-    index in the step's window.
+    """All rows of one recorded step, in the order of the pass. micro_batch: index in the step's
+    window.
     """
 
     step: int
     rows: tuple[Row, ...]
     micro_batch: int = 0
 
+    @property
+    def bad(self) -> list[Row]:
+        """The rows with NaN or infinities: the first is nearest to the cause."""
+        return [row for row in self.rows if not row.finite]
+
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "micro_batch": self.micro_batch,
-            "rows": [dict(vars(row)) for row in self.rows],
-        }
+        rows = [dict(vars(row)) for row in self.rows]
+        return {"step": self.step, "micro_batch": self.micro_batch, "rows": rows}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """The record that `as_dict` gave, through JSON or not.
-
-        Raises:
-            ValueError: not of that form; the entry is named.
-        """
+        """Return the record that `as_dict` gave; a `ValueError` names a bad entry."""
         known = {f.name for f in fields(Row)}
         rows = []
         for number, row in enumerate(values["rows"]):
             if set(row) != known:
-                raise ValueError(
-                    f"row {number} has {', '.join(sorted(set(row) ^ known))} missing or unknown"
-                )
+                entries = ", ".join(sorted(set(row) ^ known))
+                raise ValueError(f"row {number} has {entries} missing or unknown")
             rows.append(Row(**{**row, "shape": tuple(row["shape"])}))
         return cls(step=values["step"], rows=tuple(rows), micro_batch=values["micro_batch"])

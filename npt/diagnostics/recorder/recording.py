@@ -1,5 +1,5 @@
-"""Which steps of a run are recorded, and where their records go: what the training loop and
-transformers' Trainer share.
+"""The records of a run: which steps are recorded and where the files go, for the training loop and
+transformers' Trainer alike.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ from npt.errors import ConfigError
 from npt.files import to_json, write_text
 
 PICTURED = 100
-"""Records that are drawn at most, evenly spread over those of the run: more could be told apart in
-no picture.
-"""
+"""Records that are drawn at most, evenly spread over the run: no picture could show more."""
 
 
 class Recording:
     """The records of a run: each chosen step once, a JSON file each, and pictures of them all at
     the end.
 
-    Args:
-        folder: made with the first record; files are `step-XXXXXXXX.json`.
-        steps: chosen steps, counted from 1: `1,2,3`, `1-5` or a mix.
-        every: also every so many steps.
-
-    Raises:
-        ConfigError: steps that cannot be read.
+    Steps are counted from 1: `1,2,3`, `1-5` or a mix, and `every` so many steps; a `ConfigError`
+    says that they cannot be read. The folder is made with the first record.
     """
 
     def __init__(self, folder: str | Path, steps: str | None = None, every: int | None = None):
@@ -42,33 +35,27 @@ class Recording:
         self._files: list[Path] = []
 
     def __str__(self) -> str:
-        parts = ([] if self.steps is None else [f"steps {self.steps}"]) + (
-            [] if self.every is None else [f"every {_ordinal(self.every)} step"]
-        )
+        parts = [] if self.steps is None else [f"steps {self.steps}"]
+        parts += [] if self.every is None else [f"every {_ordinal(self.every)} step"]
         return (
             f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on"
             f" process 0 only, into {self.folder}"
         )
 
     def wants(self, step: int) -> bool:
-        """Whether the step is chosen and has not been begun before: where it is refused and tried
-        again, the refused one counts.
+        """Tell if the step is chosen and was not begun before: if it is refused and tried again,
+        the refused one counts.
         """
-        chosen = any(step in steps for steps in self._ranges) or (
-            self.every is not None and step % self.every == 0
-        )
+        chosen = any(step in steps for steps in self._ranges)
+        chosen = chosen or (self.every is not None and step % self.every == 0)
         return chosen and step not in self._tried
 
     def begin(self, step: int) -> None:
-        """The step is being recorded, whatever comes of it."""
+        """Note that the step is being recorded, whatever comes of it."""
         self._tried.add(step)
 
     def keep(self, record: Record) -> Path:
-        """Write the record, as a whole or not at all.
-
-        Returns:
-            Its file.
-        """
+        """Write the record, as a whole or not at all, and return its file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{record.step:08d}.json"
         write_text(path, to_json(record.as_dict()) + "\n")
@@ -76,47 +63,32 @@ class Recording:
         return path
 
     def draw(self) -> list[Path]:
-        """Pictures of the run's records; none where there is no record.
-
-        Returns:
-            The files.
-        """
+        """Draw the run's records, if any, and return the files."""
         if not self._files:
             return []
         # draws with a library that nothing else needs
         from npt.diagnostics.recorder.picture import write_pictures
 
-        return write_pictures(
-            [read_record(path) for path in _spread(self._files, PICTURED)], self.folder
-        )
+        files = self._files
+        if len(files) > PICTURED:
+            last = len(files) - 1
+            files = [files[round(i * last / (PICTURED - 1))] for i in range(PICTURED)]
+        return write_pictures([read_record(path) for path in files], self.folder)
 
 
 def read_record(path: Path) -> Record:
-    """A record from its file.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Read a record from its file; a `ValueError` says that it holds something else."""
     return Record.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def describe(record: Record, path: Path) -> str:
-    """The line that a run says about a step that it recorded."""
+    """Return the line that a run prints about a step that it recorded."""
     return (
         f"recorded step {record.step} (micro-batch {record.micro_batch}, process 0) in {path}:"
         f" {worst(record)}"
     )
 
 
-def _spread(items: list[Path], most: int) -> list[Path]:
-    """At most `most` of the items, the first and the last among them, evenly spread."""
-    if len(items) <= most:
-        return items
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
-
-
 def _ordinal(number: int) -> str:
-    ending = (
-        "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    )
-    return f"{number}{ending}"
+    teen = number % 100 in (11, 12, 13)
+    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -1,14 +1,11 @@
-"""The statistics of one tensor, reduced where it lies: a vector of nine numbers that can wait on
-the device to be read.
+"""The statistics of one tensor, reduced where it lies: nine numbers that can wait on the device.
 
 Counts are of all elements; minimum, maximum, mean, standard deviation and RMS of the finite ones,
 so that one NaN hides nothing else. Before anything is squared the elements are scaled by the
 largest of them: the RMS of a tensor that is about to overflow is the number that one wants to see.
 
 On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes
-takes a short way: minimum and maximum, which a NaN cannot hide from, one sum, one product with
-itself. Elsewhere nothing is read, so nothing can be decided by what the numbers are, and every
-tensor takes the long way.
+takes a short way. Elsewhere nothing is read, and every tensor takes the long way.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ import torch
 from torch import Tensor
 
 FIELDS = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "std", "rms")
-"""What the numbers of `summarise` are, in order. The last five are NaN where no element is finite.
-"""
+"""The numbers of `summarise`, in order. The last five are NaN if no element is finite."""
 
 # Between these sizes no sum of squares of a block overflows fp32, and what underflows in one is too
 # small to be seen in it.
@@ -35,15 +31,10 @@ _NONE = (math.nan,) * 5
 
 
 def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The `FIELDS` of one tensor: [9] float64 on the tensor's device.
+    """Return the `FIELDS` of one tensor: [9] float64 on its device, without a wait on CUDA.
 
-    On a CUDA device nothing waits for the result.
-
-    Args:
-        tensor: any shape, also empty or 0-dimensional; floating point, integers, bool, or complex,
-            of which the real and imaginary parts are the elements.
-        valid: [B, T] bool, True at the tokens that count. Of a tensor whose first two dimensions
-            are these, the others are left out; any other tensor is taken whole.
+    Of a complex tensor the elements are the real and imaginary parts. Of a tensor whose first two
+    dimensions are those of `valid`, [B, T] bool, only tokens that are True there count.
     """
     values, mask = _elements(tensor, valid)
     if _readable(values):
@@ -54,11 +45,8 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
 def share_beyond(
     tensor: Tensor, centre: float, distance: float, valid: Tensor | None = None
 ) -> Tensor:
-    """The share of elements that lie further from `centre` than `distance`: [1] float64 on the
-    tensor's device, 0 of none.
-
-    Args:
-        tensor, valid: as in `summarise`.
+    """Return the share of elements further from `centre` than `distance`: [1] float64 on the
+    tensor's device, 0 of none; arguments as in `summarise`.
     """
     values, mask = _elements(tensor, valid)
     if _readable(values) and values.numel():
@@ -72,8 +60,8 @@ def share_beyond(
 
 
 def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The real elements that count, and where they cannot be gathered without waiting, a mask [of
-    their shape] of those that do.
+    """Return the real elements that count; if they cannot be gathered without waiting, all of them
+    and a mask of those that do.
     """
     values = tensor.detach()
     if values.is_complex():
@@ -87,27 +75,25 @@ def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | No
 
 
 def _readable(values: Tensor) -> bool:
-    """Whether a look at a number costs no wait."""
+    """Tell if reading a number costs no wait."""
     return values.device.type == "cpu"
 
 
 def _wide(values: Tensor) -> torch.dtype:
-    """A dtype that holds every element of `values` and in which it can be computed."""
-    if not values.is_floating_point() or values.dtype == torch.float64:
-        return torch.float64
-    return torch.float32
+    """Return a dtype that holds every element and in which it can be computed."""
+    exact = values.is_floating_point() and values.dtype != torch.float64
+    return torch.float32 if exact else torch.float64
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """`values` on the CPU, read at will."""
+    """Return the numbers of `values` on the CPU, read at will."""
     flat = values.reshape(-1).to(_wide(values))
     count = flat.numel()
     sizes = _sizes(flat) if count else _NONE
     if sizes is not None:
         return _vector(count, 0, 0, 0, sizes)
-    nan, up, down = (
-        int(torch.count_nonzero(bad)) for bad in (flat != flat, flat == math.inf, flat == -math.inf)
-    )
+    bads = (flat != flat, flat == math.inf, flat == -math.inf)
+    nan, up, down = (int(torch.count_nonzero(bad)) for bad in bads)
     # faster than isfinite and indexing
     kept = flat if nan + up + down == 0 else torch.masked_select(flat, (flat - flat) == 0)
     if kept.numel() == 0:
@@ -123,14 +109,14 @@ def _on_host(values: Tensor) -> Tensor:
 
 
 def _sizes(flat: Tensor) -> tuple[float, ...] | None:
-    """min, max, mean, std, RMS of one or more elements; None where some are not finite, or of a
+    """Return min, max, mean, std, RMS of one or more elements; None if some are not finite, or of a
     size that squares do not bear.
     """
     low, high = (float(end) for end in torch.aminmax(flat))
     size = max(abs(low), abs(high))
     if size == 0.0:
         return 0.0, 0.0, 0.0, 0.0, 0.0
-    if not _SMALLEST <= size <= _LARGEST:  # and so also where a NaN made both NaN
+    if not _SMALLEST <= size <= _LARGEST:  # nor if a NaN made both NaN
         return None
     n = flat.numel()
     mean, square = float(flat.sum()) / n, _sum_of_squares(flat) / n
@@ -153,43 +139,28 @@ def _vector(count: int, nan: int, up: int, down: int, sizes: tuple[float, ...]) 
 
 
 def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
-    """The same of any elements, by selections only: nothing is read. The sums run in fp64 whatever
-    `values` is in.
-    """
+    """Return the same of any elements by selections only: nothing is read. The sums run in fp64."""
     if values.numel() == 0:
         return _vector(0, 0, 0, 0, _NONE).to(values.device)
-    chosen = torch.ones((), dtype=torch.bool, device=values.device) if mask is None else mask
+    wide = torch.float64
+    if mask is None:
+        chosen = torch.ones((), dtype=torch.bool, device=values.device)
+        total = torch.full((), values.numel(), dtype=torch.int64, device=values.device)
+    else:
+        chosen, total = mask, mask.sum()
     finite = torch.isfinite(values) & chosen
-    counts = [
-        (
-            torch.full((), values.numel(), dtype=torch.int64, device=values.device)
-            if mask is None
-            else mask.sum()
-        ),
-        ((values != values) & chosen).sum(),
-        ((values == math.inf) & chosen).sum(),
-        ((values == -math.inf) & chosen).sum(),
-    ]
+    bads = (values != values, values == math.inf, values == -math.inf)
+    counts = [total, *((bad & chosen).sum() for bad in bads)]
     n = finite.sum()
     low = torch.where(finite, values, math.inf).amin()
     high = torch.where(finite, values, -math.inf).amax()
     size = torch.maximum(low.abs(), high.abs())
     scale = torch.where((n > 0) & (size > 0), size, 1.0)
     scaled = torch.where(finite, values, 0.0) / scale
-    wide = torch.float64
     mean = scaled.sum(dtype=wide) / n
     variance = torch.where(finite, scaled - mean.to(values.dtype), 0.0).square().sum(dtype=wide) / n
     scale = scale.to(wide)
-    sizes = [
-        low.to(wide),
-        high.to(wide),
-        mean * scale,
-        variance.sqrt() * scale,
-        (variance + mean * mean).sqrt() * scale,
-    ]
-    return torch.stack(
-        [
-            *(count.to(wide) for count in counts),
-            *(torch.where(n > 0, value, math.nan) for value in sizes),
-        ]
-    )
+    rms = (variance + mean * mean).sqrt() * scale
+    sizes = [low.to(wide), high.to(wide), mean * scale, variance.sqrt() * scale, rms]
+    kept = [torch.where(n > 0, value, math.nan) for value in sizes]
+    return torch.stack([*(count.to(wide) for count in counts), *kept])

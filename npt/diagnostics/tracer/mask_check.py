@@ -1,9 +1,9 @@
-"""A look at the attention masks of a pass: does one leave a valid token without keys?
+"""Check of the attention masks of a pass: does one leave a valid token without keys?
 
 Softmax over a row without a key has no answer, so each kernel makes one up: NaN (eager, with -Inf),
-zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of what was masked (any of them,
-with a finite mask). The last two are finite and wrong and reach no loss as NaN, so the masks
-themselves are looked at, as modules are given them.
+zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of masked keys (any of them, with
+a finite mask). The last two are finite and wrong and reach no loss as NaN, so the masks themselves
+are checked, as modules are given them.
 
 Shapes: B batch, T queries, S keys, H heads.
 """
@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from npt.base.hooks import only_looks
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding
-from npt.diagnostics.tracer import causes
+from npt.diagnostics.tracer.causes import CAUSES
 from npt.diagnostics.tracer.source_location import Tokens, layer_of
 from npt.diagnostics.tracer.verdict import Verdict, dtype_name
 
 MASKED = -1e3
 """An additive entry that low is masked. It lies between biases, of which every row has one near 0
-(ALiBi, T5), and the stand-ins for minus infinity: -Inf, finfo.min of any dtype, or -1e9 and -1e4
+(ALiBi, T5), and the numbers used for minus infinity: -Inf, finfo.min of any dtype, or -1e9 and -1e4
 (in bf16 -9984) in older code."""
 
 
@@ -36,9 +37,7 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
     """Find a valid query that may attend to nothing, or a row with an entry that no softmax can
     take (NaN, +Inf). A padded query may be without keys. Waits for the device.
 
-    Args:
-        mask: [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
-        valid: [B, T], bool or ones and zeros.
+    The mask is [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
     """
     valid = valid.bool()
     masked = mask <= MASKED if mask.is_floating_point() else ~mask
@@ -59,11 +58,9 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
         return Finding("attention mask", (b, t), value, said)
     value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
     row = "all False" if form == "bool" else f"at most {value:g}"
-    comes_out = (
-        "a mixture of masked keys, finite and wrong"
-        if form != "bool" and math.isfinite(value)
-        else "NaN or zeros, depending on the kernel"
-    )
+    comes_out = "NaN or zeros, depending on the kernel"
+    if form != "bool" and math.isfinite(value):
+        comes_out = "a mixture of masked keys, finite and wrong"
     said += (
         f"the valid token at [b={b}, t={t}] may attend to nothing (its row is {row}: {comes_out};"
         f" such are {int((keyless & valid).sum())} valid and {int((keyless & ~valid).sum())} padded"
@@ -73,7 +70,7 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
 
 
 def _form(mask: Tensor, masked: Tensor) -> str:
-    """Name what masks: -Inf, finfo.min, another low number, several of them, or nothing."""
+    """Name the masking numbers: -Inf, finfo.min, another low number, several of them, or none."""
     values = mask[masked]
     lowest, infinite = values == torch.finfo(values.dtype).min, values == -math.inf
     kinds = {"-inf": infinite, "finfo.min": lowest, "finite": ~(infinite | lowest)}
@@ -81,113 +78,87 @@ def _form(mask: Tensor, masked: Tensor) -> str:
     return "open" if not present else present[0] if len(present) == 1 else "mixed"
 
 
-class MaskLook:
-    """Within the context every attention mask that a module is given is looked at, once.
+class MaskCheck:
+    """Within the context every attention mask that a module is given is checked, once.
 
-    Args:
-        model: whose modules take `attention_mask` with a query axis.
-        batch: says which tokens are valid. Where it does not, a token is taken for padding if no
-            query may attend to it.
-        unpadded: a batch that says nothing has no padding.
+    The batch says which tokens are valid. If it does not, a token that no query may attend to is
+    taken for padding, or none if the batch is `unpadded`.
     """
 
     def __init__(self, model: nn.Module, batch: Any, unpadded: bool = False):
-        self.model = model
-        given = (
-            batch.attention_mask
-            if isinstance(batch, Batch)
-            else batch.get("attention_mask")
-            if isinstance(batch, Mapping)
-            else None
-        )
-        self.valid: Tensor | None = (
-            given.bool() if isinstance(given, Tensor) and given.ndim == 2 else None
-        )
-        self.tokens = Tokens(batch)
-        if unpadded and given is None and self.tokens.shape is not None:
-            self.valid = torch.ones(self.tokens.shape, dtype=torch.bool)
+        self.verdict: Verdict | None = None
+        self._model, self._tokens = model, Tokens(batch)
+        given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        given = batch.attention_mask if isinstance(batch, Batch) else given
+        self._valid: Tensor | None = None
+        if isinstance(given, Tensor) and given.ndim == 2:
+            self._valid = given.bool()
+        if unpadded and given is None and self._tokens.shape is not None:
+            self._valid = torch.ones(self._tokens.shape, dtype=torch.bool)
         self._seen: list[weakref.ref[Tensor]] = []
-        self._found: Verdict | None = None
         self._hooks = ExitStack()
 
-    def __enter__(self) -> MaskLook:
-        for name, module in self.model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no hooks
-
-            def look(
-                _module: nn.Module, _args: Any, kwargs: dict[str, Any], name: str = name
-            ) -> None:
-                self._look(name, kwargs.get("attention_mask"))
-
-            self._hooks.callback(
-                module.register_forward_pre_hook(only_looks(look), with_kwargs=True).remove
-            )
+    def __enter__(self) -> MaskCheck:
+        for name, module in self._model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                hook = only_looks(partial(self._check, name))
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                self._hooks.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
         self._seen.clear()
 
-    def verdict(self) -> Verdict | None:
-        return self._found
-
-    def _look(self, name: str, mask: Any) -> None:
-        if (
-            self._found is not None
-            or not isinstance(mask, Tensor)
-            or mask.ndim != 4
-            or any(seen() is mask for seen in self._seen)
-        ):
+    def _check(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if self.verdict is not None or not isinstance(mask, Tensor) or mask.ndim != 4:
+            return
+        if any(seen() is mask for seen in self._seen):
             return
         self._seen.append(weakref.ref(mask))
         if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
             return
-        valid = self._valid(mask.detach())
+        valid = self._valid_queries(mask.detach())
         if valid is None or _means_the_opposite(mask, valid):
             return
         finding = mask_fault(mask.detach(), valid)
         if finding is None:
             return
-        row, token = finding.index[0], finding.index[1]
-        samples = self.tokens.samples
-        self._found = Verdict(
+        row, token = finding.index
+        samples = self._tokens.samples
+        self.verdict = Verdict(
             cause="fully masked row",
             phase="data",
             layer=layer_of(name),
             module=name,
             operation="attention_mask",
-            source="",
             tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
             index=finding.index,
             value=finding.value,
             reached="the attention of a valid token, maybe as finite numbers",
             explanation=finding.message,
-            remedy=causes.CAUSES["fully masked row"],
+            remedy=CAUSES["fully masked row"],
             row=row,
             token=token,
             sample=samples[row] if row < len(samples) else None,
         )
 
-    def _valid(self, mask: Tensor) -> Tensor | None:
-        """[B, T], which queries are of valid tokens; None where that cannot be told."""
+    def _valid_queries(self, mask: Tensor) -> Tensor | None:
+        """Return [B, T], which queries are of valid tokens; None if that cannot be told."""
         rows, queries = mask.shape[0], mask.shape[2]
-        if self.valid is not None:
-            return (
-                self.valid.to(mask.device) if tuple(self.valid.shape) == (rows, queries) else None
-            )
+        if self._valid is not None:
+            same = tuple(self._valid.shape) == (rows, queries)
+            return self._valid.to(mask.device) if same else None
         if mask.shape[3] != queries:
             return None
-        return _allowed(mask).any(dim=1).any(dim=1)
-
-
-def _allowed(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        return allowed.any(dim=1).any(dim=1)
 
 
 def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:
-    """Whether a boolean mask says True for what is masked, as some models have it: then every valid
-    token sees itself through it.
+    """Tell if a boolean mask says True for masked keys, as in some models: then every valid token
+    sees itself through it.
     """
     if mask.dtype != torch.bool or mask.shape[2] != mask.shape[3]:
         return False

@@ -1,9 +1,8 @@
-"""Notes on tensors, kept by the memory that they stand in: every view of it finds them, and they go
-when it is freed.
+"""Notes on tensors, kept by the memory that they lie in.
 
-A tensor is a view of a storage, and one storage may hold several: rows of a preallocated buffer,
-all weights of a recurrent network. So a note holds for a stretch of a storage, and ends where the
-stretch is overwritten.
+One storage may hold several tensors: rows of a buffer, all weights of a recurrent network. So a
+note holds for a stretch of a storage, every view of it finds the note, and it ends when the stretch
+is overwritten or freed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ N = TypeVar("N")
 
 @dataclass(frozen=True)
 class Stretch:
-    """The bytes of a storage from a tensor's first element to behind its last. dense: it fills them
-    all.
+    """The bytes of a storage from a tensor's first element to the end of its last. dense: the
+    tensor fills them all.
     """
 
     key: int
@@ -34,15 +33,18 @@ class Stretch:
         return self.key == other.key and self.start < other.end and other.start < self.end
 
     def covers(self, other: Stretch) -> bool:
-        """Whether writing here leaves nothing of the other."""
+        """Tell if writing here leaves nothing of the other."""
         inside = self.dense and self.start <= other.start and other.end <= self.end
         return self.key == other.key and (inside or self.layout == other.layout)
 
 
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
+
+
 def stretch_of(tensor: Tensor) -> Stretch | None:
-    """None for a tensor without memory of its own. Of a sparse one it is that of its values."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.detach()._values()
+    """Return a tensor's stretch (of a sparse one, that of its values); None if it has no memory."""
+    tensor = _values(tensor)
     try:
         key = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -56,47 +58,43 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
     return Stretch(key, start, end, (start, *shape, *strides), tensor.numel() * size == end - start)
 
 
-@dataclass(frozen=True)
-class _Note(Generic[N]):
-    storage: StorageWeakRef
-    stretch: Stretch
-    note: N
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 if it has no memory."""
+    here = stretch_of(tensor)
+    return 0 if here is None else here.key
 
 
 class Memory(Generic[N]):
-    """Notes by stretch of storage. A weak reference keeps a storage's identity from being given to
-    another while it is noted.
+    """Notes by stretch of storage. The weak references keep a storage's identity from being given
+    to another one while it is noted.
     """
 
     def __init__(self) -> None:
-        self._notes: dict[int, list[_Note[N]]] = {}
+        self._notes: dict[int, list[tuple[StorageWeakRef, Stretch, N]]] = {}
 
     def of(self, tensor: Tensor) -> list[N]:
-        """The notes on memory that the tensor shares, the older in front."""
+        """Return the notes on memory that the tensor shares, the oldest first."""
         here = stretch_of(tensor)
         if here is None:
             return []
-        return [known.note for known in self._live(here.key) if known.stretch.overlaps(here)]
+        return [note for _, known, note in self._live(here.key) if known.overlaps(here)]
 
     def add(self, tensor: Tensor, note: N) -> None:
         here = stretch_of(tensor)
         if here is None:
             return
         notes = self._live(here.key)
-        if not any(known.note == note and known.stretch.covers(here) for known in notes):
-            values = tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
-            self._notes[here.key] = [
-                *notes,
-                _Note(StorageWeakRef(values.untyped_storage()), here, note),
-            ]
+        if not any(other == note and known.covers(here) for _, known, other in notes):
+            storage = StorageWeakRef(_values(tensor).untyped_storage())
+            self._notes[here.key] = [*notes, (storage, here, note)]
 
     def forget(self, tensor: Tensor) -> None:
         """Drop the notes on what writing to the tensor replaces."""
         here = stretch_of(tensor)
         if here is not None and here.key in self._notes:
-            left = [known for known in self._live(here.key) if not here.covers(known.stretch)]
+            left = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
             self._notes[here.key] = left
 
-    def _live(self, key: int) -> list[_Note[N]]:
+    def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
         notes = self._notes.get(key, [])
-        return notes if not notes or not notes[0].storage.expired() else []
+        return [] if notes and notes[0][0].expired() else notes

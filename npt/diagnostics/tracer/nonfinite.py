@@ -1,4 +1,4 @@
-"""How bad a tensor is: fine, perhaps a mask, or certainly bad; and which of its elements are."""
+"""Judge how bad a tensor is: fine, perhaps a mask, or certainly bad; and find its bad elements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FP16_LOWEST = torch.finfo(torch.float16).min
 
 
 class Badness(IntEnum):
-    """FINE; SOFT: -Inf, or numbers below the limit, beside good ones, which may be a mask; HARD:
-    NaN, +Inf or above the limit.
+    """FINE; SOFT: -Inf or numbers below the limit among good ones, perhaps a mask; HARD: NaN, +Inf
+    or numbers above the limit.
     """
 
     FINE = 0
@@ -25,21 +25,14 @@ class Badness(IntEnum):
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
-    """The strided floating-point or complex numbers that a tensor is made of, as a view; None where
-    there are none to look at.
-
-    Of a sparse tensor these are its values. Tensors that only pretend to hold memory hold no
-    numbers.
+    """Return the strided floating-point or complex numbers of a tensor as a view (the values of a
+    sparse one), or None if it has none or only pretends to hold memory.
     """
     # packed 4-bit floats have no NaN
     if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):
         return None
-    if (
-        tensor.is_meta
-        or isinstance(tensor, FakeTensor)
-        or is_traceable_wrapper_subclass(tensor)
-        or tensor._is_zerotensor()
-    ):
+    pretends = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    if pretends or tensor.is_meta or tensor._is_zerotensor():
         return None
     values = tensor.detach()
     if values.layout == torch.sparse_coo:
@@ -50,20 +43,15 @@ def numbers(tensor: Tensor) -> Tensor | None:
 
 
 def extent(values: Tensor) -> tuple[float, float]:
-    """The lowest and the highest of `numbers`, of complex ones' parts; both NaN where one is. Waits
-    for the device once.
+    """Return the lowest and highest of `numbers` (of the parts of complex ones), both NaN if one
+    is NaN. Waits for the device once.
     """
     low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
     return low, high
 
 
 def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
-    """How bad a tensor is, in one pass over it; integers are always fine.
-
-    Args:
-        tensor: of any dtype and layout.
-        limit: a size beyond which a finite number is bad as well.
-    """
+    """Judge a tensor of any dtype and layout in one pass; a finite number beyond `limit` is bad."""
     values = numbers(tensor)
     if values is None:
         return Badness.FINE
@@ -74,13 +62,7 @@ def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
 
 
 def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
-    """Index of the first bad element; empty where there is none.
-
-    Args:
-        tensor: of any dtype and layout.
-        limit: as for `judge`.
-        soft: numbers that may be a mask count as well.
-    """
+    """Return the index of the first bad element, if any; `soft` ones may be a mask."""
     values = numbers(tensor)
     if values is None:
         return ()
@@ -98,17 +80,13 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
 
 
 def element(tensor: Tensor, index: tuple[int, ...]) -> float:
-    """One number; of a complex one the larger part."""
+    """Return one number; the larger part of a complex one."""
     value = tensor.detach()[index]
-    return (
-        float(torch.view_as_real(value.resolve_conj()).abs().max())
-        if value.is_complex()
-        else float(value)
-    )
+    return float(_reals(value).abs().max() if value.is_complex() else value)
 
 
 def absmax(tensor: Tensor) -> float:
-    """Size of the largest finite element; 0 where there is none."""
+    """Return the size of the largest finite element, 0 if there is none."""
     if tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex()):
         plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
         return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
@@ -121,7 +99,7 @@ def absmax(tensor: Tensor) -> float:
 
 
 def count(tensor: Tensor) -> tuple[int, int]:
-    """How many NaN, and how many infinities."""
+    """Return the number of NaN and of infinities."""
     values = numbers(tensor)
     if values is None:
         return 0, 0
@@ -130,18 +108,15 @@ def count(tensor: Tensor) -> tuple[int, int]:
 
 
 def looks_like_a_mask(tensor: Tensor) -> bool:
-    """Whether the lowest number is one that masks are written with: -Inf, the end of a dtype, or
-    the only one beside 0.
+    """Tell if the lowest number is one that masks are written with: -Inf, the end of a dtype, or
+    the only one except 0.
     """
     values = numbers(tensor)
     if values is None:
         return False
     low, _ = extent(values)
-    return (
-        low <= -1e37
-        or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
-        or bool(((values == low) | (values == 0)).all())
-    )
+    known = low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
+    return known or bool(((values == low) | (values == 0)).all())
 
 
 def _reals(values: Tensor) -> Tensor:

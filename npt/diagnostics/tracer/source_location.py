@@ -1,9 +1,7 @@
-"""Where an operation stands: the module that it belongs to, the source line that ran it, the token
-that an element is of.
+"""The place of an operation: its module, the source line that ran it, the token of an element.
 
-Read off the Python frames at the moment of the operation. Nothing is installed in the model for it,
-and code between modules, such as a residual sum in a layer's own forward, is attributed as exactly
-as code inside one.
+Read off the Python frames at the moment of the operation. Nothing is installed in the model, and
+code between modules, such as a residual sum, is attributed as exactly as code inside one.
 """
 
 from __future__ import annotations
@@ -24,21 +22,24 @@ from torch import Tensor, nn
 
 from npt.data.batch import Batch
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+def _folder(file: str) -> str:
+    return os.path.dirname(os.path.abspath(file)) + os.sep
+
+
+_HERE = _folder(__file__)
 _OBSERVERS = tuple(
-    _HERE + name for name in ("operations.py", "nonfinite.py", "memory.py", "source_location.py")
+    f"{_HERE}{name}.py"
+    for name in ("ledger", "operations", "nonfinite", "memory", "source_location")
 )
-_TRACER = (_HERE + "trace.py", _HERE + "layer_passes.py")
-"""Where the walk ends: who asked for the trace tells nothing about what runs in it."""
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
-    for package in (torch, bitsandbytes)
-)
+# Frames above the trace say nothing about what runs in it.
+_TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
+_LIBRARIES = tuple(_folder(str(package.__file__)) for package in (torch, bitsandbytes))
+# Between an operation and the mode that sees it.
 _DISPATCH = tuple(
     os.path.join(_LIBRARIES[0], name)
     for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
 )
-"""What stands between an operation and the mode that sees it."""
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
 """The function of torch that enters the autograd engine: frames below it run in backward, those
@@ -50,37 +51,30 @@ _TEXT_MAX = 160
 
 @dataclass(frozen=True)
 class Place:
-    """A line of Python and the module that it worked for. module: dotted name, empty where no frame
-    names one.
-    """
+    """A line of Python and the dotted name of the module that it worked for, empty if unknown."""
 
     module: str = ""
     source: str = ""
 
-    @property
-    def layer(self) -> int | None:
-        return layer_of(self.module)
-
 
 def layer_of(name: str) -> int | None:
-    """The index of the decoder layer in a dotted name: the first whole number in it."""
+    """Return the index of the decoder layer in a dotted name: the first whole number in it."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
-    """Dotted names by identity, for `read_stack`."""
+    """Return dotted names by identity, for `read_stack`."""
     return {id(module): name for name, module in model.named_modules()}
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What the Python frames tell about the operation that runs in them.
+    """The Python frames that an operation runs in.
 
-    place: the first line that is not a library's, and the first module. own: code that is no
-    library's stands on the way to the engine, so in backward a hook or a custom function, whose own
-    line this is. Everything else that backward does has no line of its own. recomputing: a
-    checkpoint runs its forward again. nested: the engine was entered from Python on this thread.
+    place: the first line that is not a library's, and the first module. own: there is such a line
+    on the way to the engine: a hook or a custom function, in backward. recomputing: a checkpoint
+    runs its forward again. nested: the engine was entered from Python on this thread.
     """
 
     place: Place
@@ -90,12 +84,7 @@ class Stack:
 
 
 def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
-    """Walk outwards from `frame` to where the engine or the trace was entered.
-
-    Args:
-        frame: the innermost frame to look at.
-        names: of `module_names`.
-    """
+    """Walk outwards from `frame` to the entry of the engine or the trace."""
     module: str | None = None
     source = fallback = ""
     own = recomputing = False
@@ -118,52 +107,49 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
-    """The module that a frame works for: its `self`, or what the function takes first, as a hook or
-    an attention function does.
+    """Return the module that a frame works for: its `self`, or the function's first argument, as in
+    a hook or an attention function.
 
-    Where that is the whole model, which says nothing, the variable of a loop that the frame is in
-    says more. No other local does: behind a loop over layers the last one is still there.
+    The whole model says nothing: then the variable of a loop around the line says more. No other
+    local does: after a loop over layers the last one is still among the locals.
     """
     code, known = frame.f_code, frame.f_locals
-    found = [
-        names.get(id(known.get(name)))
-        for name in ("self", *code.co_varnames[: min(code.co_argcount, 1)])
-    ]
-    module = next((name for name in found if name is not None), None)
+
+    def first(variables: Collection[str]) -> str | None:
+        found = (names.get(id(known.get(variable))) for variable in variables)
+        return next((name for name in found if name is not None), None)
+
+    module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
     if module:
         return module
-    looped = (
-        names.get(id(known.get(name))) for name in _loop_variables(code.co_filename, frame.f_lineno)
-    )
-    return next((name for name in looped if name is not None), module)
+    looped = first(_loop_variables(code.co_filename, frame.f_lineno))
+    return module if looped is None else looped
 
 
 def _loop_variables(file: str, line: int) -> list[str]:
-    """Names bound by the loops around a line, the innermost in front."""
+    """Return the names bound by the loops around a line, the innermost first."""
     around = sorted((start, name) for start, end, name in _loops(file) if start <= line <= end)
     return [name for _, name in reversed(around)]
 
 
 @functools.lru_cache(maxsize=256)
 def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and variable of every loop's body in a file."""
+    """Return first line, last line and variable of every loop's body in a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ()
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor)]
     return tuple(
         (node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno, name.id)
-        for node in loops
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.AsyncFor)
         for name in ast.walk(node.target)
         if isinstance(name, ast.Name)
     )
 
 
 def _line(frame: FrameType) -> str:
-    """`file.py:12 in function: expression`, the expression as exactly as the interpreter
-    knows it.
-    """
+    """Return `file.py:12 in function: expression`, as exactly as the interpreter knows it."""
     code, line = frame.f_code, frame.f_lineno
     text = _expression(code, frame.f_lasti) or linecache.getline(code.co_filename, line)
     text = " ".join(text.split())
@@ -172,7 +158,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _expression(code: CodeType, instruction: int) -> str:
-    """The source text of one instruction; empty where the interpreter kept no columns for it."""
+    """Return the source text of one instruction, if the interpreter kept columns for it."""
     positions = list(code.co_positions())
     if not 0 <= instruction // 2 < len(positions):
         return ""
@@ -182,8 +168,7 @@ def _expression(code: CodeType, instruction: int) -> str:
     lines = [linecache.getline(code.co_filename, number) for number in range(line, end_line + 1)]
     if not all(lines):
         return ""
-    # Columns are counted in bytes of UTF-8.
-    pieces = [text.encode() for text in lines]
+    pieces = [text.encode() for text in lines]  # columns are counted in bytes of UTF-8
     pieces[-1] = pieces[-1][:end_column]
     pieces[0] = pieces[0][column:]
     return b" ".join(pieces).decode(errors="replace")
@@ -193,11 +178,7 @@ class Tokens:
     """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
 
     A shape that can be read in two ways tells nothing: no token is better than a wrong one.
-
-    Args:
-        batch: what the pass was run on; None knows nothing.
-        others: shapes of tensors that are of no token, such as weights, whose gradients have them
-            as well.
+    `others` are shapes of tensors that are of no token, such as weights and their gradients.
     """
 
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
@@ -207,14 +188,11 @@ class Tokens:
         self.samples: tuple[str, ...] = ()
         self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
         if isinstance(batch, Batch):
-            self.shape = (
-                (batch.input_ids.shape[0], batch.input_ids.shape[1])
-                if batch.input_ids.ndim == 2
-                else None
-            )
+            shape = batch.input_ids.shape
+            self.shape = (shape[0], shape[1]) if len(shape) == 2 else None
             self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
             if (
-                batch.input_ids.shape
+                shape
                 == batch.labels.shape
                 == batch.attention_mask.shape
                 == batch.position_ids.shape
@@ -230,13 +208,12 @@ class Tokens:
     def locate(
         self, shape: tuple[int, ...], index: tuple[int, ...]
     ) -> tuple[int | None, int | None, str | None]:
-        """(row, token, sample) of the element at `index` of a tensor of `shape`; None what the
-        shape does not tell for certain.
+        """Return (row, token, sample) of an element; None for what the shape does not tell.
 
-        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened [B
-        * T, ...] and, of a batch that gathers them, the valid tokens' rows [N, ...], teacher's and
-        student's rows stacked [2N, ...], or the rows [S, ...] of the positions whose next token is
-        predicted. Of [B, ...] the row is known.
+        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened
+        [B * T, ...] and, of a batch that gathers them, the valid tokens' rows [N, ...], teacher's
+        and student's rows stacked [2N, ...], or the rows [S, ...] of the positions whose next token
+        is predicted. Of [B, ...] the row is known.
         """
         if self.shape is None or not index or shape in self.others:
             return None, None, None
@@ -260,12 +237,11 @@ class Tokens:
             yield index[0], index[2]
         if len(shape) == 3 and shape[0] > b and shape[0] % b == 0 and shape[1] == t:
             yield index[0] // (shape[0] // b), index[1]
+        flat = []
         if n and shape[0] in (n, 2 * n):
-            row, token = divmod(self.rows[index[0] % n], t)
-            yield row, token
+            flat.append(self.rows[index[0] % n])
         if self.scored and shape[0] == len(self.scored):
-            row, token = divmod(self.scored[index[0]], t)
-            yield row, token
+            flat.append(self.scored[index[0]])
         if shape[0] == b * t:
-            row, token = divmod(index[0], t)
-            yield row, token
+            flat.append(index[0])
+        yield from (divmod(position, t) for position in flat)

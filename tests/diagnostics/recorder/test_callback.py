@@ -170,9 +170,7 @@ def test_other_processes_than_the_first_record_nothing(model, tmp_path) -> None:
     assert said == [] and not (tmp_path / "trace").exists()
 
 
-def test_a_training_that_breaks_off_leaves_hooks_only_until_the_next_one(
-    model, data, tmp_path
-) -> None:
+def test_hooks_of_a_training_that_broke_off_go_with_the_next_one(model, data, tmp_path) -> None:
     callback = RecorderCallback(tmp_path / "trace", steps="1", say=lambda _: None)
     handle = model.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -183,7 +181,7 @@ def test_a_training_that_breaks_off_leaves_hooks_only_until_the_next_one(
 
 
 @pytest.mark.parametrize("failing", ["__enter__", "record"])
-def test_a_failure_of_the_recorder_is_a_warning_and_the_training_goes_on(
+def test_a_failing_recorder_is_a_warning_and_training_continues(
     model, data, tmp_path, monkeypatch, caplog, failing
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:

@@ -1,5 +1,5 @@
-"""The pictures of recorded tensor health: what stands in which cell, what is marked, and what a
-page may not do.
+"""The pictures of recorded tensor health: the content of each cell, the marks, and what a page
+may not do.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TestGrid:
             found.marks, np.where(np.isnan(expected), Mark.ABSENT, Mark.FINITE)
         )
 
-    def test_puts_gradients_where_their_values_stand_though_the_pass_runs_backwards(self) -> None:
+    def test_puts_gradients_into_the_cells_of_their_values(self) -> None:
         forward, gradient = grid(record(1), "forward"), grid(record(1), "gradient")
         assert gradient.lines == forward.lines and gradient.columns == forward.columns
         np.testing.assert_allclose(gradient.values, forward.values * 1e-4)
@@ -213,9 +213,7 @@ class TestGrid:
         assert found.lines == LINES
         assert (found.marks[2:4] == Mark.ABSENT).all()
 
-    def test_inserts_a_checkpoint_that_only_some_layers_have_behind_the_one_it_followed(
-        self,
-    ) -> None:
+    def test_inserts_a_checkpoint_of_some_layers_after_its_predecessor(self) -> None:
         rows = [
             row("layers.0.a", 0),
             row("layers.0.c", 0),
@@ -244,9 +242,7 @@ class TestGrid:
         found = grid(Record(1, (row("block", 0), row("block", 1), row("", None))), "forward")
         assert found.lines == ("0", "1", "model") and found.columns == ("block out", "out")
 
-    def test_names_modules_outside_of_layers_in_full_where_their_last_part_is_not_enough(
-        self,
-    ) -> None:
+    def test_names_modules_in_full_if_their_last_part_is_not_enough(self) -> None:
         assert grid(Record(1, (row("a.norm"), row("b.norm"), row("c.head"))), "forward").lines == (
             "a.norm",
             "b.norm",
@@ -292,7 +288,7 @@ class TestScale:
     def test_covers_all_numbers_where_they_lie_close(self) -> None:
         assert scale([0.01, 1.0, 100.0], "rms") == pytest.approx((-2, 2))
 
-    def test_does_not_let_a_few_exploded_tensors_make_all_others_look_alike(self) -> None:
+    def test_tells_others_apart_next_to_a_few_exploded_tensors(self) -> None:
         low, high = scale([1.0] * 50 + [10.0] * 50 + [1e30], "rms")
         assert low == pytest.approx(0) and high == pytest.approx(2)
         low, high = scale([1.0] * 60 + [1e30] * 40, "rms")
@@ -314,7 +310,7 @@ class TestScale:
         assert maximum(dtype) == largest
 
     @given(st.integers(1, 300), st.integers(3, 12), st.data())
-    def test_steps_are_chosen_with_the_first_the_last_and_the_one_asked_for(
+    def test_chosen_steps_include_the_first_the_last_and_the_wanted_one(
         self, count, at_most, data
     ) -> None:
         include = data.draw(st.integers(0, count - 1))
@@ -330,7 +326,7 @@ class TestNotable:
         assert [x.record for x in found] == sorted(x.record for x in found)
         assert len(found) == 2 * (11 + 21)
 
-    def test_nearness_to_overflow_is_by_the_dtype_and_each_tensor_counts_once(self) -> None:
+    def test_nearness_to_overflow_is_by_dtype_and_counts_a_tensor_once(self) -> None:
         records = [
             Record(i, (row("half", rms=100.0 * i, dtype="float16"), row("brain", rms=1e30)))
             for i in (1, 3, 2)
@@ -424,7 +420,7 @@ class TestPage:
                         assert (len(cell) > 7 and cell[7] == 4) == (mark == Mark.NAN)
             assert part["first"] == [None, list(grid(records[1], direction).first or ())]
 
-    def test_holds_the_statistics_of_a_cell_in_the_order_that_the_script_reads(self) -> None:
+    def test_holds_the_statistics_of_a_cell_in_the_order_of_the_script(self) -> None:
         one = row(
             "a",
             rms=1.234567,
@@ -443,9 +439,7 @@ class TestPage:
             [[0, 1.23, 3.7, -2.47, 3.7, -1.5e-12, 1e-30, 1, 2, 3, 0.5, 0.25, 2]]
         ]
 
-    def test_statistics_that_are_none_nan_or_infinite_come_as_what_the_script_can_tell_apart(
-        self,
-    ) -> None:
+    def test_the_script_can_tell_none_nan_and_infinite_statistics_apart(self) -> None:
         rows = (
             row("a", rms=None, count=0),
             row("b", rms=math.nan),
@@ -458,7 +452,7 @@ class TestPage:
         assert cells[1] == [1, None, None, None, None, 0, None]
         assert cells[2] == [1, 1, math.inf, -math.inf, 3, 0, 1]
 
-    def test_offers_the_quantities_that_were_measured_in_a_direction_and_no_other(self) -> None:
+    def test_offers_only_the_quantities_measured_in_a_direction(self) -> None:
         data = json.loads(Reader(page([record(1)])).data)
         common = ["rms", "absmax", "maximum_share", "finite_share"]
         assert [q["key"] for q in data["quantities"]] == [*common, "saturation", "update_ratio"]
@@ -540,9 +534,7 @@ class TestPage:
             assert tag not in ("img", "iframe", "object", "embed") and "src" not in attributes
             assert (attributes.get("href") or "#").startswith(("#", "data:,"))
 
-    def test_shows_some_of_more_steps_than_it_can_hold_and_lists_findings_of_all(
-        self, monkeypatch
-    ) -> None:
+    def test_shows_as_many_steps_as_fit_and_lists_findings_of_all(self, monkeypatch) -> None:
         monkeypatch.setattr(
             "npt.diagnostics.recorder.page.CELLS", 5 * 2 * len(LINES) * len(COLUMNS)
         )
@@ -619,7 +611,7 @@ class TestPicture:
         # 32 cells of some hundred pixels each; the legend has a few in both
         assert bad > clean + 10_000
 
-    def test_panel_gives_matplotlib_the_numbers_and_a_symbol_for_each_bad_cell(self) -> None:
+    def test_panel_draws_the_numbers_and_a_symbol_for_each_bad_cell(self) -> None:
         from matplotlib.figure import Figure
 
         records = [poisoned(1)]
@@ -709,7 +701,7 @@ class TestPicture:
             and (image[-4:] == 255).all()
         )
 
-    def test_settings_of_whoever_uses_matplotlib_stay_out_and_as_they_were(self) -> None:
+    def test_the_users_matplotlib_settings_stay_out_and_unchanged(self) -> None:
         import matplotlib
 
         one = record(1, layers=1, gradients=False)
@@ -759,9 +751,7 @@ class TestWritePictures:
             write_pictures([record(2, layers=1, gradients=False)], tmp_path)
         assert [(tmp_path / name).read_bytes() for name in ("health.png", "health.html")] == before
 
-    def test_matplotlib_is_loaded_when_something_is_drawn_and_its_global_state_never(
-        self, tmp_path
-    ) -> None:
+    def test_matplotlib_is_loaded_for_drawing_only_and_pyplot_never(self, tmp_path) -> None:
         script = (
             "import sys; from npt.diagnostics.recorder.picture import write_pictures; from"
             " npt.diagnostics.recorder.record import Record, Row\nassert 'matplotlib' not in"

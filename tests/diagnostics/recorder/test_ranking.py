@@ -1,5 +1,5 @@
-"""What stands out in a record: non-finite tensors first, then explosions before anything overflows,
-then gradients.
+"""The notable tensors of a record: non-finite ones first, then explosions before anything
+overflows, then gradients.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from torch import nn
 import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.diagnostics.recorder.ranking import (
-    FACTOR,
-    explosions,
-    gradients,
-    growths,
-    not_finite,
-    worst,
-)
+from npt.diagnostics.recorder.ranking import FACTOR, explosions, gradients, growths, worst
 from npt.diagnostics.recorder.record import Record, Row
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
@@ -99,7 +92,7 @@ def test_explosions_are_those_of_the_definition(pairs, factor) -> None:
     assert all(one.growth >= other.growth for one, other in itertools.pairwise(found))
 
 
-def test_gradients_are_ranked_by_norm_behind_those_that_are_not_finite() -> None:
+def test_gradients_rank_by_norm_after_those_that_are_not_finite() -> None:
     record = Record(
         1,
         (
@@ -152,7 +145,7 @@ def forward(model: nn.Module, batch: Batch) -> Record:
 
 def test_the_clean_embedded_model_has_no_explosion() -> None:
     record = forward(*tiny())
-    assert explosions(record) == [] and not_finite(record) == []
+    assert explosions(record) == [] and record.bad == []
     # The first layer writes into a small stream: that is far more than any other module does, and
     # far below what counts.
     largest, second = growths(record)[:2]
@@ -170,7 +163,7 @@ def test_the_clean_embedded_student_has_no_explosion(strategy) -> None:
     with Recorder(model) as recorder:
         STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
     record = recorder.record()
-    assert explosions(record) == [] and not_finite(record) == []
+    assert explosions(record) == [] and record.bad == []
 
 
 def test_an_explosion_is_seen_before_fp16_overflows() -> None:
@@ -180,7 +173,7 @@ def test_an_explosion_is_seen_before_fp16_overflows() -> None:
         with torch.no_grad():
             model.model.layers[4].mlp.down_proj.weight.mul_(2)
         record = forward(model, batch)
-        if overflowed is None and not_finite(record):
+        if overflowed is None and record.bad:
             overflowed = doubling
         if warned is None and explosions(record):
             warned = doubling

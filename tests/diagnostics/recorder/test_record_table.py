@@ -97,7 +97,7 @@ def test_saturated_multipliers_have_a_column(student, batch) -> None:
     assert table(lines)["1"][-1].endswith("%") and "saturated" in " ".join(lines)
 
 
-def test_a_model_without_layers_or_gradients_or_anything_has_a_table_too() -> None:
+def test_a_model_without_layers_or_gradients_has_a_table_too() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     with Recorder(model) as recorder, torch.no_grad():
         model(torch.ones(2, 3))

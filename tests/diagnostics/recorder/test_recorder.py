@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import npt
 from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig, TrainConfig
-from npt.diagnostics.recorder import recorder as recorder_module
-from npt.diagnostics.recorder import statistics
+from npt.diagnostics.recorder import observations, statistics
 from npt.diagnostics.recorder.record import Record, Row
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
@@ -211,9 +210,9 @@ def test_a_tensor_is_reduced_once_however_many_modules_name_it(
     load_model, batch, monkeypatch
 ) -> None:
     reduced: list[Tensor] = []
-    original = recorder_module.summarise
+    original = observations.summarise
     monkeypatch.setattr(
-        recorder_module, "summarise", lambda t, valid: reduced.append(t) or original(t, valid)
+        observations, "summarise", lambda t, valid: reduced.append(t) or original(t, valid)
     )
     model = load_model()
     with Recorder(model, gradients=False) as recorder, torch.no_grad():
@@ -238,7 +237,7 @@ def test_what_was_changed_in_place_is_another_tensor() -> None:
         assert found["0 out"].min < 0 and found["1 out"].min == 0 and found["out"].min == 0
 
 
-def test_a_tensor_outside_the_graph_does_not_stand_for_its_twin_inside() -> None:
+def test_a_tensor_outside_the_graph_is_not_taken_for_its_twin_inside() -> None:
     class Twins(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -339,7 +338,7 @@ def test_a_second_backward_through_the_same_tensor_is_numbered() -> None:
     assert set(rows(recorder.record(), "gradient")) == {"out", "weight", "out@2", "weight@2"}
 
 
-def test_a_parameters_gradient_is_that_of_this_pass_and_not_what_has_accumulated(stack) -> None:
+def test_a_parameters_gradient_is_that_of_this_pass_alone(stack) -> None:
     for _ in range(2):
         stack(IDS).sum().backward()
     before = {name: p.grad.clone() for name, p in stack.named_parameters()}
@@ -466,7 +465,7 @@ def test_mixed_precision_is_seen_as_it_is(stack) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_under_gradient_checkpointing_a_recomputation_is_a_second_call(stack, reentrant) -> None:
+def test_a_recomputation_of_gradient_checkpointing_is_a_second_call(stack, reentrant) -> None:
     def forward(model: Stack) -> Tensor:
         x = model.embedding(IDS)
         for block in model.blocks:
@@ -508,7 +507,7 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
     def broken(*_: Any) -> Tensor:
         raise ValueError("broken")
 
-    monkeypatch.setattr(recorder_module, "summarise", broken)
+    monkeypatch.setattr(observations, "summarise", broken)
     with Recorder(stack) as recorder:
         stack(IDS).sum().backward()
     assert stack.head.weight.grad is not None and hooks(stack) == 0
@@ -522,7 +521,7 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
 # --------------------------------------------------------------------------------------------------
 
 
-def test_padding_is_left_out_by_the_models_own_mask_or_by_the_one_given(load_model, batch) -> None:
+def test_padding_is_left_out_by_the_models_mask_or_a_given_one(load_model, batch) -> None:
     model = load_model()
     valid = batch.attention_mask.bool()
     with torch.no_grad():
@@ -578,9 +577,7 @@ def stages(record: Record, layer: int, direction: str = "forward") -> list[str]:
     ]
 
 
-def test_under_the_local_strategy_each_converted_layer_has_its_stages_and_the_teachers_output(
-    load_model, batch
-) -> None:
+def test_local_strategy_records_stages_and_the_teachers_output(load_model, batch) -> None:
     model = student(load_model)
     with Recorder(model, valid=batch.attention_mask.bool()) as recorder:
         STRATEGIES["local"](model, batch, TrainConfig())
@@ -618,7 +615,7 @@ def test_under_the_local_strategy_each_converted_layer_has_its_stages_and_the_te
         )
 
 
-def test_under_the_end_to_end_strategy_teacher_and_student_are_two_calls(load_model, batch) -> None:
+def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model, batch) -> None:
     model = student(load_model)
     with Recorder(model) as recorder:
         STRATEGIES["end_to_end"](

@@ -83,7 +83,7 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
 
 @pytest.fixture
 def drawn(monkeypatch) -> list[tuple[list[Record], Path]]:
-    """What is handed to the part that draws, which is replaced."""
+    """The calls of the part that draws, which is replaced."""
     calls: list[tuple[list[Record], Path]] = []
     picture = ModuleType("npt.diagnostics.recorder.picture")
 

@@ -31,7 +31,7 @@ def test_a_note_on_a_part_is_not_one_on_another_part() -> None:
     assert memory.of(x[0]) == memory.of(x[2]) == []
 
 
-def test_parts_of_one_memory_have_notes_of_their_own_the_older_in_front() -> None:
+def test_parts_of_one_memory_have_their_own_notes_the_oldest_first() -> None:
     memory: Memory[str] = Memory()
     x = torch.zeros(3, 4)
     memory.add(x[2], "a")
@@ -69,9 +69,9 @@ def test_a_note_does_not_keep_memory() -> None:
     memory: Memory[str] = Memory()
     x = torch.zeros(10)
     memory.add(x, "a")
-    (known,) = next(iter(memory._notes.values()))
+    ((storage, _, _),) = next(iter(memory._notes.values()))
     del x
-    assert known.storage.expired()
+    assert storage.expired()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

@@ -78,7 +78,7 @@ def test_complex_numbers_are_judged_by_their_parts_conjugated_or_not() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_sparse_tensor_is_judged_by_its_values_and_indexed_as_if_it_were_dense() -> None:
+def test_a_sparse_tensor_is_judged_by_values_and_indexed_as_if_dense() -> None:
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[4, 1]]), torch.tensor([[1.0, 2.0], [3.0, INF]]), (6, 2)
     )
@@ -87,7 +87,7 @@ def test_a_sparse_tensor_is_judged_by_its_values_and_indexed_as_if_it_were_dense
     assert numbers(sparse).data_ptr() == sparse._values().data_ptr()
 
 
-def test_a_limit_counts_what_is_larger_and_below_it_only_what_may_be_a_mask() -> None:
+def test_a_limit_counts_larger_numbers_and_below_it_possible_masks() -> None:
     x = torch.tensor([1.0, 50.0, -200.0])
     assert judge(x) == judge(x, 200.0) == Badness.FINE
     assert (

@@ -349,7 +349,7 @@ class Sum(nn.Module):
         return x.sum()
 
 
-def test_under_autocast_a_weight_that_does_not_fit_is_named_although_its_cast_was_cached() -> None:
+def test_a_weight_too_large_for_autocast_is_named_with_a_cached_cast() -> None:
     model = net(lambda x: x)
     with torch.no_grad():
         model[1].last.weight[1, 2] = 1e6
@@ -694,7 +694,7 @@ def test_a_layer_is_told_from_names_like_gpt2s() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama, sdpa"])
-def test_a_bad_element_of_any_weight_is_named_with_its_module_and_index(name) -> None:
+def test_a_bad_element_of_a_weight_is_named_with_module_and_index(name) -> None:
     model = MODELS[name]() if name in MODELS else llama(name.split()[1])
     generator = torch.Generator().manual_seed(1)
     for weight, parameter in model.named_parameters():
@@ -826,9 +826,7 @@ def test_a_loss_that_nothing_made_bad_is_from_outside() -> None:
     assert verdict is not None and (verdict.cause, verdict.operation) == ("outside of torch", "")
 
 
-def test_token_ids_and_labels_outside_the_vocabulary_are_refused_before_they_are_looked_up() -> (
-    None
-):
+def test_unknown_token_ids_and_labels_are_refused_before_the_lookup() -> None:
     model = llama()
     for value in (64, -1, -65, -100):
         ids = IDS.clone()
@@ -859,7 +857,7 @@ def test_a_language_model_without_any_label_is_told_so() -> None:
 # ----------------------------------------------------------------------------------------------
 
 
-def test_backwards_fault_is_attributed_to_the_forward_operations_module_and_line() -> None:
+def test_a_fault_of_backward_has_its_forwards_module_and_line() -> None:
     verdict = fault(net(root_of_zero))
     assert (verdict.phase, verdict.operation, verdict.module) == (
         "backward",
@@ -915,13 +913,13 @@ class Bad(torch.autograd.Function):
         return gradient / (gradient - gradient)
 
 
-def test_a_custom_functions_backward_is_shown_with_its_own_line_and_its_module() -> None:
+def test_a_custom_backward_is_shown_with_its_own_line_and_module() -> None:
     verdict = fault(net(Bad.apply))
     assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "div", "1")
     assert verdict.source.endswith("in Bad.backward: gradient / (gradient - gradient)")
 
 
-def test_hooks_that_write_into_gradients_are_shown_with_their_line_and_module() -> None:
+def test_hooks_that_write_gradients_are_shown_with_line_and_module() -> None:
     def hooked(x: Tensor) -> Tensor:
         x = x * 2
         x.register_hook(lambda gradient: gradient * NAN)
@@ -1031,7 +1029,7 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-def test_with_a_limit_a_nan_that_was_hidden_is_no_fault_and_one_that_was_not_is() -> None:
+def test_with_a_limit_a_hidden_nan_is_no_fault_and_another_one_is() -> None:
     assert (
         traced(net(lambda x: torch.where(x == x, x, (x.detach() - x.detach()) / 0)), limit=1e6)
         is None
@@ -1095,7 +1093,7 @@ def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:
     assert largest <= 2
 
 
-def test_where_nothing_but_a_library_runs_its_line_is_shown_and_not_the_callers() -> None:
+def test_code_of_a_library_alone_is_shown_and_not_its_callers() -> None:
     verdict = npt.trace(nn.Sequential(nn.Linear(4, 4)), torch.full((2, 4), NAN))
     assert (
         verdict is not None

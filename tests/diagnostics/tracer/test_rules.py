@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
-from npt.diagnostics.tracer import causes
-from npt.diagnostics.tracer.causes import CAUSES, element_at
+from npt.diagnostics.tracer import rules
+from npt.diagnostics.tracer.causes import CAUSES
 from npt.diagnostics.tracer.operations import External, Origin
+from npt.diagnostics.tracer.rules import element_at
 from npt.diagnostics.tracer.source_location import Place
 from npt.diagnostics.tracer.verdict import Verdict
 
@@ -56,7 +57,7 @@ def masked(x: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
-    # function, cause, operation, what the explanation has to say
+    # function, cause, operation, what the explanation must say
     "cast": (
         lambda x: (x * 1e5).half(),
         "cast overflow",
@@ -320,7 +321,7 @@ def test_the_cause_of_a_backward_fault_is_said(case) -> None:
     assert words in found.explanation
 
 
-def test_a_number_that_forward_hid_and_backward_met_is_a_masked_gradient() -> None:
+def test_a_number_hidden_in_forward_and_met_in_backward_is_masked() -> None:
     found = verdict(lambda x: torch.where(x == x, x, (x * 0).log() * x))
     assert (found.cause, found.operation, found.phase) == ("masked gradient", "log", "forward")
     assert "the loss does not show it" in found.explanation
@@ -331,7 +332,7 @@ def test_a_number_that_reached_an_output_was_not_hidden() -> None:
     assert found is not None and (found.cause, found.reached) == ("invalid argument", "output")
 
 
-def test_gradients_that_grow_too_large_are_exploding_and_in_fp16_of_low_precision() -> None:
+def test_too_large_gradients_explode_and_in_fp16_lack_precision() -> None:
     class Amplify(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, factor: float) -> Tensor:
@@ -349,7 +350,7 @@ def test_gradients_that_grow_too_large_are_exploding_and_in_fp16_of_low_precisio
     assert (found.cause, found.phase) == ("low-precision overflow", "backward")
 
 
-def test_an_attention_mask_without_a_key_is_named_in_the_fused_kernel_too() -> None:
+def test_a_mask_without_a_key_is_named_in_fused_kernels_too() -> None:
     def origin(mask: Tensor, index: tuple[int, ...]) -> Origin:
         return Origin(
             0,
@@ -374,7 +375,7 @@ def test_an_attention_mask_without_a_key_is_named_in_the_fused_kernel_too() -> N
         torch.zeros(2, 3, 1, 5),
     ]
     for mask in masks:
-        assert causes._attention_mask(origin(mask, (1, 2, 3, 0))) is None
+        assert rules._attention_mask(origin(mask, (1, 2, 3, 0))) is None
         row = mask[
             tuple(
                 0 if size == 1 else i
@@ -382,10 +383,10 @@ def test_an_attention_mask_without_a_key_is_named_in_the_fused_kernel_too() -> N
             )
         ]
         row.fill_(-INF)
-        found = causes.explain(origin(mask, (1, 2, 3, 0)))
+        found = rules.explain(origin(mask, (1, 2, 3, 0)))
         assert found.cause == "fully masked row" and "none of 5 keys" in found.explanation
-        assert causes.explain(origin(mask == 0, (1, 2, 3, 0))).cause == "fully masked row"
-    assert causes.explain(origin(torch.zeros(2, 1, 4, 5), (0, 0, 0, 0))).cause == "unknown"
+        assert rules.explain(origin(mask == 0, (1, 2, 3, 0))).cause == "fully masked row"
+    assert rules.explain(origin(torch.zeros(2, 1, 4, 5), (0, 0, 0, 0))).cause == "unknown"
 
 
 def test_a_negative_running_variance_is_a_corrupt_buffer() -> None:
@@ -425,7 +426,7 @@ def test_what_no_rule_knows_is_unknown_and_shows_its_figures() -> None:
 
 
 NAMES = sorted(
-    {name for value in vars(causes).values() if isinstance(value, set) for name in value}
+    {name for value in vars(rules).values() if isinstance(value, frozenset) for name in value}
     | {
         "nll_loss_forward",
         "nll_loss2d_forward",
@@ -504,9 +505,9 @@ def test_no_rule_breaks_whatever_went_in(data) -> None:
         ),
         externals={label: external for label, _ in inputs if data.draw(st.booleans())},
     )
-    finding = causes.explain(origin)
+    finding = rules.explain(origin)
     assert finding.cause in CAUSES and finding.explanation
-    assert causes.hidden(finding).cause in CAUSES
+    assert rules.hidden(finding).cause in CAUSES
 
 
 def test_an_overflow_of_a_huge_dividend_is_no_division_by_zero() -> None:
@@ -514,9 +515,9 @@ def test_an_overflow_of_a_huge_dividend_is_no_division_by_zero() -> None:
     assert verdict(lambda x: x.half() * 1e4 / 1e-4).cause == "division by zero"
 
 
-def test_every_cause_that_a_rule_names_has_a_remedy_and_every_remedy_a_cause() -> None:
+def test_every_named_cause_has_a_remedy_and_every_remedy_a_cause() -> None:
     named = set()
-    for module in (causes, importlib.import_module("npt.diagnostics.tracer.trace")):
+    for module in (rules, importlib.import_module("npt.diagnostics.tracer.trace")):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if (
                 isinstance(node, ast.Constant)
@@ -526,7 +527,7 @@ def test_every_cause_that_a_rule_names_has_a_remedy_and_every_remedy_a_cause() -
                 named.add(node.value)
             if (
                 isinstance(node, ast.Call)
-                and getattr(node.func, "id", "") == "Finding"
+                and getattr(node.func, "id", "") == "Reason"
                 and isinstance(node.args[0], ast.Constant)
             ):
                 assert node.args[0].value in CAUSES

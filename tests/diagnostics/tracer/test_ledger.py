@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from npt.diagnostics.tracer.operations import External, Ledger, Origin
+from npt.diagnostics.tracer.ledger import Ledger
+from npt.diagnostics.tracer.operations import External, Origin
 
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -104,7 +105,7 @@ def test_a_number_that_was_hidden_is_not_the_origin_of_a_later_one(hider) -> Non
     assert found is not None and found.operation == "sqrt"
 
 
-def test_a_tensor_that_was_bad_then_good_then_bad_again_has_its_last_origin() -> None:
+def test_a_tensor_that_turned_bad_twice_has_its_last_origin() -> None:
     def function(x: Tensor) -> Tensor:
         x.sub_(x).log_()
         x.fill_(-1.0)
@@ -186,7 +187,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_intended_minus_infinity_is_no_fault_and_what_it_breaks_is_one(mask) -> None:
+def test_intended_minus_infinity_is_no_fault_but_its_damage_is(mask) -> None:
     with Ledger({}, ()) as ledger:
         masked = MASKS[mask](X.clone())
         intended = ledger.origin_of(masked)
@@ -203,7 +204,7 @@ def test_a_fault_beside_a_mask_is_named_and_the_mask_is_not(mask) -> None:
     assert named(lambda x: (zero(x) / zero(x)).sum() + MASKS[mask](x).sum()) == "div"
 
 
-def test_a_mask_that_arithmetic_made_stands_behind_what_is_certainly_bad() -> None:
+def test_a_mask_made_by_arithmetic_comes_after_certain_faults() -> None:
     assert named(lambda x: (x > 2).float().log() + zero(x) / zero(x)) == "div"
     assert named(lambda x: torch.softmax((x > 9).float().log(), -1)) == "log"
 
@@ -231,7 +232,7 @@ def test_logsumexp_of_masked_logits_is_fine() -> None:
     assert ledger.first is None
 
 
-# --- where it stands
+# --- its place
 # -------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +257,7 @@ def test_a_write_into_a_view_is_shown_in_the_whole_tensor(view, shape, index) ->
     assert found.index == (0,) * len(found.shape)
 
 
-def test_the_first_bad_element_is_the_one_of_this_write_and_not_of_an_older() -> None:
+def test_the_first_bad_element_is_of_this_write_and_not_an_older_one() -> None:
     def function(x: Tensor) -> Tensor:
         x[0, 0] = NAN
         x[1, 1] = INF
@@ -278,7 +279,7 @@ def test_of_several_outputs_each_has_an_origin_of_its_own() -> None:
         )
 
 
-def test_what_is_kept_is_as_it_was_before_the_operation_and_before_later_writes() -> None:
+def test_kept_inputs_are_as_before_the_operation_and_later_writes() -> None:
     def function(x: Tensor) -> Tensor:
         divisor = zero(x)
         x.div_(divisor)
@@ -484,9 +485,7 @@ STEP = st.one_of(
     after=st.lists(st.sampled_from(KEEPS_SHAPE), max_size=5),
 )
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_in_any_program_the_planted_fault_is_named_and_those_that_are_hidden_are_not(
-    before, fault, after
-) -> None:
+def test_any_program_names_its_planted_fault_and_no_hidden_one(before, fault, after) -> None:
     def prefix(x: Tensor) -> Tensor:
         for kind, name in before:
             if kind == "carry":

@@ -1,6 +1,4 @@
-"""One pass of a model for those who look at it: what is run, what it comes to, and how nothing of
-it is left behind.
-"""
+"""One pass of a model: run it, collect its results, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sink:
-    """Something that may not be bad in the end, and what it is called: a loss, a gradient, or an
-    output, which may be masked.
+    """A result that may not be bad, and its name: a loss, a gradient, or an output, which may be
+    masked.
     """
 
     label: str
@@ -41,7 +39,7 @@ class Sink:
 
     @property
     def unsure(self) -> bool:
-        """Whether only a ledger can tell if it is bad."""
+        """Tell if only a ledger can judge it."""
         return self._may_be_masked and judge(self.tensor) == Badness.SOFT
 
     @property
@@ -50,22 +48,17 @@ class Sink:
 
 
 def default_run(model: nn.Module, batch: Any) -> Run:
-    """The model on the batch, with labels where it is a language model."""
+    """Return a call of the model on the batch, with labels if it is a language model."""
     if isinstance(batch, Batch):
-        inputs: dict[str, Any] = {
-            name: getattr(batch, name) for name in ("input_ids", "attention_mask", "position_ids")
-        }
+        names = ("input_ids", "attention_mask", "position_ids")
+        inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
         if batch.documents is not None and is_known(model):
             inputs = model_inputs(model, batch)
         batch = {**inputs, "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = dict(batch)
-        if (
-            "labels" not in arguments
-            and isinstance(arguments.get("input_ids"), Tensor)
-            and _is_language_model(model)
-        ):
-            ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
             if isinstance(mask, Tensor) and mask.shape == ids.shape:
                 ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
             arguments["labels"] = ids
@@ -75,17 +68,14 @@ def default_run(model: nn.Module, batch: Any) -> Run:
 
 
 def _is_language_model(model: nn.Module) -> bool:
-    """Whether labels are token ids: transformers' models with a head over their vocabulary."""
+    """Tell if labels are token ids: transformers' models with a head over their vocabulary."""
     head: Any = getattr(model, "get_output_embeddings", None)
-    return (
-        head is not None
-        and head() is not None
-        and "labels" in inspect.signature(model.forward).parameters
-    )
+    has_head = head is not None and head() is not None
+    return has_head and "labels" in inspect.signature(model.forward).parameters
 
 
 def ready(batch: Any, device: torch.device) -> Any:
-    """The batch on a device, and fit for backward, which tensors of inference mode are not."""
+    """Return the batch on a device, fit for backward, which tensors of inference mode are not."""
     if isinstance(batch, Tensor):
         return batch.to(device).clone() if batch.is_inference() else batch.to(device)
     if isinstance(batch, Batch):
@@ -99,94 +89,76 @@ def ready(batch: Any, device: torch.device) -> Any:
 
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
-    """What the pass came to. A scalar loss with a graph is differentiated first, if the pass has
-    not done so.
+    """Return the results of the pass. A scalar loss with a graph is differentiated first, if the
+    pass has not done so.
     """
-    loss = (
-        result.get("loss")
-        if isinstance(result, Mapping)
-        else result
-        if isinstance(result, Tensor)
-        else getattr(result, "loss", None)
-    )
-    leaves = [
-        (name, leaf)
-        for name, leaf in [*model.named_parameters(), *named_inputs(batch)]
-        if leaf.is_leaf and leaf.requires_grad
-    ]
+    loss = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+    loss = result.get("loss") if isinstance(result, Mapping) else loss
+    named = [*model.named_parameters(), *named_inputs(batch)]
+    leaves = [(name, leaf) for name, leaf in named if leaf.is_leaf and leaf.requires_grad]
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
             loss.backward()
         sinks = [Sink("loss", loss.detach())]
     else:
-        sinks = [
-            Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in _tensors("", result)
-        ]
-    gradients = [
-        (f"gradient of {name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None
-    ]
-    sinks += [
-        Sink(label, tensor)
-        for name, gradient in gradients
-        for label, tensor in _tensors(name, gradient)
-    ]
+        outputs = _tensors("", result)
+        sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
+    for name, leaf in leaves:
+        if leaf.grad is not None:
+            sinks += [Sink(*found) for found in _tensors(f"gradient of {name}", leaf.grad)]
     if not sinks:
         raise ConfigError(
-            f"run gave {kind_of(result)} and no gradients: it has to return a loss or outputs, or"
-            " to run backward"
+            f"run gave {kind_of(result)} and no gradients: it must return a loss or outputs, or"
+            " run backward"
         )
     return sinks
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        for part in value.__tensor_flatten__()[0]:
-            yield from _tensors(f"{name}.{part}".lstrip("."), getattr(value, part))
-    elif isinstance(value, Tensor):
-        yield name, value
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Tensor):
+        if not is_traceable_wrapper_subclass(value):
+            yield name, value
+            return
+        parts = [(f".{part}", getattr(value, part)) for part in value.__tensor_flatten__()[0]]
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{name}.{key}".lstrip("."), item)
+        parts = [(f".{key}", item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
+        parts = [(f"[{i}]", item) for i, item in enumerate(value)]
     elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from _tensors(f"{name}.{entry.name}".lstrip("."), getattr(value, entry.name))
+        parts = [(f".{entry.name}", getattr(value, entry.name)) for entry in fields(value)]
+    for suffix, item in parts:
+        yield from _tensors(f"{name}{suffix}".lstrip("."), item)
 
 
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch: entries by their names, arguments by their positions."""
+    """Yield the tensors of a batch: entries by their names, arguments by their positions."""
     for name, tensor in _tensors("", batch):
         yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
 
 
+def _renormed(model: nn.Module) -> list[Tensor]:
+    """Return the weights that forward writes to: of embeddings with a largest norm."""
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return [m.weight for m in embeddings if m.max_norm is not None]
+
+
 @contextmanager
 def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Within the context gradients start from nothing and no mode of the caller's stands in the way
-    of a backward pass.
+    """Start without gradients and without a mode of the caller's that hinders a backward pass.
 
     Afterwards gradients, buffers, the modules' modes and random state are as before.
     """
     modes = [(module, module.training) for module in model.modules()]
-    leaves = [
-        *model.parameters(),
-        *(t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad),
-    ]
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    inputs = (t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad)
+    gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
     buffers = [
         (module._buffers, name, b, b.detach().clone())
         for module in model.modules()
         for name, b in module._buffers.items()
         if b is not None
     ]
-    # An embedding with a largest norm writes to its weights in forward.
-    renormed = [
-        m.weight
-        for m in model.modules()
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
-    ]
-    weights = [(weight, weight.detach().clone()) for weight in renormed]
+    weights = [(weight, weight.detach().clone()) for weight in _renormed(model)]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     states = random.getstate(), numpy.random.get_state()
     # casts of the weights from before this pass would come out of nowhere in it
@@ -220,15 +192,8 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def versions(model: nn.Module) -> dict[str, int]:
-    """How often each parameter was written to, but for those that a pass writes to of its own."""
-    renormed = {
-        id(m.weight)
-        for m in model.modules()
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
-    }
-    named = [
-        (name, p)
-        for name, p in model.named_parameters()
-        if not is_lazy(p) and id(p) not in renormed
-    ]
-    return {name: p._version for name, p in named if not p.is_inference()}
+    """Return how often each parameter was written to, except those that forward writes to."""
+    renormed = {id(weight) for weight in _renormed(model)}
+    named = model.named_parameters()
+    given = [(name, p) for name, p in named if not is_lazy(p) and id(p) not in renormed]
+    return {name: p._version for name, p in given if not p.is_inference()}

@@ -1,0 +1,1 @@
+"""The comparison of number formats that debug/compare_precision.py prints."""

@@ -1,0 +1,274 @@
+"""Compare number formats of a base: error and headroom of each, layer by layer, against fp32.
+
+One variant is in memory at a time. Kept of fp32 are the valid tokens' residual stream, on the host
+(D * (L + 1) * 4 bytes a token: 540 KB for D = 4096, L = 32), and lm_head.
+
+Shapes: B batch, T time, D hidden, H heads, N valid tokens, P tokens followed by one to predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from npt.adapters.attach import check_length, decoder_layers
+from npt.adapters.stream import Stream, open_stream
+from npt.base.load import read_config
+from npt.base.precision import quantization_of
+from npt.config import DataConfig
+from npt.data.batch import IGNORE_INDEX, Batch, batches, pad_id_of
+from npt.data.source import check_source, open_source, own_heldout
+from npt.diagnostics.variants import REFERENCE, VARIANTS, load_variant
+from npt.distill.hidden_losses import nmse_per_token
+from npt.errors import ConfigError
+from npt.evaluation.heldout import evaluation_samples
+from npt.evaluation.metrics import compare_tokens, figures, per_sample_sums
+from precision.figures import (
+    CHECKPOINTS,
+    Errors,
+    Extent,
+    LayerFigures,
+    PrecisionComparison,
+    VariantFigures,
+)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """fp32 on one batch, on the host. states: the streams before every layer and after the last,
+    [N, D] each. final: after the final norm, [P, D].
+    """
+
+    batch: Batch
+    states: list[Tensor]
+    final: Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The kept results of fp32."""
+
+    passes: list[_Pass]
+    head: nn.Module
+
+
+def compare_precision(
+    name: str = "tiny",
+    data: DataConfig | None = None,
+    *,
+    count: int = 16,
+    batch_size: int = 4,
+    variants: Sequence[str] = tuple(VARIANTS),
+    device: str | torch.device | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> PrecisionComparison:
+    """Run the same held-out batches through the base in each number format.
+
+    Args:
+        name: of the base: `tiny`, a folder or a hub id, stored unquantised.
+        data: source and length of samples; default the built-in text.
+        count: samples, of the same choice that training and evaluation make.
+        batch_size: samples at a time; changes figures by rounding only.
+        variants: names out of `VARIANTS`; fp32 is compared with itself in any case, which must give
+            0.
+        device: default the first CUDA device, else the CPU.
+        watch: told of each variant before it is loaded.
+
+    Raises:
+        ConfigError: an unknown variant, no samples, or samples longer than the model has positions.
+        ModelError: a base that cannot be loaded, or that is stored in 4 bit.
+        DataError: no data.
+    """
+    data = data if data is not None else DataConfig()
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise ConfigError(f"variant {variant!r} is unknown; choose from {', '.join(VARIANTS)}")
+    for flag, value in (("samples", count), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"--{flag} is {value}; it must be at least 1")
+    check_length(data.max_length, read_config(name))
+    check_source(data)
+    tell = watch if watch is not None else lambda variant: None
+    tell(REFERENCE)
+    model, tokenizer = load_variant(name, REFERENCE, device)
+    own = own_heldout(data)
+    source = own if own is not None else open_source(data)
+    samples, heldout = evaluation_samples(
+        source, tokenizer, data, count, model.config.vocab_size, own
+    )
+    reference = reference_outputs(model, batches(samples, batch_size, pad_id_of(tokenizer)))
+    measured = [measure(model, reference, REFERENCE)]
+    for variant in dict.fromkeys(variants):
+        if variant != REFERENCE:
+            del model  # one at a time
+            tell(variant)
+            model, _ = load_variant(name, variant, device)
+            measured.append(measure(model, reference, variant))
+    tokens = sum(len(s.input_ids) for s in samples)
+    return PrecisionComparison(name, len(samples), tokens, heldout, tuple(measured))
+
+
+@torch.no_grad()
+def reference_outputs(model: PreTrainedModel, given: Iterable[Batch]) -> Reference:
+    """Run the base, without adapters, in fp32 on batches on the host."""
+    passes = []
+    for batch in given:
+        stream = open_stream(model, batch.to(model.device))
+        hidden, states = stream.hidden, [stream.rows(stream.hidden).cpu()]
+        for layer in decoder_layers(model):
+            hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
+            states.append(stream.rows(hidden).cpu())
+        passes.append(_Pass(batch, states, _final(model, hidden, batch).cpu()))
+    return Reference(passes, model.lm_head)
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> VariantFigures:
+    """Run a variant on the reference's batches, on its own stream and layer by layer on the
+    reference's.
+
+    Args:
+        model: the same base in another number format, without adapters.
+        reference: of `reference_outputs`.
+        name: for the report.
+    """
+    layers = decoder_layers(model)
+    extents: list[dict[str, Extent]] = [{c: Extent(0.0, 0) for c in CHECKPOINTS} for _ in layers]
+    residuals: list[list[Tensor]] = [[] for _ in layers]
+    updates: list[list[Tensor]] = [[] for _ in layers]
+    per_sample = []
+    for one in reference.passes:
+        stream = open_stream(model, one.batch.to(model.device))
+        hidden = stream.hidden
+        for index, layer in enumerate(layers):
+            before, after = (state.to(hidden.device) for state in one.states[index : index + 2])
+            # fp32's stream in this variant's dtype: digits that it has no room for are lost before
+            # the layer runs.
+            given = before.to(hidden.dtype)
+            out = stream.rows(layer(stream.scatter(given), **stream.context_of(layer)))
+            # in fp32, in which the difference of two 16-bit numbers loses nothing
+            update = out.to(torch.float32) - given.to(torch.float32)
+            updates[index].append(_errors_per_token(update, after - before, out))
+            with _watched(layer, stream, extents[index]):
+                hidden = stream.clean(layer(hidden, **stream.context_of(layer)))
+            rows = stream.rows(hidden)
+            _take(extents[index], "residual", rows)
+            residuals[index].append(_errors_per_token(rows, after, rows))
+        per_sample.append(_compare(model, reference, one, _final(model, hidden, one.batch)))
+    measured = zip(map(_errors, residuals), map(_errors, updates), extents, strict=True)
+    return VariantFigures(
+        name,
+        quantization_of(model),
+        hidden.dtype,
+        tuple(LayerFigures(*layer) for layer in measured),
+        figures(torch.cat(per_sample)),
+    )
+
+
+def _final(model: PreTrainedModel, hidden: Tensor, batch: Batch) -> Tensor:
+    """Return the states after the final norm from which a token is predicted, [P, D]."""
+    return model.model.norm(hidden[:, :-1][_predicted(batch).to(hidden.device)])
+
+
+def _predicted(batch: Batch) -> Tensor:
+    """Return [B, T - 1] bool: a valid token, followed by one to predict."""
+    return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
+
+
+def _compare(model: PreTrainedModel, reference: Reference, one: _Pass, final: Tensor) -> Tensor:
+    predicted = _predicted(one.batch)
+    per_token = compare_tokens(
+        final,
+        one.final.to(final.device),
+        one.batch.labels[:, 1:][predicted].to(final.device),
+        model.lm_head,
+        model.config.vocab_size,
+        teacher_head=reference.head,
+    )
+    return per_sample_sums(per_token, predicted.nonzero()[:, 0], len(predicted))
+
+
+def _errors_per_token(value: Tensor, target: Tensor, state: Tensor) -> Tensor:
+    """Return [N, 2]: the relative error of each token, and 1 if its state is not finite."""
+    bad = ~torch.isfinite(state).all(dim=-1)
+    return torch.stack([nmse_per_token(value, target).sqrt(), bad.to(torch.float32)], dim=-1).cpu()
+
+
+def _errors(parts: list[Tensor]) -> Errors:
+    errors, bad = torch.cat(parts).to(torch.float64).unbind(dim=-1)
+    return Errors(float(errors.mean()), float(errors.max()), int(bad.sum()))
+
+
+def _take(extents: dict[str, Extent], name: str, values: Tensor) -> None:
+    finite = torch.isfinite(values)
+    size = torch.where(finite, values, 0).abs().max()
+    extents[name] = extents[name].joined(Extent(float(size), values.numel() - int(finite.sum())))
+
+
+@contextmanager
+def _watched(layer: Any, stream: Stream, extents: dict[str, Extent]) -> Iterator[None]:
+    """Take the valid tokens' values at the layer's checkpoints into `extents` within the
+    context.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    outputs = {
+        "input_norm": layer.input_layernorm,
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "attention": attention.o_proj,
+        "mlp_norm": layer.post_attention_layernorm,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+    }
+    inputs = {"residual_mid": layer.post_attention_layernorm, "product": mlp.down_proj}
+    kept: dict[str, Tensor] = {}
+
+    def take(name: str, values: Tensor) -> None:
+        _take(extents, name, stream.rows(values))
+        if name in ("q", "k"):
+            kept[name] = values
+
+    with ExitStack() as stack:
+        for name, module in outputs.items():
+            handle = module.register_forward_hook(
+                lambda _module, _inputs, output, name=name: take(name, output)
+            )
+            stack.callback(handle.remove)
+        for name, module in inputs.items():
+            handle = module.register_forward_pre_hook(
+                lambda _module, given, name=name: take(name, given[0])
+            )
+            stack.callback(handle.remove)
+        yield
+    for logits in _attention_logits(attention, kept["q"], kept["k"], stream):
+        _take(extents, "qk", logits)
+
+
+def _attention_logits(attention: Any, q: Tensor, k: Tensor, stream: Stream) -> Iterator[Tensor]:
+    """Yield q.k of every pair of valid tokens of a row, unscaled, in fp32, by row and key head.
+
+    Args:
+        attention: of these heads; some norm them, and some turn them by no rotary embedding.
+        q: [B, T, H * width], as projected.
+        k: [B, T, key heads * width]; a key head serves H / key heads query heads in a row.
+    """
+    q, k = (x.view(*x.shape[:2], -1, attention.head_dim) for x in (q, k))
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if getattr(attention, "use_rope", True):
+        q, k = apply_rotary_pos_emb(q, k, *stream.beside["position_embeddings"])
+    group = q.shape[1] // k.shape[1]
+    for row, valid in enumerate(stream.batch.attention_mask.bool()):
+        of_q, of_k = q[row][:, valid].to(torch.float32), k[row][:, valid].to(torch.float32)
+        for head, keys in enumerate(of_k):
+            yield of_q[head * group : (head + 1) * group] @ keys.T

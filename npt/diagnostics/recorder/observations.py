@@ -1,0 +1,192 @@
+"""The rows of a pass so far: tensors reduced where they lie, whose numbers are not read yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from npt.diagnostics.recorder.record import Direction, Row
+from npt.diagnostics.recorder.sites import Site
+from npt.diagnostics.recorder.statistics import FIELDS, share_beyond, summarise
+from npt.errors import kind_of
+
+
+@dataclass
+class Entry:
+    """A row whose numbers have not been read yet; summary, saturation, and update (with the state
+    that it is an update of) are indices of vectors of numbers.
+    """
+
+    site: Site
+    stage: str
+    direction: Direction
+    shape: tuple[int, ...]
+    dtype: str
+    summary: int
+    source: int | None = None
+    saturation: int | None = None
+    update: tuple[int, int] | None = None
+
+
+@dataclass
+class Known:
+    """A tensor that was reduced: its numbers are the same while it lives with the same version.
+    entries: indices of its rows.
+    """
+
+    reference: weakref.ref[Tensor]
+    version: int
+    summary: int
+    entries: list[int]
+
+    def unchanged(self) -> Tensor | None:
+        tensor = self.reference()
+        return tensor if tensor is not None and _version(tensor) == self.version else None
+
+
+class Valid:
+    """The tokens that count, [B, T] bool, carried to each device once."""
+
+    def __init__(self, mask: Tensor):
+        self._on = {mask.device: mask}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._on:
+            self._on[device] = next(iter(self._on.values())).to(device)
+        return self._on[device]
+
+
+class Observations:
+    """Rows in the order of the pass. valid: the tokens that count, None for all."""
+
+    def __init__(self, valid: Valid | None):
+        self.valid = valid
+        self.entries: list[Entry] = []
+        self._numbers: list[Tensor] = []
+        self._known: dict[tuple[object, ...], Known] = {}
+        self._calls: Counter[tuple[str, str, Direction]] = Counter()
+        self._updates: dict[tuple[int, int], int] = {}
+
+    def find(self, tensor: Tensor) -> Known | None:
+        """Return the known tensor with these very numbers: another view of the same memory, in the
+        same shape, unchanged since. An inference tensor counts no changes, so it is always new.
+        """
+        known = self._known.get(_place(tensor))
+        if known is None or tensor.is_inference() or known.unchanged() is None:
+            return None
+        return known
+
+    def learn(self, tensor: Tensor) -> Known:
+        """Reduce a tensor."""
+        summary = self.summarise(tensor, self.valid)
+        known = Known(weakref.ref(tensor), _version(tensor), summary, [])
+        self._known[_place(tensor)] = known
+        return known
+
+    def add(self, site: Site, stage: str, tensor: Tensor, known: Known, source: int | None) -> None:
+        """Add a row of a known tensor that goes forward."""
+        self._append(site, stage, "forward", tensor, known.summary)
+        self.entries[-1].source = source
+        known.entries.append(len(self.entries) - 1)
+
+    def add_gradient(self, site: Site, stage: str, gradient: Tensor, summary: int) -> None:
+        self._append(site, stage, "gradient", gradient, summary)
+
+    def _append(
+        self, site: Site, stage: str, direction: Direction, tensor: Tensor, summary: int
+    ) -> None:
+        self._calls[site.name, stage, direction] += 1
+        call = self._calls[site.name, stage, direction]
+        if call > 1:
+            stage = f"{stage}{'#' if direction == 'forward' else '@'}{call}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.entries.append(Entry(site, stage, direction, tuple(tensor.shape), dtype, summary))
+
+    def add_update(self, known: Known, after: Tensor, before_known: Known) -> None:
+        """Add to a tensor's last row what it adds to its state before."""
+        before = before_known.unchanged()
+        if before is None or after.shape != before.shape or after.device != before.device:
+            return
+        if not after.is_floating_point():
+            return
+        pair = known.summary, before_known.summary
+        if pair not in self._updates:
+            self._updates[pair] = self.summarise(after.detach() - before.detach(), self.valid)
+        self.entries[known.entries[-1]].update = self._updates[pair], before_known.summary
+
+    def add_saturation(self, known: Known, tensor: Tensor, centre: float, distance: float) -> None:
+        """Add to a tensor's last row the share of elements this far from the centre."""
+        valid = None if self.valid is None else self.valid.on(tensor.device)
+        beyond = share_beyond(tensor, centre, distance, valid)
+        self.entries[known.entries[-1]].saturation = self._keep(beyond)
+
+    def summarise(self, tensor: Tensor, valid: Valid | None) -> int:
+        """Reduce a tensor; return the index of its numbers."""
+        wrapped = is_traceable_wrapper_subclass(tensor)
+        if tensor.layout != torch.strided or tensor.is_meta or wrapped:
+            raise TypeError(
+                f"{kind_of(tensor)} of layout {tensor.layout} on {tensor.device} cannot be"
+                " summed up"
+            )
+        return self._keep(summarise(tensor, None if valid is None else valid.on(tensor.device)))
+
+    def _keep(self, numbers: Tensor) -> int:
+        self._numbers.append(numbers)
+        return len(self._numbers) - 1
+
+    def rows(self) -> tuple[Row, ...]:
+        """Read the numbers, by one transfer for each device."""
+        numbers: list[list[float]] = [[] for _ in self._numbers]
+        for device in dict.fromkeys(vector.device for vector in self._numbers):
+            here = [i for i, vector in enumerate(self._numbers) if vector.device == device]
+            read = iter(torch.cat([self._numbers[i] for i in here]).tolist())
+            for i in here:
+                numbers[i] = [next(read) for _ in range(self._numbers[i].numel())]
+        return tuple(_row(entry, numbers) for entry in self.entries)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Return the common key of views of the same numbers in the same shape; an empty tensor lies
+    nowhere.
+    """
+    at = tensor.data_ptr() or id(tensor)
+    return at, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes in place; an inference tensor counts none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _row(entry: Entry, numbers: list[list[float]]) -> Row:
+    values = dict(zip(FIELDS, numbers[entry.summary], strict=True))
+    count, nan, up, down = (int(values[name]) for name in ("count", "nan", "pos_inf", "neg_inf"))
+    finite = count - nan - up - down
+    sizes = ("min", "max", "mean", "std", "rms")
+    update = None
+    if entry.update is not None:
+        added, before = (numbers[i][FIELDS.index("rms")] for i in entry.update)
+        update = added / before if before > 0 and added >= 0 else None  # neither if one is NaN
+    return Row(
+        module=entry.site.name,
+        layer=entry.site.layer,
+        stage=entry.stage,
+        direction=entry.direction,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        count=count,
+        finite_share=finite / count if count else 1.0,
+        nan=nan,
+        pos_inf=up,
+        neg_inf=down,
+        absmax=max(abs(values["min"]), abs(values["max"])) if finite else None,
+        saturation=None if entry.saturation is None else numbers[entry.saturation][0],
+        update_ratio=update,
+        source=entry.source,
+        **{name: values[name] if finite else None for name in sizes},
+    )

@@ -1,0 +1,373 @@
+"""The ledger of a pass: for each bad tensor the operation that first made it bad.
+
+Passing a NaN along is no fault. A bad output whose inputs were all good has a new origin; one with
+a bad input inherits that input's. So a bad loss or gradient leads back to the one operation,
+parameter or batch entry that it came from, and a NaN that was masked away on purpose leads nowhere.
+
+-Inf is what masks are made of. It counts as bad only if arithmetic made it from numbers that were
+no masks; writing it (`full`, `masked_fill`, `where`) is intended, and so is passing it along. A
+softmax over nothing but intended -Inf is then rightly the origin of its NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from npt.diagnostics.tracer.memory import Memory, storage_key
+from npt.diagnostics.tracer.nonfinite import (
+    Badness,
+    element,
+    first_bad,
+    judge,
+    looks_like_a_mask,
+    numbers,
+)
+from npt.diagnostics.tracer.operations import (
+    ATTENTION,
+    BLANK,
+    CONSTANTS,
+    REPLACING,
+    WRITERS,
+    Call,
+    External,
+    Origin,
+    Sequence,
+    call_of,
+    whole_index,
+)
+from npt.diagnostics.tracer.source_location import Place, Stack, read_stack
+
+_ORIGINS_KEPT = 8
+"""Origins kept, the oldest ones, of a tensor that is bad for several reasons."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The operation that was waited for. hid: it gave a bad number. sequence: of its forward, if it
+    is backward itself.
+    """
+
+    place: Place
+    hid: bool
+    sequence: Sequence | None
+
+
+class _Externals:
+    """The tensors that exist before the pass, found by any view of their memory."""
+
+    def __init__(self, externals: Iterable[External], limit: float):
+        self._limit = limit
+        self._memory: Memory[External] = Memory()
+        for external in externals:
+            self._memory.add(external.tensor, external)
+
+    def of(self, tensor: Tensor) -> list[External]:
+        return self._memory.of(tensor)
+
+    def find(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
+        """Return what a tensor was before the pass, by the name that it has in `module`; `bad`: of
+        several that share its memory only a bad one.
+        """
+        known = [e for e in self.of(tensor) if not bad or judge(e.tensor, self._limit)]
+        return min(known, key=lambda external: external.module != module, default=None)
+
+    def mask(self, tensor: Tensor, was: Badness) -> bool:
+        """Tell if negative numbers from before the pass are a mask; trained ones never are."""
+        trained = any(external.trained for external in self.of(tensor))
+        return was == Badness.SOFT and not trained and looks_like_a_mask(tensor)
+
+
+class Ledger(TorchDispatchMode):
+    """Numbers the operations of a pass and keeps the origin of every bad tensor.
+
+    Inputs are kept for one origin only: a model with thousands of harmless ones is not held twice.
+
+    Args:
+        modules: `source_location.module_names` of the model.
+        externals: tensors that exist before the pass.
+        limit: a size from which finite numbers count as bad.
+        keep: number and output of the operation whose origin keeps copies of all arguments: `kept`.
+        asked: number of the operation whose inputs' origins are noted: `read_origins`.
+        watch: a forward operation whose place is wanted, for a fault in its backward: `watched`.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, str],
+        externals: Iterable[External],
+        limit: float = math.inf,
+        keep: tuple[int, int] | None = None,
+        asked: int | None = None,
+        watch: Sequence | None = None,
+    ):
+        super().__init__()
+        self.supports_higher_order_operators = True
+        self.first: Origin | None = None
+        """The first origin that is no mask's and no NaN: of a number beyond the limit."""
+        self.kept: Origin | None = None
+        self.read_origins: dict[str, Origin | None] = {}
+        self.watched: Watched | None = None
+        self._modules, self._limit = modules, limit
+        self._keep, self._asked, self._watch = keep, asked, watch
+        self.count = 0
+        self._home = threading.get_ident()
+        self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
+        self._origins: Memory[tuple[int, Origin]] = Memory()
+        self._externals = _Externals(externals, limit)
+        self._blank: dict[int, StorageWeakRef] = {}
+        self._scalars: dict[str, Origin] = {}
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """Return where the badness of this tensor came from, if the pass saw it arise.
+
+        Of several origins, those of what was certainly bad (0) go before those of what may have
+        been a mask (1), and the older before the younger.
+        """
+        _, origin = min(
+            self._origins.of(tensor),
+            key=lambda item: (item[1].meant, item[0], item[1].number),
+            default=(0, None),
+        )
+        return origin
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # a tensor made of tensors is taken apart first, and comes back as those
+            return NotImplemented
+        call = call_of(self.count, func, args, kwargs or {})
+        self.count += 1
+        away, now = self._clock()
+        watch = self._watch if self.watched is None else None
+        self._look_at_inputs(call)
+        out = func(*args, **(kwargs or {}))
+        results = call.results(out)
+        if watch is not None and away == watch[0] and now > watch[1]:
+            stack = read_stack(sys._getframe(), self._modules)
+            hid = any(judge(t, self._limit) != Badness.FINE for t in results)
+            place = stack.place if call.node is None or stack.own or stack.recomputing else Place()
+            self.watched = Watched(place, hid, self._sequence(call.node, stack))
+        if call.name == "_local_scalar_dense":
+            read = call.read[0][1]
+            origin = self.origin_of(read) if judge(read, self._limit) != Badness.FINE else None
+            if origin is not None:
+                self._scalars[repr(out)] = origin
+        if call.name in BLANK:
+            for tensor in results:
+                if storage_key(tensor):
+                    self._blank[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        elif not call.is_view or call.written or call.name == "lift_fresh":
+            self._account_for(call, results[:1] if call.name.startswith(ATTENTION) else results)
+        return out
+
+    def _look_at_inputs(self, call: Call) -> None:
+        """Judge, and keep if asked, the inputs that the operation will write over."""
+        memory = {key for t in call.written if (key := storage_key(t))}
+        if memory:
+            replaced = [t for _, t in call.read if storage_key(t) in memory]
+            call.before = {id(t): judge(t, self._limit) for t in replaced}
+        if self._keep is not None and call.number == self._keep[0]:
+            call.kept = [
+                (label, t.detach() if self._externals.of(t) else t.detach().clone())
+                for label, t in call.read
+            ]
+        if call.number == self._asked:
+            self.read_origins = {label: self.origin_of(t) for label, t in call.read}
+
+    def _account_for(self, call: Call, results: list[Tensor]) -> None:
+        for position, result in enumerate(results):
+            badness = judge(result, self._limit)
+            if badness != Badness.FINE:
+                self._account(call, position, result, badness)
+            elif call.written:
+                self._origins.forget(result)
+            if call.written:
+                self._blank.pop(storage_key(result), None)
+
+    def _account(self, call: Call, position: int, result: Tensor, badness: Badness) -> None:
+        """Give a bad result its origin: that of the input it has it from, else a new one."""
+        inherited, mask, masks = self._inherited(call, result, badness)
+        constant = result.ndim == 0 and call.name in CONSTANTS
+        scalars = self._scalars_in(call, result if constant else None)
+        inherited += [(0, origin) for origin in scalars]
+        if call.written:
+            self._origins.forget(result)
+        if inherited:
+            inherited.sort(key=lambda item: (item[0], item[1].number))
+            for rank, origin in inherited[:_ORIGINS_KEPT]:
+                self._origins.add(result, (rank - inherited[0][0], origin))
+            return
+        blank = call.written and self._is_blank(result) and call.name not in REPLACING
+        if badness == Badness.HARD and blank:
+            return  # some of it may still be the content of fresh memory
+        masks_on = masks or call.name in WRITERS or call.made_of_masks or self._masks_with(call)
+        meant = constant or (badness == Badness.SOFT and masks_on)
+        if meant and mask is not None and mask.shape:
+            self._origins.add(result, (0, mask))
+            return
+        index = first_bad(result, self._limit, soft=meant or not masks)
+        origin = self._origin(call, result, position, index)
+        origin.meant, origin.hard = meant, badness == Badness.HARD
+        self._origins.add(result, (0, origin))
+        if not meant:
+            self._note(origin)
+
+    def _inherited(
+        self, call: Call, result: Tensor, badness: Badness
+    ) -> tuple[list[tuple[int, Origin]], Origin | None, bool]:
+        """Return the origins that a bad result has from its inputs, the first mask among them, and
+        whether any input is a mask.
+        """
+        inherited: list[tuple[int, Origin]] = []
+        mask, masks = None, False
+        for label, tensor in call.read:
+            before = call.before.get(id(tensor))
+            was = judge(tensor, self._limit) if before is None else before
+            if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
+                continue
+            known = self._origins.of(tensor)
+            if not known and self._externals.mask(tensor, was):
+                masks = True
+                continue
+            if not known and tensor.ndim == 0 and not self._externals.of(tensor):
+                continue  # a constant from before the pass, treated as those made in it
+            masks |= was == Badness.SOFT
+            for rank, origin in known or [
+                (0, self._from_outside(call, label, was, result, badness))
+            ]:
+                if origin.meant:
+                    mask = mask or origin
+                # A selection that leaves -Inf alone has dropped the worse of that input.
+                elif (
+                    badness == Badness.HARD
+                    or was == Badness.SOFT
+                    or not origin.hard
+                    or call.name not in WRITERS
+                ):
+                    inherited.append((max(rank, int(was < badness)), origin))
+        return inherited, mask, masks
+
+    def _origin(self, call: Call, result: Tensor, position: int, index: tuple[int, ...]) -> Origin:
+        stack = read_stack(sys._getframe(), self._modules)
+        backward = call.node is not None and not stack.recomputing
+        place = stack.place if stack.own or not backward else Place()
+        if backward and not place.module:
+            place = Place(self._leaf(call.node), place.source)
+        shape = tuple(result.shape)
+        origin = Origin(
+            number=call.number,
+            output=position,
+            operation=call.name,
+            node=call.node.name().rpartition("::")[2] if backward and not stack.own else "",
+            sequence=self._sequence(call.node, stack) if backward else None,
+            phase="backward" if backward else "forward" if call.node is None else "recomputation",
+            place=place,
+            shape=shape,
+            dtype=result.dtype,
+            index=index,
+            value=element(result, index),
+            shown=whole_index(result, index) if call.writes(result) else (shape, index),
+            pointwise=call.pointwise,
+        )
+        if self._keep == (call.number, position):
+            origin.inputs, origin.constants = call.kept, call.constants
+            for label, tensor in call.read:
+                external = self._externals.find(tensor, place.module)
+                if external is not None:
+                    origin.externals[label] = external
+            self.kept = origin
+        return origin
+
+    def _from_outside(
+        self, call: Call, label: str, was: Badness, result: Tensor, badness: Badness
+    ) -> Origin:
+        """Return the origin of an input that no operation of this pass made bad; its note makes it
+        the same for every reader.
+        """
+        arguments = dict(call.inputs)
+        tensor, ids = arguments[label], arguments.get("indices")
+        shown = first_bad(result, self._limit, soft=badness == Badness.SOFT)
+        origin = self._origin(call, result, 0, shown)
+        external = self._externals.find(tensor, origin.place.module, bad=True)
+        whole = tensor if external is None else external.tensor
+        if external is None:
+            name = f"the argument {label} of {call.name}"
+            external = External(name, "outside", tensor.detach())
+        origin.external, origin.index = external, first_bad(whole, self._limit)
+        if call.name == "embedding" and ids is not None and len(shown) > 1:
+            # of a table with several bad rows the one that was read
+            origin.index = (int(ids[shown[:-1]]), shown[-1])
+        origin.shape, origin.dtype = tuple(whole.shape), whole.dtype
+        origin.value = element(whole, origin.index)
+        origin.hard = was == Badness.HARD
+        self._origins.add(tensor, (0, origin))
+        self._note(origin)
+        return origin
+
+    def _note(self, origin: Origin) -> None:
+        if self.first is None and not math.isnan(origin.value):
+            self.first = origin
+
+    def _masks_with(self, call: Call) -> bool:
+        """Tell if a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
+        scalars = [
+            element(t, ())
+            for _, t in call.read
+            if t.ndim == 0 and numbers(t) is not None and not self._externals.of(t)
+        ]
+        given = [*call.constants.values(), *scalars]
+        return any(number < -self._limit or number == -math.inf for number in given)
+
+    def _scalars_in(self, call: Call, constant: Tensor | None) -> Iterator[Origin]:
+        """Yield the origins of Python numbers that were read from bad tensors (`item`) and that
+        this operation is given.
+        """
+        if self._scalars:
+            made = [] if constant is None else [element(constant, ())]
+            given = (repr(value) for value in (*call.constants.values(), *made))
+            yield from (self._scalars[text] for text in given if text in self._scalars)
+
+    def _clock(self) -> tuple[bool, int]:
+        """Return how many nodes the graph has got in this thread since the pass began. Backward on
+        a GPU has threads of its own.
+        """
+        thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
+        return thread != self._home, now - self._starts.setdefault(thread, now)
+
+    def _sequence(self, node: Any, stack: Stack) -> Sequence | None:
+        """Return the forward operation that a node belongs to; None for one that has none, such as
+        the end of a leaf's gradient.
+        """
+        if node is None:
+            return None
+        thread = threading.get_ident()
+        away = thread != self._home and stack.nested
+        number = node._sequence_nr() - self._starts.get(thread if away else self._home, 0)
+        return (away, number) if 0 <= number < 2**62 else None
+
+    def _is_blank(self, tensor: Tensor) -> bool:
+        reference = self._blank.get(storage_key(tensor))
+        return reference is not None and not reference.expired()
+
+    def _leaf(self, node: Any) -> str:
+        """Return the module of the parameter whose gradient is being accumulated, at the engine's
+        last node.
+        """
+        variable = getattr(node, "variable", None)
+        known = self._externals.find(variable, "") if isinstance(variable, Tensor) else None
+        return "" if known is None else known.module

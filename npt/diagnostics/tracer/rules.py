@@ -1,0 +1,385 @@
+"""From the operation that made a bad number to the reason why.
+
+A rule looks at the operation's name and at its inputs, nothing else, and the first one that fits
+names the cause. A fault that none of them knows stays `unknown`, with its operands on show: a guess
+would cost more time than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from npt.data.batch import IGNORE_INDEX
+from npt.diagnostics.tracer.nonfinite import absmax, element
+from npt.diagnostics.tracer.operations import External, Origin, names
+from npt.diagnostics.tracer.verdict import dtype_name
+
+HUGE = 1e6
+"""A finite weight, statistic or activation of this size is no trained model's: theirs stay below a
+few thousand.
+"""
+
+_SMALL = 1e-3
+"""A divisor below this is taken for the reason of an overflow that its quotient is."""
+
+CONSTANTS = ("other", "exponent", "value", "fill_value", "eps")
+"""Arguments that are numbers of the program and that a result is made of."""
+
+DIVISIONS = names("div div_ true_divide reciprocal reciprocal_ remainder fmod")
+POWERS = names("rsqrt rsqrt_ pow pow_")
+EXPONENTIALS = names("exp exp_ expm1 exp2 sinh cosh logsumexp")
+DOMAINS = POWERS | names(
+    "log log_ log2 log10 log1p log1p_ sqrt sqrt_ acos asin acosh atanh erfinv xlogy logit lgamma"
+    " digamma"
+)
+SOFTMAXES = names("_softmax _safe_softmax _log_softmax softmax log_softmax")
+WRITERS = names(
+    "full full_like fill fill_ scalar_tensor new_full copy_ where masked_fill masked_fill_"
+    " index_fill index_fill_ index_put index_put_ _index_put_impl_ masked_scatter lift_fresh"
+)
+SLOPES = names(
+    "Sqrt Log Log2 Log10 Log1P Rsqrt Pow Div Reciprocal Acos Asin Acosh Atanh Xlogy"
+    " LinalgVectorNorm Norm Std StdMean Logit Erfinv Atan2 Cdist"
+)
+AVERAGES = names("mean var std var_mean std_mean nanmean")
+NORMALISATIONS = names(
+    "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit"
+    " _fused_rms_norm _native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm"
+    " _batch_norm_with_update"
+)
+CASTS = names("_to_copy to copy_")
+PRODUCTS = names("mul mul_ addcmul")
+
+
+class Reason(NamedTuple):
+    """A cause, and the sentence with the figures that make it one."""
+
+    cause: str
+    explanation: str
+
+
+def explain(origin: Origin) -> Reason:
+    """Return the cause of an origin's bad number."""
+    if origin.external is not None:
+        return _external(origin, origin.external)
+    for operations, rule in _RULES:
+        reason = rule(origin) if operations is None or origin.operation in operations else None
+        if reason is not None:
+            return reason
+    return Reason("unknown", f"{origin.operation} of {_given(origin)} gave {origin.value:g}")
+
+
+def hidden(reason: Reason) -> Reason:
+    """Return the cause of a number that forward hid from the loss, as a `where` does, and that
+    spoilt the gradients all the same.
+    """
+    hideable = ("invalid argument", "division by zero", "vanishing norm", "exponential overflow")
+    if reason.cause not in hideable:
+        return reason
+    unseen = "the loss does not show it, its gradient is 0 times infinity"
+    return Reason("masked gradient", f"{reason.explanation}; {unseen}")
+
+
+def unrepeated(origin: Origin) -> Reason:
+    """Return the cause of a bad number that the next pass did not make."""
+    gave = f"{origin.operation} gave {origin.value:g}"
+    return Reason("not repeatable", f"{gave} once, and not when everything was run again")
+
+
+def _external(origin: Origin, external: External) -> Reason:
+    name, value = external.name, f"{origin.value:g}"
+    held = f"{name} held {value} before anything was computed"
+    if math.isfinite(origin.value) and abs(origin.value) <= HUGE:
+        return Reason("beyond the limit", held)
+    if external.kind == "outside":
+        made = f"{name} held {value}, and no operation of the pass made it so"
+        return Reason("outside of torch", made)
+    if external.kind == "data":
+        return Reason("corrupt input", held)
+    if ": " in name:
+        return Reason("corrupt absmax", f"the quantisation statistic {name} is {value}")
+    return Reason("corrupt weight", held)
+
+
+def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
+    """Return the element at `index` of `tensor`, broadcast to `shape`; None if it does not."""
+    if tensor.ndim > len(shape) or len(index) != len(shape) or tensor.layout != torch.strided:
+        return None
+    skipped = len(shape) - tensor.ndim
+    if any(n not in (1, wide) for n, wide in zip(tensor.shape, shape[skipped:], strict=True)):
+        return None
+    own = zip(tensor.shape, index[skipped:], strict=True)
+    return element(tensor, tuple(0 if size == 1 else i for size, i in own))
+
+
+def _at(origin: Origin, tensor: Tensor | None) -> float | None:
+    """Return the element of an input that met the bad one of the output, under broadcasting."""
+    return None if tensor is None else element_at(tensor, origin.shape, origin.index)
+
+
+def _input(origin: Origin, *names: str) -> Tensor | None:
+    return next((tensor for label, tensor in origin.inputs if label in names), None)
+
+
+def _floats(origin: Origin) -> list[Tensor]:
+    return [t for _, t in origin.inputs if (t.is_floating_point() or t.is_complex()) and t.numel()]
+
+
+def _largest(origin: Origin) -> float:
+    return max((absmax(t) for t in _floats(origin)), default=0.0)
+
+
+def _given(origin: Origin, at: float | None = None) -> str:
+    """Return the inputs for a sentence: the very element if it is known, else the largest; and
+    numbers of the program.
+    """
+    numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
+    constants = {name: value for name, value in origin.constants.items() if name in CONSTANTS}
+    return numbers + "".join(f" and the constant {value:g}" for value in constants.values())
+
+
+def _result(origin: Origin, at: float | None = None) -> str:
+    return f"{origin.operation} of {_given(origin, at)} is {origin.value:g}"
+
+
+def _beyond(origin: Origin) -> Reason | None:
+    if not math.isfinite(origin.value):
+        return None
+    made = f"{origin.operation} made {origin.value:g} of {_given(origin)}"
+    return Reason("beyond the limit", made)
+
+
+def _constant(origin: Origin) -> Reason | None:
+    given = [*origin.constants.values(), *(element(t, ()) for t in _floats(origin) if t.ndim == 0)]
+    constant = next((c for c in given if not math.isfinite(c)), None)
+    if constant is None:
+        return None
+    return Reason("written constant", f"{origin.operation} was given the constant {constant:g}")
+
+
+def _labels(origin: Origin) -> Reason | None:
+    target, logs = _input(origin, "target"), _input(origin, "self")
+    if "nll_loss" not in origin.operation or origin.phase == "backward":
+        return None
+    if target is None or target.is_floating_point():
+        return None
+    ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
+    valid, weight = target[target != ignored], _input(origin, "weight")
+    if not valid.numel():
+        labels = f"all {target.numel()} labels are {ignored}"
+        none = f"{labels}, and the mean over none of them is {origin.value:g}"
+        return Reason("no valid label", none)
+    if weight is not None and math.isnan(origin.value) and not bool(weight[valid].any()):
+        weights = f"the class weights of all {valid.numel()} labels are 0"
+        return Reason("division by zero", f"{weights}, and so is their sum")
+    if logs is not None and origin.value == math.inf and bool((logs == -math.inf).any()):
+        return Reason("masked label", "a label's own log-probability is -Inf")
+    return None
+
+
+def _cast(origin: Origin) -> Reason | None:
+    source = _input(origin, "self", "src")
+    if source is None or not source.is_floating_point() or source.dtype == origin.dtype:
+        return None
+    if not origin.dtype.is_floating_point:
+        return None
+    ends = torch.finfo(origin.dtype).max
+    if ends >= torch.finfo(source.dtype).max:
+        return None
+    value = _at(origin, source)
+    value = absmax(source) if value is None else value
+    cast = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
+    return Reason("cast overflow", f"{value:g} {cast}, which ends at {ends:g}")
+
+
+def _mask(origin: Origin) -> Reason | None:
+    logits = _input(origin, "self", "input")
+    if logits is None or tuple(logits.shape) != origin.shape:
+        return None
+    for axis in reversed(range(logits.ndim)):
+        row = logits.movedim(axis, -1)[(*origin.index[:axis], *origin.index[axis + 1 :])]
+        if bool((row == -math.inf).all()):
+            logits_are = f"all {len(row)} logits of the row are -Inf"
+            return Reason("fully masked row", f"{logits_are}, so the softmax divides 0 by 0")
+    return None
+
+
+def _attention_mask(origin: Origin) -> Reason | None:
+    mask = _input(origin, "attn_mask", "attn_bias")
+    if not origin.operation.startswith("_scaled_dot_product") or len(origin.shape) != 4:
+        return None
+    if mask is None or mask.ndim < 2:
+        return None
+    at = origin.index[:3][-(mask.ndim - 1) :] if mask.ndim <= 4 else ()
+    row = mask[tuple(0 if size == 1 else i for size, i in zip(mask.shape, at, strict=False))]
+    if not bool((~row if row.dtype == torch.bool else row == -math.inf).all()):
+        return None
+    return Reason("fully masked row", f"the mask leaves the query none of {len(row)} keys")
+
+
+def _written(origin: Origin) -> Reason | None:
+    if origin.phase == "backward" and not origin.place.source:
+        return None
+    wrote = f"{origin.operation} wrote"
+    if origin.operation == "lift_fresh":
+        wrote = "a tensor made of Python's or numpy's numbers holds"
+    return Reason("written constant", f"{wrote} {origin.value:g}")
+
+
+def _slope(origin: Origin) -> Reason | None:
+    """Recognise backward of a function at a point with an infinite derivative."""
+    function = origin.node.rpartition("Backward")[0]
+    if origin.phase != "backward" or function not in SLOPES:
+        return None
+    zeros = [t for t in _floats(origin) if _at(origin, t) == 0.0]
+    if not zeros:
+        return None
+    name = function.lower()
+    gave = f"{origin.operation} in its backward gave {origin.value:g}"
+    if origin.hid:
+        hid = f"{name} itself gave no finite number, which something hid from the loss"
+        return Reason("masked gradient", f"{hid}, and {gave}")
+    if math.isnan(origin.value) and len(zeros) > 1:
+        came = f"a gradient of 0 came in and the derivative of {name} is infinite"
+        return Reason("masked gradient", f"{came}: 0 times infinity is NaN")
+    return Reason("infinite slope", f"{name} has no finite derivative at its argument: {gave}")
+
+
+def _power(origin: Origin) -> Reason | None:
+    at = _at(origin, _input(origin, "self"))
+    if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
+        return None
+    asked = "was an epsilon added to the variance?"
+    return Reason("vanishing norm", f"{_result(origin, at)}: {asked}")
+
+
+def _division(origin: Origin) -> Reason | None:
+    inverse = "reciprocal" in origin.operation
+    divisor = _input(origin, "self" if inverse else "other")
+    above = None if inverse else _at(origin, _input(origin, "self"))
+    below = origin.constants.get("other") if divisor is None else _at(origin, divisor)
+    if below is None or abs(below) >= _SMALL:
+        return None
+    if below != 0.0 and above is not None and abs(above) > HUGE:
+        return None
+    # A norm is one number for many elements, a divisor of the dividend's own shape is not.
+    norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
+    quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
+    if norm:
+        shared = f"a divisor that many numbers share is {below:g}: {quotient}"
+        return Reason("vanishing norm", shared)
+    return Reason("division by zero", quotient)
+
+
+def _exponential(origin: Origin) -> Reason:
+    return Reason("exponential overflow", _result(origin, _at(origin, _input(origin, "self"))))
+
+
+def _domain(origin: Origin) -> Reason | None:
+    at = _at(origin, _input(origin, "self"))
+    if origin.operation in POWERS and (at is None or at >= 0.0 or not math.isnan(origin.value)):
+        return None
+    return Reason("invalid argument", _result(origin, at))
+
+
+def _average(origin: Origin) -> Reason | None:
+    """Recognise an average of nothing, or a variance of one element."""
+    source, name = _input(origin, "self"), origin.operation
+    if source is None or not math.isnan(origin.value):
+        return None
+    if not source.numel():
+        empty = f"the {name} of no element: of a tensor {list(source.shape)}"
+        return Reason("division by zero", empty)
+    masked = bool((source == -math.inf).any())
+    if name in ("mean", "nanmean") or masked or _largest(origin) > HUGE:
+        return None
+    single = f"the {name} of one element: it is divided by their number less one"
+    return Reason("division by zero", single)
+
+
+def _normalisation(origin: Origin) -> Reason | None:
+    if _largest(origin) > HUGE:
+        return None
+    variances = _input(origin, "running_var")
+    if variances is not None and len(origin.index) > 1:
+        channel = origin.index[1]
+        variance, external = float(variances[channel]), origin.externals.get("running_var")
+        if variance < 0:
+            name = "running_var" if external is None else external.name
+            negative = f"{name}[{channel}] is {variance:g}, no variance is below 0"
+            return Reason("corrupt weight", negative)
+    epsilon = f"a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g}"
+    return Reason("vanishing norm", f"{origin.operation} of {epsilon} is {origin.value:g}")
+
+
+def _hidden_branch(origin: Origin) -> Reason | None:
+    """Recognise 0 * Inf of an Inf that a `where` hid from the loss."""
+    if not math.isnan(origin.value) or 0.0 not in [_at(origin, t) for t in _floats(origin)]:
+        return None
+    cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
+    return Reason(cause, "0 was multiplied by an infinity")
+
+
+def _mask_arithmetic(origin: Origin) -> Reason | None:
+    if not any(bool((t == -math.inf).any()) for t in _floats(origin)):
+        return None
+    numbers = f"{origin.operation} of numbers with -Inf among them is {origin.value:g}"
+    return Reason("masked arithmetic", numbers)
+
+
+def _low_precision(origin: Origin) -> Reason | None:
+    if origin.dtype != torch.float16:
+        return None
+    left = f"{origin.operation} of {_given(origin)} left float16"
+    ends = torch.finfo(torch.float16).max
+    return Reason("low-precision overflow", f"{left}, which ends at {ends:g}")
+
+
+def _product(origin: Origin) -> Reason | None:
+    """Recognise infinity out of finite numbers, or NaN out of huge ones."""
+    numbers = {name: t for name, t in origin.inputs if t.is_floating_point() or t.is_complex()}
+    label = max(numbers, key=lambda name: absmax(numbers[name]), default="")
+    largest = absmax(numbers[label]) if label else 0.0
+    external = origin.externals.get(label)
+    if largest > HUGE and external is not None:
+        size = f"{external.name} is up to {largest:g} in size"
+        if external.kind == "data":
+            return Reason("corrupt input", size)
+        if ": " in external.name:
+            statistic = f"the quantisation statistic {size}, no trained weight's is"
+            return Reason("corrupt absmax", statistic)
+        return Reason("corrupt weight", f"{size}, no trained weight is")
+    if largest <= HUGE and not math.isinf(origin.value):
+        return None
+    dtype = origin.dtype
+    ends = f", which ends at {torch.finfo(dtype).max:g}" if dtype.is_floating_point else ""
+    cause = "exploding gradient" if origin.phase == "backward" else "exploding product"
+    return Reason(cause, f"{origin.operation} of {_given(origin)} left {dtype_name(dtype)}{ends}")
+
+
+_RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], ...] = (
+    (None, _beyond),
+    (None, _constant),
+    (None, _labels),
+    (CASTS, _cast),
+    (SOFTMAXES, _mask),
+    (None, _attention_mask),
+    (WRITERS, _written),
+    (None, _slope),
+    (POWERS, _power),
+    (DIVISIONS, _division),
+    (EXPONENTIALS, _exponential),
+    (DOMAINS, _domain),
+    (AVERAGES, _average),
+    (NORMALISATIONS, _normalisation),
+    (PRODUCTS, _hidden_branch),
+    (None, _mask_arithmetic),
+    (None, _low_precision),
+    (None, _product),
+)
+"""The operations that a rule is for, None for all, and the rule."""
