@@ -76,9 +76,7 @@ PLANNED = re.compile(
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_preset_of_a_large_model_names_its_base_and_its_shape_and_says_that_nothing_was_trained(
-    name,
-):
+def test_a_large_models_preset_names_base_and_shape_and_no_training(name):
     given = read_yaml(name, CLASSES)
     training, shape = build(TrainConfig, given), SHAPES[name]
     assert given["model_name"].rpartition("/")[2].lower().startswith(name)
@@ -123,7 +121,7 @@ def test_the_memory_in_its_comment_is_what_is_planned(name):
     assert shown(9 * adapters) == found[4]  # parameters and two moments, of three steps
 
 
-def test_the_command_in_a_comment_says_the_memory_beside_it(monkeypatch, capsys):
+def test_the_command_in_a_comment_says_the_memory_next_to_it(monkeypatch, capsys):
     name = LARGE[-1]
     found = PLANNED.search(about(presets()[name]))
     assert found is not None
@@ -138,9 +136,7 @@ def test_the_command_in_a_comment_says_the_memory_beside_it(monkeypatch, capsys)
     assert shown(9 * adapters) == found[4]
 
 
-def test_a_presets_base_gives_way_to_a_shape_and_flags_win_over_a_preset(
-    counted_by_a_formula, capsys
-):
+def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(counted_by_a_formula, capsys):
     assert (
         main(
             [

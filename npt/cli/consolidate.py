@@ -97,9 +97,9 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
         Choice,
         encode_fact,
         largest_alpha,
+        print_retention,
         search,
     )
-    from npt.tools.editing.edit_table import print_retention
 
     model, tokenizer = student.model, student.tokenizer
     max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]

@@ -45,7 +45,7 @@ def doctor(given: dict[str, Any]) -> int:
     shape = given["shape"]
     given = with_config(given, ignored=() if shape is None else ("model_name",))
     given = with_safe_mode({"batch_size": 4, "seed": 0, **given})
-    from npt.tools.data_doctor.table import print_report
+    from npt.tools.data_doctor.report import print_report
 
     console = make_console(stderr=given["json"])
     reports = {} if given["data"] is None else _examine(given, console)

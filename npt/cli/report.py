@@ -16,7 +16,7 @@ def report(given: dict[str, Any]) -> int:
     """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one,
     or one that is under way.
     """
-    from npt.report.summary import summary
+    from npt.report.page import summary
     from npt.runs.run_folder import REPORT, is_run
     from npt.tools.sweep.study import is_study
     from npt.train.run_report import write_report
@@ -57,7 +57,7 @@ def _study(folder: Path, output: Path) -> tuple[dict[str, Any], list[str]]:
     """Write the page about a study; return its figures and lines about them."""
     for package in ("pandas", "pyarrow", "scipy"):
         require(package, "the page about a study")
-    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.page import write_study_report
 
     found = write_study_report(folder, output)
     return found, [

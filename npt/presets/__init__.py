@@ -1,6 +1,4 @@
-"""Settings by name: for `--config` the files beside this one, for `npt sweep` those of `studies`;
-each says in its head what it is.
-"""
+"""Settings by name: this folder's files for `--config`, those of `studies` for `npt sweep`."""
 
 from __future__ import annotations
 
@@ -10,24 +8,22 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def presets() -> dict[str, Path]:
-    """The file of each preset, by name."""
+    """Return the file of each preset, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def settings_file(name: str) -> Path:
-    """The file that `--config` means: one of that name on disk, else a preset."""
+    """Return the file that `--config` names: one on disk, else a preset."""
     path = Path(name)
     return path if path.exists() else presets().get(name, path)
 
 
 def studies() -> dict[str, Path]:
-    """The specification of each study that comes with the package, by name."""
+    """Return the specification of each study that comes with the package, by name."""
     return {path.stem: path for path in sorted((FOLDER / "studies").glob("*.yaml"))}
 
 
 def study_file(name: str) -> Path:
-    """The file that `npt sweep` means: one of that name on disk, else a study that comes with the
-    package.
-    """
+    """Return the file that `npt sweep` names: one on disk, else a study of the package."""
     path = Path(name)
     return path if path.exists() else studies().get(name, path)

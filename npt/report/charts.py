@@ -1,9 +1,8 @@
 """Charts as SVG for pages: drawn by matplotlib, coloured by the page's style sheet.
 
-A chart is as wide as a phone, so that its letters can be read there, and grows with the screen.
-Colours with a role are written as CSS variables, so that one picture serves light and dark. Text
-stays text, and the same numbers give the same bytes. Numbers that are not finite are left out or
-marked; the tables next to the charts hold all of them.
+A chart is as wide as a phone and grows with the screen. Colours with a role become CSS variables,
+so that one picture serves light and dark. The same numbers give the same bytes. Numbers that are
+not finite are left out or marked; the tables next to the charts hold all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,23 +27,12 @@ from npt.report.words import clean, number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 400
-"""Width of a chart in CSS pixels before it grows with the page."""
-
-ROW = 20
-"""Height of a row of marks."""
-
-LEFT, RIGHT = 60, 14
-"""Margins: the left one has room for a tick's number."""
-
-COLUMNS = 480
-"""Points of a line: of more steps a column shows the mean and the range."""
-
-DOTS = 80
-"""Points up to which each value gets a dot."""
-
-LARGEST, SMALLEST = 1e100, 1e-100
-"""Sizes beyond which a number is drawn at the end of its scale."""
+WIDTH = 400  # CSS pixels of a chart before it grows with the page
+ROW = 20  # pixels of a row of marks
+LEFT, RIGHT = 60, 14  # margins; the left one has room for a tick's number
+COLUMNS = 480  # points of a line: of more steps a column shows the mean and the range
+DOTS = 80  # points up to which each value gets a dot
+LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of their scale
 
 INK, SOFT, RULE, PAPER = "#1c2127", "#59636e", "#d3d9df", "#fefefe"
 LINE, SECOND, BAD, ZERO, GOOD = "#0a58a8", "#a35200", "#c5162a", "#a9b0b7", "#0b7285"
@@ -52,32 +41,9 @@ _ROLES = {
     INK: "ink", SOFT: "soft", RULE: "rule", PAPER: "paper", LINE: "line", SECOND: "second",
     BAD: "bad", ZERO: "zero", GOOD: "good",
 }  # fmt: skip
-"""The variable of the style sheet that takes a colour's place."""
+"""The variable of the style sheet that replaces a colour."""
 
-_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "npt",
-    "text.parse_math": False,
-    "font.size": 11,
-    "text.color": INK,
-    "axes.axisbelow": True,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "axes.grid": True,
-    "grid.color": RULE,
-    "grid.linewidth": 1,
-    "axes.labelcolor": SOFT,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "legend.fontsize": 11,
-    "legend.borderaxespad": 0,
-    "lines.linewidth": 1.6,
-    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
-    **{f"{axis}tick.{name}": 0 for axis in "xy" for name in ("major.size", "minor.size")},
-    **{f"{axis}tick.color": SOFT for axis in "xy"},
-}
-
+_STYLE = Path(__file__).parent / "templates" / "charts.mplstyle"
 _TOLD = "told: "
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
@@ -92,17 +58,11 @@ class Picture:
         self.figure = Figure(figsize=(width / 72, height / 72))
         self.svg = Markup()
 
-    def axes(
-        self, top: float, height: float, left: float = LEFT, right: float = RIGHT, **more: Any
-    ) -> Axes:
+    def axes(self, top: float, height: float, left: float = LEFT, right: float = RIGHT) -> Axes:
         """Return axes at a place in pixels, from the top."""
-        at = (
-            left / self.width,
-            1 - (top + height) / self.height,
-            (self.width - left - right) / self.width,
-            height / self.height,
-        )
-        return self.figure.add_axes(at, **more)
+        across, down = left / self.width, 1 - (top + height) / self.height
+        size = (self.width - left - right) / self.width, height / self.height
+        return self.figure.add_axes((across, down, *size))
 
 
 def tell(artist: Any, said: str) -> None:
@@ -118,20 +78,12 @@ def steps_text(steps: Sequence[float], most: int = 20) -> str:
 
 @contextmanager
 def picture(height: float, label: str, width: float = WIDTH) -> Iterator[Picture]:
-    """Draw a chart. No setting of matplotlib's user gets in, and none changes.
-
-    Args:
-        height: in CSS pixels, like `width`.
-        label: what a reader who does not see the chart is told.
+    """Draw a chart of so many CSS pixels; `label` describes it to readers who do not see it. The
+    user's settings of matplotlib neither count nor change.
     """
     import matplotlib
-    import matplotlib.style
 
-    with (
-        matplotlib.style.context("default"),
-        matplotlib.rc_context(_SETTINGS),
-        warnings.catch_warnings(),
-    ):
+    with matplotlib.rc_context(fname=_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         made = Picture(height, width)
         yield made
@@ -151,63 +103,64 @@ def _page_svg(drawn: str, label: str, made: Picture) -> Markup:
             if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):
                 parent.remove(child)
     for element in root.iter():
-        element.tag = element.tag.removeprefix(_SVG)
-        given = dict(element.attrib)
-        for part in filter(None, given.pop("style", "").split(";")):
-            name, _, value = (each.strip() for each in part.partition(":"))
-            if name == "font":  # matplotlib before 3.10 has size and weight in one
-                given["font-size"] = re.findall(r"[\d.]+px", value)[0]
-                given |= {"font-weight": "bold"} if re.match(r"bold|700", value) else {}
-            elif name != "font-family":
-                given[name] = value
-        name = given.get("id", "")
-        told = name.removeprefix(_TOLD) if name.startswith(_TOLD) else ""
-        if element.tag in ("g", "image", "use", "rect"):
-            given.pop("id", None)
-        if "id" in given:
-            given["id"] += mark
-        if (target := given.pop(_LINK, None)) is not None:
-            given["href"] = target + mark if target.startswith("#") else "".join(target.split())
-        for name, value in given.items():
-            value = value.replace(")", f"{mark})") if value.startswith("url(#") else value
-            given[name] = f"var(--{_ROLES[value]})" if value in _ROLES else value
-        if element.tag == "text" and given.get("transform", "").startswith("rotate(-0 "):
-            given.pop("transform")
-        if "d" in given:
-            given["d"] = " ".join(given["d"].split())
-        for name in given.keys() & {"d", "x", "y", "transform"}:
-            given[name] = re.sub(r"(\.\d\d)\d+", r"\1", given[name])
-        element.attrib = given
-        if told:
-            title = ET.Element("title")
-            title.text = told
-            element.insert(0, title)
-        element.tail = None
-        if element.text is not None and not element.text.strip():
-            element.text = None
+        _make_plain(element, mark)
+    wide = made.width > WIDTH
     root.attrib = {
-        "class": "wide" if made.width > WIDTH else "chart",
+        "class": "wide" if wide else "chart",
         "viewBox": f"0 0 {made.width:g} {made.height:g}",
         "role": "img",
         "aria-label": label,
-    }
-    if made.width > WIDTH:
-        root.set("width", f"{made.width:g}")
+    } | ({"width": f"{made.width:g}"} if wide else {})
     return Markup(ET.tostring(root, encoding="unicode"))
 
 
+def _make_plain(element: ET.Element, mark: str) -> None:
+    """Turn an element's style into attributes, mark its ids and links, and add its tooltip."""
+    element.tag = element.tag.removeprefix(_SVG)
+    given = dict(element.attrib)
+    for part in filter(None, given.pop("style", "").split(";")):
+        name, _, value = (each.strip() for each in part.partition(":"))
+        if name == "font":  # matplotlib before 3.10 has size and weight in one
+            given["font-size"] = re.findall(r"[\d.]+px", value)[0]
+            given |= {"font-weight": "bold"} if re.match(r"bold|700", value) else {}
+        elif name != "font-family":
+            given[name] = value
+    told = given["id"].removeprefix(_TOLD) if given.get("id", "").startswith(_TOLD) else ""
+    if element.tag in ("g", "image", "use", "rect"):
+        given.pop("id", None)
+    if "id" in given:
+        given["id"] += mark
+    if (target := given.pop(_LINK, None)) is not None:
+        given["href"] = target + mark if target.startswith("#") else "".join(target.split())
+    for name, value in given.items():
+        value = value.replace(")", f"{mark})") if value.startswith("url(#") else value
+        given[name] = f"var(--{_ROLES[value]})" if value in _ROLES else value
+    if element.tag == "text" and given.get("transform", "").startswith("rotate(-0 "):
+        given.pop("transform")
+    if "d" in given:
+        given["d"] = " ".join(given["d"].split())
+    for name in given.keys() & {"d", "x", "y", "transform"}:
+        given[name] = re.sub(r"(\.\d\d)\d+", r"\1", given[name])
+    element.attrib = given
+    if told:
+        title = ET.Element("title")
+        title.text = told
+        element.insert(0, title)
+    element.tail = None
+    if element.text is not None and not element.text.strip():
+        element.text = None
+
+
 def drawable(values: Sequence[float | None], log: bool = False) -> np.ndarray:
-    """Return numbers as float64 that can be drawn: NaN for what is none or not finite, or has no
-    place on a logarithmic scale.
-    """
+    """Return numbers as float64, NaN for what cannot be drawn on such a scale."""
     found = np.array([math.nan if value is None else value for value in values], np.float64)
-    there = np.isfinite(found) & ((found > 0) | (not log))
-    return np.clip(np.where(there, found, math.nan), SMALLEST if log else -LARGEST, LARGEST)
+    kept = np.isfinite(found) & ((found > 0) | (not log))
+    return np.clip(np.where(kept, found, math.nan), SMALLEST if log else -LARGEST, LARGEST)
 
 
 def scale(axes: Axes, which: str, values: Sequence[float | None], log: bool | None = None) -> bool:
     """Give an axis (`x` or `y`) a scale that holds these numbers, and return whether it is
-    logarithmic. log: default if they are positive and spread over a factor of 8.
+    logarithmic: by default if they are positive and spread over a factor of 8.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -237,15 +190,10 @@ def scale(axes: Axes, which: str, values: Sequence[float | None], log: bool | No
 def columns(
     steps: Sequence[int], values: Sequence[float], first: int, last: int
 ) -> tuple[np.ndarray, ...]:
-    """Put many steps on few columns so that no extreme is lost.
-
-    Args:
-        steps: ascending, from `first` to `last`.
-        values: one a step; NaN for none, an infinity for one that was not finite.
-
-    Returns:
-        By column that has a value: its middle in steps, the mean, the smallest and the largest
-        finite value (NaN for none), and the number of those that were not finite.
+    """Put many steps, ascending from `first` to `last`, on few columns so that no extreme is lost;
+    a value is NaN for none, infinite for not finite. Return by column that has one: its middle in
+    steps, the mean, the smallest and the largest finite value (NaN for none), and the number of
+    those that were not finite.
     """
     at, found = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     at, found = at[~np.isnan(found)], found[~np.isnan(found)]
@@ -266,19 +214,21 @@ def columns(
     return middle, np.where(number_of > 0, np.clip(mean, low, high), math.nan), low, high, bad
 
 
+Series = tuple[str, Sequence[int], Sequence[float]]
+"""A line's name, its steps and its values."""
+
+
 def paint_lines(
-    axes: Axes, span: tuple[int, int], series: Sequence[tuple[str, Sequence[int], Sequence[float]]],
-    unit: str, log: bool | None = None,
-) -> None:  # fmt: skip
+    axes: Axes, span: tuple[int, int], series: Sequence[Series], unit: str, log: bool | None = None
+) -> None:
     """Draw series over the steps of a span: the first solid, the second dashed. Their names make a
     legend if there are several.
     """
     found = [columns(steps, values, *span) for _, steps, values in series]
     logarithmic = scale(axes, "y", [x for _, _, low, high, _ in found for x in (*low, *high)], log)
     axes.set_title(unit + (", logarithmic" if logarithmic else ""), color=SOFT)
-    looks = ((LINE, "-"), (SECOND, "--"))
     for (name, _, _), (x, mean, low, high, bad), (colour, dash) in zip(
-        series, found, looks, strict=False
+        series, found, ((LINE, "-"), (SECOND, "--")), strict=False
     ):
         marker = "o" if len(x) <= DOTS else ""
         line = drawable(list(np.where(bad > 0, math.nan, mean)), logarithmic)
@@ -288,10 +238,10 @@ def paint_lines(
             axes.fill_between(x, least, most, color=colour, alpha=0.3)
         broken = x[bad > 0][:200]
         if len(broken):
+            place = axes.get_xaxis_transform()
             (crosses,) = axes.plot(
-                broken, [0.95] * len(broken), "x", color=BAD, transform=axes.get_xaxis_transform(),
-                label="not finite",
-            )  # fmt: skip
+                broken, [0.95] * len(broken), "x", color=BAD, transform=place, label="not finite"
+            )
             tell(crosses, f"not finite at {steps_text(list(broken))}")
     paint_steps(axes, span)
     if len(axes.get_legend_handles_labels()[1]) > 1:
@@ -330,16 +280,13 @@ def paint_heat(axes: Axes, cells: np.ndarray, extent: tuple[float, float]) -> tu
     """
     from matplotlib.colors import ListedColormap, LogNorm
 
-    positive = cells[np.isfinite(cells) & (cells > 0)]
-    low, high = (positive.min(), positive.max()) if positive.size else (1.0, 1.0)
-    low, high = (float(np.clip(end, SMALLEST, LARGEST)) for end in (low, high))
+    there = np.isfinite(cells) & (cells > 0)
+    ends = (cells[there].min(), cells[there].max()) if there.any() else (1.0, 1.0)
+    low, high = (float(np.clip(end, SMALLEST, LARGEST)) for end in ends)
     low, high = (low, high) if high > 1.01 * low else (low / 3, high * 3)
-    look: dict[str, Any] = {
-        "aspect": "auto",
-        "interpolation": "none",
-        "extent": (*extent, len(cells) - 0.5, -0.5),
-    }
-    shown = np.where(np.isfinite(cells) & (cells > 0), np.clip(cells, low, high), math.nan)
+    place = (*extent, len(cells) - 0.5, -0.5)
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "none", "extent": place}
+    shown = np.where(there, np.clip(cells, low, high), math.nan)
     axes.imshow(shown, cmap="viridis", norm=LogNorm(low, high), **look)
     special = np.where(np.isinf(cells), 1.0, np.where(cells == 0, 0.0, math.nan))
     if np.isfinite(special).any():
@@ -359,11 +306,8 @@ def paint_ramp(made: Picture, top: float, low: float, high: float, words: str) -
 
 @dataclass(frozen=True)
 class Marks:
-    """A mark in each row: the figure, and the ends of the line through it.
-
-    Attributes:
-        name: of the legend; empty for none.
-        look: marker, colour, and whether it is hollow.
+    """A mark in each row, and the ends of the line through it. name: of the legend, empty for none.
+    look: marker, colour, and whether it is hollow.
     """
 
     name: str
@@ -371,6 +315,18 @@ class Marks:
     values: Sequence[float | None]
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
+
+    @classmethod
+    def around(
+        cls, name: str, look: tuple[str, str, bool], values: Sequence[float | None],
+        errors: Sequence[float],
+    ) -> Marks:  # fmt: skip
+        """Return marks with a standard error on either side."""
+        low, high = (
+            [None if x is None else x + sign * e for x, e in zip(values, errors, strict=True)]
+            for sign in (-1, 1)
+        )
+        return cls(name, look, values, low, high)
 
 
 def rows_height(names: Sequence[str], headed: bool = True) -> float:
@@ -386,25 +342,14 @@ def paint_rows(
     made: Picture, top: float, names: Sequence[str], marks: Sequence[Marks], what: str,
     log: bool | None = None, reach: Sequence[float] = (), title: str = "",
 ) -> float:  # fmt: skip
-    """Draw named rows of marks on a common scale: dots, not bars, for a scale need not begin at 0.
-
-    Args:
-        made: the picture.
-        top: where the rows begin.
-        names: of the rows; long ones stand above their row.
-        marks: one series for each kind of mark.
-        what: name of the scale, with its unit.
-        log: as for `scale`.
-        reach: numbers that the scale holds in any case.
-        title: of these rows.
-
-    Returns:
-        Where they end.
+    """Draw named rows of marks on a common scale from `top` on, and return their lower end: dots,
+    not bars, for a scale need not begin at 0. what: name of the scale, with its unit. log: as for
+    `scale`. reach: numbers that the scale holds in any case.
     """
-    short = _are_short(names)
-    headed = bool(title) or any(each.name for each in marks)
+    short, legend = _are_short(names), any(each.name for each in marks)
+    top += 18 * (bool(title) or legend)
     height = rows_height(names, False) - 36
-    axes = made.axes(top + 18 * headed, height, LEFT if short else RIGHT + 8, RIGHT + 8)
+    axes = made.axes(top, height, LEFT if short else RIGHT + 8, RIGHT + 8)
     axes.set_title(clean(title), fontweight="bold")
     ends = [x for each in marks for part in (each.values, each.low, each.high) for x in part]
     log = scale(axes, "x", [*ends, *reach], log)
@@ -412,31 +357,31 @@ def paint_rows(
     drawn = np.zeros(len(names), bool)
     for each in marks:
         drawn |= _paint_marks(axes, rows, each, log)
+    edge = axes.get_yaxis_transform()
     for i in rows[~drawn]:
-        axes.text(1, i, "not finite", ha="right", va="center", transform=axes.get_yaxis_transform())
+        axes.text(1, i, "not finite", ha="right", va="center", transform=edge)
     axes.set_ylim(len(names) - (0.5 if short else 0.3), -0.5 if short else -0.8)
     axes.set_yticks(rows, [clean(name, 8) for name in names] if short else [""] * len(names))
-    for i, name in enumerate([] if short else names):
-        axes.text(0, i - 0.28, clean(name, 53), va="bottom", transform=axes.get_yaxis_transform())
+    for i, name in enumerate([] if short else names):  # a long one is above its row
+        axes.text(0, i - 0.28, clean(name, 53), va="bottom", transform=edge)
     axes.set_xlabel(what + (", logarithmic" if log else ""))
-    if any(each.name for each in marks):
+    if legend:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, columnspacing=1.0)
-    return top + 18 * headed + height + 36
+    return top + height + 36
 
 
 def _paint_marks(axes: Axes, rows: np.ndarray, each: Marks, log: bool) -> np.ndarray:
-    """Draw one kind of mark, and return in which rows there is one."""
+    """Draw one kind of mark, and return which rows have one."""
     marker, colour, hollow = each.look
     values = drawable(each.values, log)
     if len(each.low):
         low, high = np.maximum(drawable(each.low), axes.get_xlim()[0]), drawable(each.high)
         there = np.isfinite(values) & np.isfinite(low) & np.isfinite(high) & (high > low)
         axes.hlines(rows[there], low[there], high[there], color=colour, linewidth=2)
-    thick = {"|": 3, "x": 2}.get(marker, 1)
     axes.plot(
         values, rows, marker, color=colour, label=each.name or None, linestyle="none",
         markerfacecolor=PAPER if hollow else colour, clip_on=False,
-        markersize=11 if marker == "|" else 6, markeredgewidth=thick,
+        markersize=11 if marker == "|" else 6, markeredgewidth={"|": 3, "x": 2}.get(marker, 1),
     )  # fmt: skip
     return np.isfinite(values)
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from npt.evaluation.formatting import FIGURES, percent
 from npt.report.charts import INK, LINE, SECOND, SOFT, Marks, rows_chart
-from npt.report.lines import number as as_number
+from npt.report.logs import LAYERS, as_mapping, as_number
 from npt.report.run import RunRecord
 from npt.report.words import clean, figure, number
 
@@ -22,20 +22,15 @@ MODELS = {
     "teacher": "teacher (the base)",
 }
 
-LAYERS = 512
-"""Layers that are shown."""
-
 _DRAWN = ("kl", "reverse_kl", "top1", "top5", "acceptance", "perplexity_ratio")
 """Figures that have a way from floor to teacher."""
 
 _LOOKS = {
-    "floor": ("|", SOFT, False),
-    "initial": ("D", SECOND, True),
-    "student": ("o", LINE, False),
-    "teacher": ("|", INK, False),
+    "floor": ("floor", ("|", SOFT, False)),
+    "initial": ("before training", ("D", SECOND, True)),
+    "student": ("student", ("o", LINE, False)),
+    "teacher": ("teacher", ("|", INK, False)),
 }
-
-_SHORT = {"initial": "before training"}
 
 _COMPARISONS = {
     "unquantized_to_4bit": "unquantised to 4-bit",
@@ -44,34 +39,30 @@ _COMPARISONS = {
 }
 
 Models = Mapping[str, Mapping[str, Any]]
+Way = Mapping[str, tuple[float, float]]
+"""By model its share of the way from floor (0) to teacher (1) in a figure, and the error."""
 
 
 def fidelity(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of the whole model; None if there are no figures."""
-    found: Models = {
-        name: values
-        for name in MODELS
-        if isinstance(values := record.fidelity.get(name), dict) and values
-    }
+    """Return the part on the whole model; None if there are no figures."""
+    found = {name: v for name in MODELS if (v := as_mapping(record.fidelity.get(name)))}
     if not found:
         return None
     ways = {key: way for key in _DRAWN if (way := _way(found, key)) is not None}
-    attribution, divergence = (record.fidelity.get(k) for k in ("attribution", "divergence"))
-    parts = attribution if isinstance(attribution, dict) else {}
+    parts = list(as_mapping(record.fidelity.get("attribution")).items())[:10]
     costs = {
         _COMPARISONS.get(name, str(name)[:60]): values
-        for name, values in list(parts.items())[:10]
+        for name, values in parts
         if isinstance(values, dict)
     }
-    extra = []
-    if costs:
-        extra.append((*_table(costs), "What costs how much"))
-    if isinstance(divergence, dict) and divergence:
+    divergence = as_mapping(record.fidelity.get("divergence"))
+    extra = [(*_table(costs), "What costs how much")] if costs else []
+    if divergence:
         named = {"student and teacher": divergence}
         extra.append((*_table(named), "Greedy texts after the same prompts, until they part"))
     return {
         "picture": _picture(ways) if ways else "",
-        "headline": _headline(found, next(iter(ways), "")),
+        "headline": _headline(found, ways),
         "table": _table({MODELS[name]: values for name, values in found.items()}),
         "extra": extra,
         "training_text": record.fidelity.get("heldout") is False,
@@ -79,18 +70,18 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def _way(models: Models, key: str) -> dict[str, tuple[float, float]] | None:
-    """Return where models are from floor (0) to teacher (1) in a figure, with the error; None if
-    the floor is not worse than the teacher, by more than rounding.
+def _way(models: Models, key: str) -> Way | None:
+    """Return the way of a figure; None if the floor is not worse than the teacher, by more than
+    rounding.
     """
-    floor, teacher = as_number(models.get("floor", {}).get(key)), _teacher(models, key)
+    values = {kind: as_number(models.get(kind, {}).get(key)) for kind in MODELS}
+    floor, teacher = values["floor"], _teacher(models, key)
     if floor is None or not math.isfinite(floor) or abs(floor - teacher) <= 1e-6:
         return None
     if (floor < teacher) != FIGURES[key].percent:
         return None
     places = {}
-    for kind in MODELS:
-        value = teacher if kind == "teacher" else as_number(models.get(kind, {}).get(key))
+    for kind, value in {**values, "teacher": teacher}.items():
         error = as_number(models.get(kind, {}).get(f"{key}_se"))
         if value is not None and math.isfinite(value):
             room = abs(error / (teacher - floor)) if error and math.isfinite(error) else 0.0
@@ -104,42 +95,38 @@ def _teacher(models: Models, key: str) -> float:
     return ideal if found is None or not math.isfinite(found) else found
 
 
-def _picture(ways: Mapping[str, Mapping[str, tuple[float, float]]]) -> Markup:
+def _picture(ways: Mapping[str, Way]) -> Markup:
     marks = []
-    for kind, look in _LOOKS.items():
+    for kind, (name, look) in _LOOKS.items():
         found = [way.get(kind, (None, 0.0)) for way in ways.values()]
-        if all(place is None for place, _ in found):
-            continue
-        at = [None if place is None else 100 * place for place, _ in found]
-        low, high = (
-            [None if x is None else x + sign * 100 * e for x, (_, e) in zip(at, found, strict=True)]
-            for sign in (-1, 1)
-        )
-        marks.append(Marks(_SHORT.get(kind, kind), look, at, low, high))
-    students = {key: way["student"][0] for key, way in ways.items() if "student" in way}
+        if any(place is not None for place, _ in found):
+            at = [None if place is None else 100 * place for place, _ in found]
+            marks.append(Marks.around(name, look, at, [100 * error for _, error in found]))
     said = "; ".join(
-        f"{FIGURES[key].name}: the student has gone {_share(share)}"
-        for key, share in students.items()
+        f"{FIGURES[key].name}: the student has gone {_share(way['student'][0])}"
+        for key, way in ways.items()
+        if "student" in way
     )
     label = f"The way from floor to teacher. {said or 'No figure of the student is finite'}."
     names = [FIGURES[key].name for key in ways]
     return rows_chart(names, marks, "the way from floor to teacher, %", label, log=False)
 
 
-def _headline(models: Models, key: str) -> Markup | str:
-    if not key or "student" not in models:
+def _headline(models: Models, ways: Mapping[str, Way]) -> str:
+    """Return how far the student has got in the first figure that has a way."""
+    key, student = next(iter(ways), ""), models.get("student", {})
+    if key not in student:
         return ""
-    student, shown = models["student"], FIGURES[key]
-    way = _way(models, key)
-    if way is not None and "student" in way:
-        return Markup(
-            "The student has gone <strong>{}</strong> of the way from its floor to its teacher in"
-            " {}: {}, from {} at the floor to {}."
-        ).format(
-            _share(way["student"][0]), shown.name, figure(student, key),
-            shown.write(models["floor"][key]), shown.write(_teacher(models, key)),
-        )  # fmt: skip
-    return f"The student's {shown.name} is not finite." if key in student else ""
+    shown, way = FIGURES[key], ways[key]
+    if "student" not in way:
+        return f"The student's {shown.name} is not finite."
+    return Markup(
+        "The student has gone <strong>{}</strong> of the way from its floor to its teacher in {}:"
+        " {}, from {} at the floor to {}."
+    ).format(
+        _share(way["student"][0]), shown.name, figure(student, key),
+        shown.write(models["floor"][key]), shown.write(_teacher(models, key)),
+    )  # fmt: skip
 
 
 def _share(part: float) -> str:
@@ -147,9 +134,7 @@ def _share(part: float) -> str:
 
 
 def _table(named: Models) -> tuple[list[str], list[list[str]]]:
-    """Return every figure that any of them has, by name; one with a `<name>_se` bears
-    that error.
-    """
+    """Return every figure that any of them has; one with a `<name>_se` is written with it."""
     known = dict.fromkeys(key for values in named.values() for key in values)
     keys = [key for key in known if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key)]
     keys = [key for key in keys if not (key.endswith("_se") and key[:-3] in keys)][:40]
@@ -161,9 +146,7 @@ def _table(named: Models) -> tuple[list[str], list[list[str]]]:
 
 
 def layers(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of the layers' NMSE on held-out text; None if nothing was
-    measured.
-    """
+    """Return the part on the layers' NMSE on held-out text; None if nothing was measured."""
     rows = _layer_rows(record.fidelity, "nmse")
     if not rows:
         return None
@@ -182,7 +165,7 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
         for name, values in rows.items()
     ]  # fmt: skip
     return {
-        "picture": _layer_picture(record.fidelity, rows, kinds),
+        "picture": _layer_picture(record.fidelity["layers"], rows, kinds),
         "hardest": None if hardest is None else (hardest, number(finite[hardest])),
         "bad": len(students) - len(finite),
         "count": len(rows),
@@ -192,19 +175,13 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _layer_picture(
-    fidelity: Mapping[str, Any], rows: Mapping[str, Mapping[str, float]], kinds: list[str]
-) -> Markup | str:
+    layers: Mapping[str, Any], rows: Mapping[str, Mapping[str, float]], kinds: list[str]
+) -> str:
     marks = []
     for kind in kinds:
         values = [found.get(kind) for found in rows.values()]
-        errors = [
-            as_number(fidelity["layers"][name].get(f"nmse_{kind}_se")) or 0.0 for name in rows
-        ]
-        low, high = (
-            [None if x is None else x + sign * e for x, e in zip(values, errors, strict=True)]
-            for sign in (-1, 1)
-        )
-        marks.append(Marks(_SHORT.get(kind, kind), _LOOKS[kind], values, low, high))
+        errors = [as_number(layers[name].get(f"nmse_{kind}_se")) or 0.0 for name in rows]
+        marks.append(Marks.around(*_LOOKS[kind], values, errors))
     if not any(x and 0 < x < math.inf for each in marks for x in each.values):
         return ""
     label = f"NMSE of {len(rows)} layers: {', '.join(MODELS[kind] for kind in kinds)}."
@@ -212,14 +189,14 @@ def _layer_picture(
 
 
 def _layer_rows(fidelity: Mapping[str, Any], what: str) -> dict[str, dict[str, float]]:
-    """Return by layer what was measured of floor, start and student; infinite for not finite."""
-    found = fidelity.get("layers")
+    """Return by layer a measure of each model; infinite for not finite."""
     rows = {}
-    for name, values in list(found.items())[:LAYERS] if isinstance(found, dict) else ():
+    for name, values in list(as_mapping(fidelity.get("layers")).items())[:LAYERS]:
+        measured = as_mapping(values)
         row = {}
         for kind in MODELS:
-            if isinstance(values, dict) and f"{what}_{kind}" in values:
-                value = as_number(values[f"{what}_{kind}"])
+            if f"{what}_{kind}" in measured:
+                value = as_number(measured[f"{what}_{kind}"])
                 row[kind] = math.inf if value is None or math.isnan(value) else value
         if row:
             rows[str(name)] = row

@@ -1,117 +1,84 @@
-"""What happened to a run and what it left: events, refusals, checkpoints, post-mortems."""
+"""The events of a run in words, and what it left: checkpoints and post-mortems."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from npt.report.logs import Event, as_mapping
+from npt.report.run import MADE, Postmortem, RunRecord
+from npt.report.words import SHOWN, cut, figure, flat
 
-from npt.report.events import Event
-from npt.report.run import MADE, Postmortem, RunRecord, mapping
-from npt.report.words import SHOWN, address, both_ends, clean, cut, figure, flat
-
-POSTMORTEMS = 20
-"""Bundles that are shown, the last ones."""
+POSTMORTEMS = 20  # bundles that are shown, the last ones
 
 _ROUTINE = frozenset({"save", "evaluation", "diagnosis", "epoch", "trace"})
-"""Events of which a long run has so many that the others would be lost among them."""
-
-_LOUD = ("warning", "error", "stopped", "save_failed")
-_ALARM = Markup('<span class="alarm">{}</span>')
+"""Events that a long run has so many of that the others would be lost among them."""
 
 
-def saved(record: RunRecord, place: Path) -> dict[str, Any]:
-    """Return checkpoints with what verifying them found, the best student, recorded steps, and
-    post-mortem bundles. place: of the page.
-    """
-    checkpoints = [
-        (
-            f"{each.step:,}",
-            _link(each.path, place, each.path.name),
-            f"{each.size / 2**20:,.1f}",
-            "verified" if each.verified else "not verified" if each.verified is None
-            else _ALARM.format("broken"),
-            each.problem,
-        )
-        for each in both_ends(record.checkpoints)
-    ]  # fmt: skip
-    best = record.folder / "best"
-    student = mapping(record.best.get("attribution")).get(
-        "unquantized_to_npt", record.best.get("student")
-    )
-    traces = sorted((record.folder / "trace").glob("*.html"))[:POSTMORTEMS]
+def saved(record: RunRecord) -> dict[str, Any]:
+    """Return the best student, recorded steps and post-mortem bundles."""
+    best, attribution = record.folder / "best", as_mapping(record.best.get("attribution"))
+    student = attribution.get("unquantized_to_npt", record.best.get("student"))
     names = [event.details.get("postmortem") for event in record.events.of("stopped")]
-    bundles = [
-        (each.path.relative_to(record.folder).as_posix(), address(each.path, place), _finding(each))
-        for each in record.postmortems[-POSTMORTEMS:]
-    ]
     return {
-        "checkpoints": checkpoints,
-        "caption": cut(record.checkpoints, "Checkpoints"),
-        "best": _link(best, place, "best") if best.is_dir() else "",
+        "best": best if best.is_dir() else None,
         "best_step": record.best.get("step", "unknown"),
-        "best_kl": figure(mapping(student), "kl"),
-        "traces": [_link(path, place, f"trace/{path.name}") for path in traces],
-        "postmortems": bundles,
+        "best_kl": figure(as_mapping(student), "kl"),
+        "traces": sorted((record.folder / "trace").glob("*.html"))[:POSTMORTEMS],
+        "postmortems": [
+            (bundle.path.relative_to(record.folder).as_posix(), bundle.path, _finding(bundle))
+            for bundle in record.postmortems[-POSTMORTEMS:]
+        ],
         "more": max(0, len(record.postmortems) - POSTMORTEMS),
         "gone": next((name for name in reversed(names) if isinstance(name, str)), None),
     }
 
 
-def _link(path: Path, place: Path, shown: str) -> Markup:
-    return Markup('<a href="{}">{}</a>').format(address(path, place), clean(shown))
-
-
-def _finding(bundle: Postmortem) -> str:
+def _finding(bundle: Postmortem) -> dict[str, Any]:
     """Return why the run stopped, and which number was the first bad one."""
-    if bundle.problem:
-        return f"Its record says nothing: {bundle.problem}."
-    found = [f"{clean(bundle.record.get('reason', 'no reason on record'))}."]
     refusals, verdict = bundle.record.get("refusals"), bundle.record.get("verdict")
-    if isinstance(refusals, list) and refusals and isinstance(refusals[-1], dict):
-        kind, detail = (refusals[-1].get(name, "") for name in ("kind", "detail"))
-        found.append(f"Refused last: {clean(kind, 30)}: {clean(detail, 200)}.")
+    last = as_mapping(refusals[-1]) if isinstance(refusals, list) and refusals else {}
+    first_bad = ""
     if isinstance(verdict, dict):
         said = [verdict.get(name) for name in ("explanation", "remedy")]
-        words = "; ".join(each for each in said if isinstance(each, str)) or flat(verdict)
-        found.append(f"The first bad number: {clean(words, 400)}.")
-    return " ".join(found)
+        first_bad = "; ".join(each for each in said if isinstance(each, str)) or flat(verdict)
+    return {
+        "problem": bundle.problem,
+        "reason": bundle.record.get("reason", "no reason on record"),
+        "kind": last.get("kind", ""),
+        "detail": last.get("detail", ""),
+        "refused": bool(last),
+        "first_bad": first_bad,
+    }
 
 
 def events(record: RunRecord) -> dict[str, Any]:
     """Return everything but the refusals, which are next to the loss."""
     found = [event for event in record.events.all if event.kind != "refusal"]
-    shown = found
-    if len(found) > SHOWN:
-        shown = [event for event in found if event.kind not in _ROUTINE]
+    many = len(found) > SHOWN
+    shown = [event for event in found if not (many and event.kind in _ROUTINE)]
     left = len(found) - len(shown)
-    rows = [
-        (
-            _clock(event.time),
-            "" if event.step is None else f"{'after ' * (event.kind in MADE)}{event.step:,}",
-            _ALARM.format(clean(event.kind, 30)) if event.kind in _LOUD else clean(event.kind, 30),
-            _told(event) + " (undone: the run was taken up further back)" * event.undone,
-        )
-        for event in both_ends(shown)
-    ]
     caption = f"{left:,} saves, evaluations and other routine left out; " if left else ""
-    return {"rows": rows, "caption": caption + cut(shown, "events" if left else "Events")}
+    return {
+        "rows": [
+            (event, _clock(event.time), "after " * (event.kind in MADE), _told(event))
+            for event in shown
+        ],
+        "caption": caption + cut(shown, "events" if left else "Events"),
+    }
 
 
 def _told(event: Event) -> str:
     """Return an event's details in a line."""
     found = event.details
     if event.kind == "evaluation" and isinstance(found.get("student"), dict):
-        student: Mapping[str, Any] = mapping(found.get("unquantized")) or found["student"]
+        student = as_mapping(found.get("unquantized")) or found["student"]
         return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
     if isinstance(found.get("message"), str):
         kind = found.get("error")
-        return clean(f"{kind}: {found['message']}" if isinstance(kind, str) else found["message"])
+        return f"{kind}: {found['message']}" if isinstance(kind, str) else found["message"]
     said = (f"{name} {flat(value)}" for name, value in found.items() if value not in (None, {}, []))
-    return clean(", ".join(said))
+    return ", ".join(said)
 
 
 def _clock(seconds: float | None) -> str:
@@ -119,37 +86,3 @@ def _clock(seconds: float | None) -> str:
         return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
         return "–"
-
-
-def refusals(record: RunRecord) -> dict[str, Any]:
-    """Return what was refused, by kind and one by one with the reasons."""
-    found = record.events.of("refusal", None)
-    kinds = record.refused()
-    rows = [
-        (
-            "–" if event.step is None else f"{event.step:,}",
-            clean(event.details.get("kind", "–"), 30) + " (undone)" * event.undone,
-            clean(_where(event), 60),
-            clean(event.details.get("detail", "its reason is in events.jsonl"), 200),
-            clean(_samples(event), 120),
-        )
-        for event in both_ends(found)
-    ]
-    return {
-        "kept": sum(kinds.values()),
-        "undone": len(found) - sum(kinds.values()),
-        "kinds": ", ".join(f"{count:,} for {clean(k, 30)}" for k, count in sorted(kinds.items())),
-        "rows": rows,
-        "caption": cut(found, "Refusals"),
-    }
-
-
-def _where(event: Event) -> str:
-    index, process = event.details.get("micro_batch"), event.details.get("rank")
-    where = "the whole window" if index is None else f"micro-batch {clean(index, 20)}"
-    return f"{where} on process {clean(process, 20)}" if process else where
-
-
-def _samples(event: Event) -> str:
-    samples = event.details.get("sample_ids")
-    return ", ".join(map(str, samples[:8])) if isinstance(samples, list) else ""

@@ -4,7 +4,6 @@ the size of the additive terms.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,46 +12,38 @@ from markupsafe import Markup
 
 from npt.evaluation.formatting import percent
 from npt.report import charts
-from npt.report.lines import count
-from npt.report.lines import number as as_number
-from npt.report.run import RunRecord, mapping
-from npt.report.words import clean, number
+from npt.report.logs import LAYERS, as_count, as_mapping, as_number
+from npt.report.run import RunRecord
+from npt.report.words import ALARM, clean, number
 
-LAYERS, BINS = 512, 200
+BINS = 200
 
 WORTH_SAYING = 0.05
-"""Share of multipliers at their bounds from which it is said: they have next to no gradient left.
-"""
+"""Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
 
-_TARGETS = ("gate", "up", "down")
-_ALARM = Markup('<span class="alarm">{}</span>')
+Cells = Mapping[tuple[str, str], Mapping[str, Any]]
+"""What was measured, by layer and target."""
 
 
 def modulation(record: RunRecord) -> dict[str, Any] | None:
-    """Return what the page says of `modulation.json`; None if it holds no layer."""
+    """Return the part on `modulation.json`; None if it holds no layer."""
     measured = record.modulation
-    layers = {
-        clean(name, 12): layer
-        for name, layer in list(mapping(measured.get("layers")).items())[:LAYERS]
-        if isinstance(layer, dict)
-    }
+    found = list(as_mapping(measured.get("layers")).items())[:LAYERS]
+    layers = {clean(name, 12): layer for name, layer in found if isinstance(layer, dict)}
     if not layers:
         return None
-    targets = [t for t in _TARGETS if any(t in mapping(x.get("targets")) for x in layers.values())]
-    cells = {
-        (name, target): mapping(mapping(layer.get("targets")).get(target))
-        for name, layer in layers.items()
-        for target in targets
-    }
+    by_target = {name: as_mapping(layer.get("targets")) for name, layer in layers.items()}
+    targets = [t for t in ("gate", "up", "down") if any(t in by for by in by_target.values())]
+    cells = {(name, t): as_mapping(by.get(t)) for name, by in by_target.items() for t in targets}
     bound = as_number(measured.get("mult_bound"))
-    heads, rows = ["*layer", "*stream RMS"], []
+    heads = ["*layer", "*stream RMS"]
     for target in targets:
         heads += [f"*{target}: mean m", "*deviation", "*at bounds", "*s / product"]
         heads += ["*s / stream"] * (target == "down")
+    rows = []
     for name, layer in layers.items():
-        row = [name, _size(layer.get("stream_rms", math.nan), {"one": 1.0}, "one")]
-        if "stream_rms" in layer and layer["stream_rms"] is None:
-            row[1] = _ALARM.format("not finite")
+        bad = "stream_rms" in layer and layer["stream_rms"] is None
+        row = [name, _NOT_FINITE if bad else number(as_number(layer.get("stream_rms")), 3)]
         for target in targets:
             cell = cells[name, target]
             row += _cells(cell)
@@ -62,24 +53,25 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         "pictures": _pictures(cells, targets, 0.5 if bound is None else bound),
         "table": (heads, rows),
         "range": "its range" if bound is None else f"({number(1 - bound)}, {number(1 + bound)})",
-        "tokens": count(measured.get("tokens")) or 0,
+        "tokens": as_count(measured.get("tokens")) or 0,
         "kind": "held-out" if measured.get("heldout") is not False else "training",
-        "step": count(measured.get("step")),
+        "step": as_count(measured.get("step")),
         **_summary(cells),
     }
 
 
-def _pictures(
-    cells: Mapping[tuple[str, str], Mapping[str, Any]], targets: list[str], bound: float
-) -> dict[str, Markup]:
+_NOT_FINITE = ALARM.format("not finite")
+
+
+def _pictures(cells: Cells, targets: list[str], bound: float) -> dict[str, Markup]:
     """Return by target the histograms of all layers."""
     pictures = {}
     for target in targets:
-        found = {}
-        for (name, of), cell in cells.items():
-            counts = cell.get("counts")
-            if of == target and isinstance(counts, list):
-                found[name] = [n for x in counts[:BINS] if (n := count(x)) is not None]
+        found = {
+            name: [n for x in cell["counts"][:BINS] if (n := as_count(x)) is not None]
+            for (name, of), cell in cells.items()
+            if of == target and isinstance(cell.get("counts"), list)
+        }
         if any(map(any, found.values())):
             label = f"{target}: how the multipliers of {len(found)} layers lie around 1"
             pictures[target] = _histograms(found, (1 - bound, 1 + bound), label)
@@ -89,8 +81,8 @@ def _pictures(
 def _histograms(
     by_line: Mapping[str, Sequence[int]], ends: tuple[float, float], label: str
 ) -> Markup:
-    """Return a histogram for each line, its counts over equal parts of a range drawn by the root of
-    their share, so that what is rare is still seen; a dashed line is at 1.
+    """Return a histogram for each line over a range: heights by the root of the share, so that what
+    is rare is still seen; a dotted line is at 1.
     """
     names = list(by_line)
     room = charts.layer_height(len(names))
@@ -110,18 +102,18 @@ def _histograms(
     return made.svg
 
 
-def _cells(cell: Mapping[str, Any]) -> list[Any]:
+def _cells(cell: Mapping[str, Any]) -> list[str]:
     """Return mean and deviation of the multipliers, the share at their bounds, and the size of the
     additive term.
     """
     saturated, bad = as_number(cell.get("saturated")), as_number(cell.get("bad"))
     if bad is not None and bad >= 1:
-        return [_ALARM.format(said) for said in ("none finite", *["not finite"] * 3)]
-    share: Any = "–" if saturated is None else percent(saturated, 2)
+        return [ALARM.format("none finite"), *[_NOT_FINITE] * 3]
+    share: str = "–" if saturated is None else percent(saturated, 2)
     if saturated is not None and saturated >= WORTH_SAYING:
-        share = _ALARM.format(share)
+        share = ALARM.format(share)
     if bad:
-        share = Markup("{} {}").format(share, _ALARM.format(f"and {percent(bad)} not finite"))
+        share = Markup("{} {}").format(share, ALARM.format(f"and {percent(bad)} not finite"))
     mean, deviation = (number(as_number(cell.get(name)), 3) for name in ("mean", "std"))
     return [mean, deviation, share, _size(cell.get("add_rms"), cell, "product_rms")]
 
@@ -135,12 +127,11 @@ def _size(added: Any, of: Mapping[str, Any], key: str) -> str:
     """Return the size of an additive term over another. A file has None for a term that a form
     lacks and for one that is not finite; the divisor always exists.
     """
-    if key in of and of[key] is None:
-        return _ALARM.format("not finite")
-    return number(_quotient(added, of.get(key)), 3)
+    bad = key in of and of[key] is None
+    return _NOT_FINITE if bad else number(_quotient(added, of.get(key)), 3)
 
 
-def _summary(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(cells: Cells) -> dict[str, Any]:
     """Return the extremes, each with its layer and target."""
 
     def largest(values: Mapping[tuple[str, str], float | None]) -> tuple[float, str] | None:
@@ -149,14 +140,14 @@ def _summary(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, An
         return None if place is None else (found[place], f"layer {place[0]}, {place[1]}")
 
     bad = {place: share for place, x in cells.items() if (share := as_number(x.get("bad")))}
-    none = {place for place, share in bad.items() if share >= 1}
-    saturated = {p: as_number(x.get("saturated")) for p, x in cells.items() if p not in none}
+    finite = {place: x for place, x in cells.items() if bad.get(place, 0.0) < 1}
+    saturated = largest({p: as_number(x.get("saturated")) for p, x in finite.items()})
     ratios = {p: _quotient(x.get("add_rms"), x.get("product_rms")) for p, x in cells.items()}
     return {
         "bad": (len(bad), largest(bad)),
         "places": len(cells),
-        "saturated": largest(saturated),
-        "additive_only": not none and largest(saturated) is None,
+        "saturated": saturated,
+        "additive_only": len(finite) == len(cells) and saturated is None,
         "ratio": largest(ratios),
         "worth_saying": WORTH_SAYING,
     }

@@ -1,17 +1,19 @@
-"""The page about a run: how near the student is to its teacher, how it got there, and what happened
-on the way.
+"""The report on a run, as a page and as JSON: how near the student is to its teacher, how it got
+there, and what happened on the way.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from npt.evaluation.formatting import FIGURES
 from npt.report import history, recipe
 from npt.report.fidelity import fidelity, layers
+from npt.report.logs import as_mapping, as_number
 from npt.report.modulation import modulation
 from npt.report.pages import render
 from npt.report.run import RunRecord
-from npt.report.summary import status
 from npt.report.training import training
 from npt.report.words import clean, number
 
@@ -28,12 +30,7 @@ SECTIONS = {
 
 
 def page(record: RunRecord, place: Path) -> str:
-    """Return the HTML page about a run.
-
-    Args:
-        record: what its folder has.
-        place: where the page will lie, for its links.
-    """
+    """Return the HTML page about a run; `place` is where it will be, for its links."""
     return render(
         "run.html.j2",
         title=f"{clean(record.name, 80)}: report of a run",
@@ -46,28 +43,72 @@ def page(record: RunRecord, place: Path) -> str:
         recipe=recipe.recipe(record),
         fidelity=fidelity(record),
         training=training(record),
-        refusals=history.refusals(record),
         layers=layers(record),
         modulation=modulation(record),
-        saved=history.saved(record, place),
+        saved=history.saved(record),
+        place=place,
         events=history.events(record),
         configuration=recipe.configuration(record),
         environment=recipe.environment(record),
     )
 
 
+def status(record: RunRecord) -> tuple[str, str]:
+    """Return `good`, `warn` or `bad`, and a sentence on how the run is or ended."""
+    state, event = record.events.end
+    found = event.details if event is not None else {}
+    at = f" at step {record.step:,}"
+    if state == "done":
+        return "good", f"Finished{at}"
+    if state == "stopped":
+        tried = record.refused_in
+        at = at if tried is None else f" in step {tried:,}, after {record.step:,} that were made"
+        return "bad", f"Stopped{at}: {found.get('reason', 'no reason on record')}"
+    if state == "signal":
+        return "warn", f"Ended by signal {found.get('number', '?')}{at}; it can be taken up again"
+    if state == "error":
+        said = f"{found.get('error', '')}: {found.get('message', '')}"
+        return "bad", f"Ended with an error{at}: {said}"
+    if record.writing:
+        return "warn", f"Still running{at}"
+    if state == "open":
+        return "warn", f"No end is on record{at}: killed, or running on another machine"
+    return "warn", "No start is on record"
+
+
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return a few numbers; a logged figure says of which step it is if the run has got further."""
-
-    def as_of(key: str) -> str:
-        step = record.metrics.last_step(key)
-        return f", logged at step {step:,}" if step is not None and step != record.step else ""
-
+    """Return a few numbers; a logged figure names its step if the run has got further."""
     total, warnings = record.total_steps, len(record.events.of("warning"))
-    tokens, loss = record.metrics.last("tokens"), record.metrics.last("loss")
     of = "" if total is None or total == record.step else f" of {total:,}"
     facts = [("steps", f"{record.step:,}{of}")]
-    facts.append(("refusals", f"{sum(record.refused().values()):,}"))
-    facts += [(f"tokens{as_of('tokens')}", f"{tokens:,.0f}")] if tokens is not None else []
-    facts += [(f"last loss{as_of('loss')}", number(loss))] if loss is not None else []
+    facts.append(("refusals", f"{record.refused().total():,}"))
+    for key, name, write in (("tokens", "tokens", "{:,.0f}".format), ("loss", "last loss", number)):
+        if last := record.metrics.last(key):
+            step, value = last
+            at = f", logged at step {step:,}" if step != record.step else ""
+            facts.append((f"{name}{at}", write(value)))
     return facts + ([("warnings", f"{warnings:,}")] if warnings else [])
+
+
+def summary(record: RunRecord) -> dict[str, Any]:
+    """Return the content of `npt report --json`: plain numbers, shares as fractions of 1."""
+    student, state = as_mapping(record.fidelity.get("student")), record.events.end[0]
+    last = {key: record.metrics.last(key) for key in ("tokens", "loss")}
+    return {
+        "name": record.name,
+        "state": "running" if state == "open" and record.writing else state,
+        "status": status(record)[1],
+        "step": record.step,
+        "total_steps": record.total_steps,
+        "refused_in_step": record.refused_in,
+        **{key: found and found[1] for key, found in last.items()},
+        "refused": record.refused().total(),
+        "refused_by_kind": dict(record.refused()),
+        **{name: as_number(student.get(name)) for key in FIGURES for name in (key, f"{key}_se")},
+        "checkpoints": [
+            {"step": saved.step, "folder": saved.path.name, "verified": saved.verified}
+            for saved in record.checkpoints
+        ],
+        "postmortems": [bundle.path.name for bundle in record.postmortems],
+        "missing": {**record.missing, **record.stale},
+    }

@@ -1,8 +1,7 @@
-"""Pages from templates: one file each that needs nothing else, and lets nothing run or load but its
-own.
+"""Pages from templates: each one file that needs nothing else.
 
 A page may be mailed and kept, and its texts may be anybody's: every value is cleaned and escaped,
-and the page's policy knows its style and script by their hashes.
+and the page's policy allows nothing but its own style and script, by their hashes.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from npt.evaluation.formatting import percent
-from npt.report.words import clean, figure, number
+from npt.evaluation.formatting import FIGURES, percent
+from npt.report.words import address, both_ends, clean, cut, figure, number
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -25,22 +24,18 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, *, script: str = "", css: str = "", **data: Any) -> str:
-    """Return a whole HTML page.
-
-    Args:
-        template: name of one that extends `frame.html.j2`.
-        script: name of the page's script, if it has one, which reads `json` from the data.
-        css: style that only this page has.
-        data: what the template shows.
+    """Return a whole HTML page of a template that extends `frame.html.j2`. script: name of the
+    page's script, which reads `json` from the data. css: style that only this page has. data: what
+    the template shows.
     """
-    style, code = _file("style.css") + css, _file(script) if script else ""
+    sheet, code = style() + css, _file(script) if script else ""
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src"
-        f" '{_hash(style)}'"
+        f" '{_hash(sheet)}'"
     )
     policy += f"; script-src '{_hash(code)}'" if code else ""
     page = _environment().get_template(template)
-    return page.render(style=Markup(style), code=Markup(code), policy=Markup(policy), **data)
+    return page.render(style=Markup(sheet), code=Markup(code), policy=Markup(policy), **data)
 
 
 @cache
@@ -53,8 +48,11 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {
+        "both_ends": both_ends, "cut": cut, "zip": zip, "address": address,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
         "figure": figure, "number": number, "percent": percent, "comma": "{:,}".format,
+        "finite": lambda value: "not finite" if value is None else number(value),
+        "kl": lambda value: number(value) if value is None else FIGURES["kl"].write(value),
         "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
     }  # fmt: skip
     return made
@@ -71,5 +69,4 @@ def style() -> str:
 
 
 def _hash(content: str) -> str:
-    """Return what a policy knows a style or script by."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

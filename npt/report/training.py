@@ -1,5 +1,5 @@
-"""The way of the student: loss and refusals, gradient norm, learning rate, speed and the layers'
-NMSE over the steps.
+"""The course of a run: loss and refusals, gradient norm, learning rate, speed and the layers' NMSE
+over the steps.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from markupsafe import Markup
 
 from npt.report import charts
 from npt.report.charts import BAD, GOOD, INK, LINE, SOFT, picture
-from npt.report.lines import number as as_number
+from npt.report.logs import Metrics, as_mapping, as_number
 from npt.report.run import RunRecord
 from npt.report.words import number
 
-HEAT_COLUMNS = 120
-"""Columns of the heat map."""
+HEAT_COLUMNS = 120  # columns of the heat map
 
 _CHARTS = (
     ("grad_norm", "Gradient norm, before clipping", "norm", None),
@@ -35,14 +34,15 @@ _LANES = {
     "resume": ("resumed", "|", GOOD),
 }
 
+Span = tuple[int, int]
 Lanes = dict[str, tuple[str, str, dict[bool, list[int]]]]
-"""By name: marker, colour, and the steps of what holds and of what was undone."""
+"""By name: marker, colour, and the steps of what holds (False) and of what was undone (True)."""
 
 
 def training(record: RunRecord) -> dict[str, Any]:
     """Return the charts of a run, which share their steps, and their numbers."""
     metrics = record.metrics
-    known = [event.step for event in record.events.all if event.step and _lane(event.kind)]
+    known = [event.step for event in record.events.all if event.step and _has_lane(event.kind)]
     steps = [*metrics.steps, *known]
     span = (min(steps), max(steps)) if steps else (1, 1)
     plain = {k: list(v) for k, v in metrics.columns.items() if not k.startswith("layers.")}
@@ -53,12 +53,18 @@ def training(record: RunRecord) -> dict[str, Any]:
         "again": metrics.again,
         "loss": _loss(record, span, plain),
         "charts": [
-            (heading, key, _chart(record, span, key, heading, unit, log) if key in plain else "")
+            (
+                heading,
+                key,
+                _chart(heading, span, (unit, metrics.steps, plain[key]), unit, log)
+                if key in plain
+                else "",
+            )
             for key, heading, unit, log in _CHARTS
         ],
         "evaluations": _evaluations(record, span),
-        "heat": _heat(record, span) if metrics.layers else None,
-        "table": _table(record, plain) if metrics.steps else None,
+        "heat": _heat(metrics, span) if metrics.layers else None,
+        "table": _table(metrics, plain) if metrics.steps else None,
     }
 
 
@@ -76,17 +82,15 @@ def _words(name: str, values: Sequence[float]) -> str:
 
 
 def _chart(
-    record: RunRecord, span: tuple[int, int], key: str, heading: str, unit: str, log: bool | None
+    heading: str, span: Span, series: charts.Series, unit: str, log: bool | None = None
 ) -> Markup:
-    values = record.metrics.columns[key]
-    with picture(180, _words(heading, values)) as made:
-        axes = made.axes(20, 120)
-        charts.paint_lines(axes, span, [(unit, record.metrics.steps, values)], unit, log)
+    with picture(180, _words(heading, series[2])) as made:
+        charts.paint_lines(made.axes(20, 120), span, [series], unit, log)
     return made.svg
 
 
-def _loss(record: RunRecord, span: tuple[int, int], plain: dict[str, list[float]]) -> Markup | str:
-    """Return the loss and its NMSE part, and under them what happened at which step."""
+def _loss(record: RunRecord, span: Span, plain: dict[str, list[float]]) -> str:
+    """Return the loss and its NMSE part, and under them the events at their steps."""
     series = [
         (name, record.metrics.steps, plain[key])
         for key, name in (("loss", "loss"), ("loss_nmse", "its NMSE part"))
@@ -109,7 +113,7 @@ def _loss(record: RunRecord, span: tuple[int, int], plain: dict[str, list[float]
     return made.svg
 
 
-def _lane(kind: str) -> bool:
+def _has_lane(kind: str) -> bool:
     return kind == "refusal" or kind in _LANES
 
 
@@ -118,57 +122,51 @@ def _lanes(record: RunRecord) -> Lanes:
     found: Lanes = {}
     first = min(record.metrics.steps, default=1)
     for event in record.events.all:
-        if event.step is None or not _lane(event.kind):
+        if event.step is None or not _has_lane(event.kind):
             continue
         kind = event.details.get("kind")
-        name, marker, colour = _LANES.get(
-            event.kind, (kind if kind in _REFUSALS else "other", "v", BAD)
-        )
+        refused = (kind if kind in _REFUSALS else "other", "v", BAD)
+        name, marker, colour = _LANES.get(event.kind, refused)
         steps = found.setdefault(name, (marker, colour, {False: [], True: []}))[2]
         steps[event.undone].append(max(event.step, first) if event.kind == "resume" else event.step)
     order = (*_REFUSALS, "other", *(name for name, *_ in _LANES.values()))
     return dict(sorted(found.items(), key=lambda lane: order.index(lane[0])))
 
 
-def _paint_lanes(axes: Any, lanes: Lanes, span: tuple[int, int]) -> None:
+def _paint_lanes(axes: Any, lanes: Lanes, span: Span) -> None:
     for place, (name, (marker, colour, found)) in enumerate(lanes.items()):
         for undone, steps in found.items():
-            there = sorted(step for step in steps if span[0] <= step <= span[1])
-            at = charts.columns(there, [1.0] * len(there), *span)[0]
-            if not there:
+            shown = sorted(step for step in steps if span[0] <= step <= span[1])
+            if not shown:
                 continue
-            face = charts.PAPER if undone else colour
+            at = charts.columns(shown, [1.0] * len(shown), *span)[0]
             (marks,) = axes.plot(
-                at, [place] * len(at), marker, color=colour, markerfacecolor=face, clip_on=False,
-                markersize=6,
+                at, [place] * len(at), marker, color=colour, clip_on=False, markersize=6,
+                markerfacecolor=charts.PAPER if undone else colour,
             )  # fmt: skip
-            charts.tell(marks, f"{name}{', undone' * undone}: {charts.steps_text(there)}")
+            charts.tell(marks, f"{name}{', undone' * undone}: {charts.steps_text(shown)}")
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     charts.paint_steps(axes, span)
 
 
-def _evaluations(record: RunRecord, span: tuple[int, int]) -> Markup | str:
+def _evaluations(record: RunRecord, span: Span) -> str:
     """Return held-out KL under way, if it was measured."""
     found: dict[int, float] = {}
     for event in record.events.of("evaluation"):
         student = event.details.get("student")
         if event.step and isinstance(student, dict):
-            kl = as_number(student.get("kl"))
+            kl = as_number(as_mapping(student).get("kl"))
             found[event.step] = math.inf if kl is None or math.isnan(kl) else kl
     if not found:
         return ""
     steps = sorted(found)
-    label = _words(f"Held-out KL, measured {len(found)} times", [found[step] for step in steps])
-    with picture(180, label) as made:
-        series = [("KL", steps, [found[step] for step in steps])]
-        charts.paint_lines(made.axes(20, 120), span, series, "nats per token")
-    return made.svg
+    heading = f"Held-out KL, measured {len(found)} times"
+    return _chart(heading, span, ("KL", steps, [found[s] for s in steps]), "nats per token")
 
 
-def _heat(record: RunRecord, span: tuple[int, int]) -> dict[str, Any]:
+def _heat(metrics: Metrics, span: Span) -> dict[str, Any]:
     """Return the layers' NMSE by colour, a line for each layer, and as a table."""
-    metrics = record.metrics
     layers, steps = metrics.layers, np.asarray(metrics.steps)
     wide = span[1] - span[0] + 1
     count = min(HEAT_COLUMNS, wide)
@@ -177,11 +175,10 @@ def _heat(record: RunRecord, span: tuple[int, int]) -> dict[str, Any]:
     for line, layer in enumerate(layers):
         # fmax: the largest value of a column's steps; an infinity is one that was not finite
         np.fmax.at(cells[line], place, np.asarray(metrics.columns[f"layers.{layer}.nmse"]))
-    last = place[-1] + 1  # nothing is known of later steps
     known = np.where(np.isnan(cells), 0, np.arange(count))
     shown = np.take_along_axis(cells, np.maximum.accumulate(known, axis=1), axis=1)
-    shown[:, last:] = np.nan
-    ends = {i: x for i in layers if (x := metrics.last(f"layers.{i}.nmse")) is not None}
+    shown[:, place[-1] + 1 :] = np.nan  # nothing is known of later steps
+    ends = {i: last[1] for i in layers if (last := metrics.last(f"layers.{i}.nmse"))}
     label = f"NMSE of {len(layers)} layers over the steps"
     if ends:
         worst = max(ends, key=lambda i: ends[i])
@@ -195,31 +192,28 @@ def _heat(record: RunRecord, span: tuple[int, int]) -> dict[str, Any]:
         charts.paint_ramp(made, height + 52, low, high, "logarithmic; red: not finite")
     some = _sampled(metrics.steps, 10)
     rows = [
-        [str(i), *(number(_at(record, f"layers.{i}.nmse", step), 3) for step in some)]
+        [str(i), *(number(_at(metrics, f"layers.{i}.nmse", step), 3) for step in some)]
         for i in layers
     ]
     heads = ["*layer", *(f"*{step:,}" for step in some)]
     return {"picture": made.svg, "shared": count < wide, "table": (heads, rows)}
 
 
-def _table(record: RunRecord, plain: dict[str, list[float]]) -> tuple[list[str], list[list[str]]]:
+def _table(metrics: Metrics, plain: dict[str, list[float]]) -> tuple[list[str], list[list[str]]]:
     """Return every chart's numbers at some steps, the extremes of loss and gradient norm among
     them.
     """
-    steps = record.metrics.steps
-    chosen = set(_sampled(steps, 40))
+    chosen = set(_sampled(metrics.steps, 40))
     for key in ("loss", "grad_norm"):
-        found = [(x, step) for x, step in zip(plain.get(key, ()), steps, strict=False)
-                 if math.isfinite(x)]  # fmt: skip
+        cells = zip(plain.get(key, ()), metrics.steps, strict=False)
+        found = [cell for cell in cells if math.isfinite(cell[0])]
         chosen |= {min(found)[1], max(found)[1]} if found else set()
-    rows = [
-        [f"{step:,}", *(number(_at(record, key, step)) for key in plain)] for step in sorted(chosen)
-    ]
+    rows = [[f"{s:,}", *(number(_at(metrics, key, s)) for key in plain)] for s in sorted(chosen)]
     return ["*step", *(f"*{key}" for key in plain)], rows
 
 
-def _at(record: RunRecord, key: str, step: int) -> float:
-    return record.metrics.columns[key][bisect_left(record.metrics.steps, step)]
+def _at(metrics: Metrics, key: str, step: int) -> float:
+    return metrics.columns[key][bisect_left(metrics.steps, step)]
 
 
 def _sampled(steps: Sequence[int], count: int) -> list[int]:

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from npt.evaluation.formatting import FIGURES
-from npt.report.lines import number as as_number
+from npt.report.logs import as_number
 
-TEXT = 300
-"""Letters that are shown of a text."""
-
-SHOWN = 200
-"""Items that are listed one by one: refusals, events, checkpoints."""
+TEXT = 300  # letters that are shown of a text
+SHOWN = 200  # items that are listed one by one: refusals, events, checkpoints
+ALARM = Markup('<span class="alarm">{}</span>')
 
 Item = TypeVar("Item")
 
 _SECRETS = (
-    (re.compile(r"(?<=://)[^/@\s]+(?=@)"), "…"),  # user and password in front of a host
+    (re.compile(r"(?<=://)[^/@\s]+(?=@)"), "…"),  # user and password before a host
     (re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[bp]-|AKIA)[A-Za-z0-9_-]{12,}"), r"\1…"),
     (re.compile(r"(?i)\b((?:api[_-]?key|access[_-]?token|token|password|secret)=)[^\s&]+"), r"\1…"),
 )
@@ -42,9 +42,7 @@ def clean(value: Any, limit: int = TEXT) -> str:
 
 
 def _visible(letter: str) -> str:
-    """Return a letter, or its number if it would end the text, turn the line's direction
-    or hide.
-    """
+    """Return a letter, or its number if it would not show or would turn the line's direction."""
     if letter in "\n\t":
         return " "
     if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
@@ -59,33 +57,25 @@ def address(path: Path, page: Path) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number for reading: a few digits of it, a long one by its power of ten. None and
-    NaN: there is none. Infinite: it was not finite, which a file says of NaN and infinities alike.
+    """Return a number for reading: a few digits of it, a long one by its power of ten. None and NaN
+    are no number; infinite is one that was not finite.
     """
     if value is None or not math.isfinite(value):
         return "–" if value is None or math.isnan(value) else "not finite"
+    shown = f"{value:.{digits}g}"
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
-        return re.sub(
-            r"e([+-])0*", lambda e: "e−" if e[1] == "-" else "e", f"{value:.{digits}g}"
-        ).replace("-", "−")
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}".replace("-", "−")
-    return f"{value:.{digits}g}".replace("-", "−")
+        shown = re.sub(r"e([+-])0*", lambda e: "e" + e[1].strip("+"), shown)
+    elif abs(value) >= 10 ** (digits - 1):
+        shown = f"{value:,.0f}"
+    return shown.replace("-", "−")
 
 
 def plus_minus(value: float | None, error: float | None) -> str:
-    """Return a figure with its standard error, both to the error's second digit; an error that is
-    nothing but rounding is left out.
-    """
-    if (
-        value is None
-        or not math.isfinite(value)
-        or error is None
-        or not math.isfinite(error)
-        or error <= 1e-6 * abs(value)
-    ):
+    """Return a figure with its standard error to two digits, unless that is mere rounding."""
+    known = all(x is not None and math.isfinite(x) for x in (value, error))
+    if not known or value is None or error is None or error <= 1e-6 * abs(value):
         return number(value)
     digits = max(0, min(9, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}".replace("-", "−")
@@ -106,22 +96,16 @@ def figure(values: Mapping[str, Any], key: str) -> str:
 def flat(value: Any, depth: int = 0) -> str:
     """Return a value of a JSON file on one line."""
     if isinstance(value, dict) and depth < 3:
-        return ", ".join(
-            f"{key} {flat(entry, depth + 1)}" for key, entry in list(value.items())[:30]
-        )
+        entries = list(value.items())[:30]
+        return ", ".join(f"{key} {flat(entry, depth + 1)}" for key, entry in entries)
     if isinstance(value, list) and depth < 3:
-        return ", ".join(flat(entry, depth + 1) for entry in value[:60]) + (
-            " …" if len(value) > 60 else ""
-        )
+        shown = ", ".join(flat(entry, depth + 1) for entry in value[:60])
+        return shown + " …" * (len(value) > 60)
     if isinstance(value, float):
         return number(value)
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else "none"
-        if value is None
-        else str(value)[:2000]
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)[:2000]
 
 
 def both_ends(items: Sequence[Item]) -> Sequence[Item]:
@@ -131,8 +115,5 @@ def both_ends(items: Sequence[Item]) -> Sequence[Item]:
 
 def cut(items: Sequence[Any], what: str) -> str:
     """Return the caption of a table of what `both_ends` left."""
-    return (
-        f"{what}, the first and last {SHOWN // 2} of {len(items):,}"
-        if len(items) > SHOWN
-        else f"{what}, {len(items):,}"
-    )
+    some = f"the first and last {SHOWN // 2} of " if len(items) > SHOWN else ""
+    return f"{what}, {some}{len(items):,}"

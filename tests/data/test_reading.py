@@ -147,9 +147,4 @@ def test_one_broken_file_of_a_folder_does_not_hide_the_others(tmp_path):
 
 def test_a_place_without_line_or_column_is_written_without_them():
     assert str(Broken("a.parquet", None, None, "broken")) == "a.parquet: broken"
-    assert Broken("a", 1, 2, "b").as_dict() == {
-        "where": "a",
-        "line": 1,
-        "column": 2,
-        "problem": "b",
-    }
+    assert str(Broken("a", 1, 2, "b")) == "a, line 1, column 2: b"

@@ -22,7 +22,7 @@ from npt.report.charts import LINE, Marks, columns, picture, rows_chart, scale
 from npt.report.page import page
 from npt.report.run import read_run
 from npt.tools.sweep import figures
-from npt.tools.sweep.analysis import Cell, Map, stability_map
+from npt.tools.sweep.analysis import Cell, Line, Map, stability_map
 from npt.tools.sweep.effects import Analysis, Effect
 from npt.tools.sweep.page import Study
 from npt.tools.sweep.page import page as study_page
@@ -130,7 +130,7 @@ def test_colours_with_a_role_are_variables_of_the_style_sheet() -> None:
     assert all(f"--{name}:" in style for name in re.findall(r"var\(--(\w+)\)", svg))
 
 
-def test_the_same_numbers_give_the_same_bytes_and_settings_of_users_stay_out() -> None:
+def test_charts_depend_on_their_numbers_and_on_no_users_settings() -> None:
     import matplotlib
 
     def drawn() -> str:
@@ -298,9 +298,7 @@ def test_charts_of_a_study_are_sound_whatever_the_numbers(values) -> None:
 @pytest.mark.parametrize("rates", [1, 3, 12])
 def test_a_map_of_many_rates_is_as_wide_as_its_cells_need(rates) -> None:
     heads = tuple(f"{10.0**-i:.2g} to 1" for i in range(rates))
-    cells = {(0, j): Cell(2, 0.5, 0.0, 0.1) for j in range(rates)}
-    drawn = figures.map_figure(
-        Map("forms", "mult_form", heads, ("sigmoid",), cells, ((None, None),), ((),))
-    )
+    line = Line("sigmoid", (), {j: Cell(2, 1, 0, 0.1) for j in range(rates)}, None, None)
+    drawn = figures.map_figure(Map("forms", "mult_form", heads, (line,)))
     check(drawn)
     assert ('class="wide"' in drawn) == (rates > 8)

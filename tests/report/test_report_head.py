@@ -18,9 +18,8 @@ from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
 from npt.evaluation.table import print_fidelity
 from npt.report import charts
-from npt.report.page import page
+from npt.report.page import page, summary
 from npt.report.run import read_run
-from npt.report.summary import summary
 
 pytestmark = pytest.mark.usefixtures("plain_charts")
 
@@ -59,7 +58,7 @@ def gave_up(folder: Path) -> Path:
     )
 
 
-def test_a_run_that_gave_up_says_in_which_step_and_of_which_step_its_figures_are(tmp_path) -> None:
+def test_a_run_that_gave_up_names_its_step_and_that_of_its_figures(tmp_path) -> None:
     folder = gave_up(tmp_path / "run")
     reader = read(folder)
     assert "Stopped in step 10, after 9 that were made: 3 refusals in a row" in reader.text
@@ -73,7 +72,7 @@ def test_a_run_that_gave_up_says_in_which_step_and_of_which_step_its_figures_are
     assert "after 9stopped" in reader.sections["events"]
 
 
-def test_multipliers_none_of_which_is_finite_have_no_share_at_their_bounds(tmp_path) -> None:
+def test_without_finite_multipliers_no_share_is_at_their_bounds(tmp_path) -> None:
     said = read(gave_up(tmp_path / "run")).sections["modulation"]
     assert "1e+02" not in said and "0.00%" not in said and "At their bounds are" not in said
     assert "Multipliers are not finite in 9 of 9 places: the most 100.0% of them" in said
@@ -129,9 +128,7 @@ def test_a_head_of_a_run_that_says_little_says_little(tmp_path, run) -> None:
     assert "None" not in read(make_run(tmp_path / "run", run=run)).sections[""]
 
 
-def test_a_figure_reads_the_same_on_the_page_and_the_console_and_json_holds_the_fraction(
-    tmp_path,
-) -> None:
+def test_page_and_console_write_a_figure_alike_json_the_fraction(tmp_path) -> None:
     found = fidelity()
     student: dict[str, Any] = {
         **found["student"],

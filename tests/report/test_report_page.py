@@ -1,6 +1,4 @@
-"""The page about a run: what it says, what it says where something is missing, and what it may
-never do.
-"""
+"""The page about a run: what it says, with and without all files, and what it may never do."""
 
 from __future__ import annotations
 
@@ -14,9 +12,8 @@ import pytest
 from made_runs import Reader, event, fidelity, figures, make_run, metrics, modulation, refusal
 
 from npt.errors import CheckpointError
-from npt.report.page import page
+from npt.report.page import page, status, summary
 from npt.report.run import read_run
-from npt.report.summary import status, summary
 
 pytestmark = pytest.mark.usefixtures("plain_charts")
 
@@ -82,7 +79,7 @@ def test_every_picture_has_words_and_every_chart_a_table(tmp_path) -> None:
     )
 
 
-def test_refusals_stand_at_their_steps_with_their_reasons(tmp_path, drawn) -> None:
+def test_refusals_are_at_their_steps_with_their_reasons(tmp_path, drawn) -> None:
     lines = [
         event("start"),
         refusal(3),
@@ -140,7 +137,7 @@ def test_what_a_resume_undid_is_hollow_and_not_counted(tmp_path, drawn) -> None:
         ("modulation", "modulation"),
     ],
 )
-def test_a_missing_file_is_named_where_its_part_would_stand(tmp_path, file, section) -> None:
+def test_a_missing_file_is_named_in_place_of_its_part(tmp_path, file, section) -> None:
     reader = read(make_run(tmp_path / "run", **{file: None}))
     name = f"{file}.jsonl" if file in ("metrics", "events") else f"{file}.json"
     assert f"{name} says nothing: it is not there." in reader.sections[section]
@@ -173,7 +170,7 @@ def test_an_empty_folder_makes_a_page(tmp_path) -> None:
     assert reader.text.count("it is not there") >= 10
 
 
-def test_a_half_written_last_line_and_lines_that_are_none_are_read_past(tmp_path) -> None:
+def test_half_a_last_line_and_lines_that_are_none_are_skipped(tmp_path) -> None:
     folder = make_run(
         tmp_path / "run",
         metrics="".join(json.dumps(metrics(s)) + "\n" for s in (1, 2, 3))
@@ -185,7 +182,7 @@ def test_a_half_written_last_line_and_lines_that_are_none_are_read_past(tmp_path
     assert "metrics.jsonl: 1 of its lines cannot be read and are left out" in read(folder).text
 
 
-def test_a_killed_run_has_the_figures_of_its_checkpoint_and_its_last_evaluation(tmp_path) -> None:
+def test_a_killed_run_takes_figures_of_checkpoint_and_evaluation(tmp_path) -> None:
     lines = [
         event("start"),
         event("evaluation", step=5, student=figures(0.3)),
@@ -301,9 +298,7 @@ def test_a_teacher_no_better_than_the_floor_leaves_no_way_to_draw(tmp_path) -> N
     assert "nothing to draw between floor and teacher" in reader.sections["fidelity"]
 
 
-def test_a_student_worse_than_its_floor_or_better_than_its_teacher_stays_in_the_picture(
-    tmp_path,
-) -> None:
+def test_a_student_outside_floor_and_teacher_stays_in_the_picture(tmp_path) -> None:
     for student in (5.0, -0.4):
         reader = read(make_run(tmp_path / f"run{student}", fidelity=fidelity(student)))
         pictures = [found["aria-label"] or "" for found in reader.of("svg")]
@@ -357,9 +352,7 @@ def test_saturated_multipliers_are_said(tmp_path) -> None:
     )
 
 
-def test_a_run_of_a_hundred_thousand_steps_and_eighty_layers_keeps_its_spike_and_stays_small(
-    tmp_path, drawn
-) -> None:
+def test_the_page_of_a_long_run_keeps_its_spike_and_stays_small(tmp_path, drawn) -> None:
     lines = [
         metrics(step, layers=80, loss=900.0 if step == 54_321 else 1.0)
         for step in range(1, 100_001, 80)
@@ -398,7 +391,7 @@ def checkpoint(folder: Path, name: str) -> Path:
     return made
 
 
-def test_checkpoints_are_linked_and_verified_and_a_broken_one_says_why(tmp_path) -> None:
+def test_checkpoints_are_linked_and_verified_broken_ones_say_why(tmp_path) -> None:
     folder = make_run(tmp_path / "run")
     for name in (
         "step-00000004",
@@ -553,7 +546,7 @@ def test_the_policy_lets_only_the_pages_own_style_in(tmp_path, drawn) -> None:
     assert all((found["href"] or "").startswith(("#", "./")) for found in Reader(text).of("a"))
 
 
-def test_no_secret_and_no_variable_of_the_environment_stands_in_it(tmp_path, monkeypatch) -> None:
+def test_no_secret_and_no_environment_variable_is_in_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789secret")
     folder = make_run(
         tmp_path / "run",

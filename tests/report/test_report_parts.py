@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import event, metrics, refusal, write_lines
 
-from npt.report.events import read_events
-from npt.report.lines import Lines
-from npt.report.metrics import read_metrics
+from npt.report.logs import Lines, read_events, read_metrics
 from npt.report.words import address, clean, number, plus_minus
 
 
-def test_lines_that_are_no_objects_are_counted_and_a_half_written_one_is_not(tmp_path) -> None:
+def test_unreadable_lines_are_counted_but_for_half_a_last_one(tmp_path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n\n[2]\nnonsense\n{"a": 3}\n{"a": 4', encoding="utf-8")
     lines = Lines(path)
@@ -58,7 +56,12 @@ def test_null_is_not_finite_and_a_missing_key_is_nothing() -> None:
     loss = list(found.columns["loss"])
     assert math.isinf(loss[0]) and math.isnan(loss[1]) and loss[2] == 0.5 and math.isnan(loss[3])
     assert [math.isinf(x) for x in found.columns["layers.7.nmse"]] == [False, False, True, False]
-    assert found.layers == [7] and found.last("loss") == 0.5
+    assert found.layers == [7] and found.last("loss") == (3, 0.5)
+
+
+def test_columns_are_in_the_order_of_the_file_in_every_process() -> None:
+    line = metrics(1, layers=2)
+    assert list(read_metrics([line]).columns) == [key for key in line if key != "step"]
 
 
 @pytest.mark.parametrize("step", [None, "3", -1, 2.5, True, 1e400, 2**60, [1]])
@@ -100,8 +103,7 @@ def resume(step: int, checkpoint: bool = True) -> dict:
 
 
 def test_what_lies_between_a_save_and_the_resume_from_it_was_undone() -> None:
-    # The refusal at step 11 stands in front of the save, so that the checkpoint has counted it; it
-    # bears a later step all the same.
+    # The first refusal at step 11 comes before the save, so the checkpoint has counted it.
     lines = [
         event("start"),
         refusal(3),
@@ -238,7 +240,7 @@ def test_a_standard_error_has_two_digits(value, error, shown) -> None:
     assert plus_minus(value, error) == shown
 
 
-def test_json_of_the_standard_library_writes_what_is_read_as_not_finite(tmp_path) -> None:
+def test_nan_and_infinity_of_the_json_module_are_not_finite(tmp_path) -> None:
     (tmp_path / "m").write_text(
         json.dumps({"step": 1, "loss": math.nan, "grad_norm": -math.inf}) + "\n", encoding="utf-8"
     )

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(find() is None, reason="no browser on this machi
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
-def test_a_studys_page_stands_without_complaint(tmp_path, width, dark) -> None:
+def test_a_studys_page_is_shown_without_complaint(tmp_path, width, dark) -> None:
     program = find()
     assert program is not None
     place = tmp_path / "report.html"

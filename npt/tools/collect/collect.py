@@ -1,10 +1,8 @@
-"""Disagreements of student and teacher as training data: where the student's greedy token leaves
-the teacher's.
+"""Disagreements of student and teacher as training data.
 
-The teacher continues each prompt greedily. On its tokens the student is asked, position by
-position, what it would have written; a prompt at which it would have written something else becomes
-a record, with the teacher's continuation as the completion. The record holds the tokens themselves
-beside the texts, because text does not always encode back to the tokens it was decoded from.
+The teacher continues each prompt greedily. A prompt at which the student would have written another
+token becomes a record, with the teacher's continuation as the completion. The record holds the
+tokens with the texts, because text does not always encode back to its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from npt.data.encoding import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
-from npt.evaluation.metrics import COLUMNS
+from npt.evaluation.metrics import COLUMNS, evaluating
 from npt.runs.signals import StopOnSignal
 from npt.tools.collect.parts import Parts
 from npt.tools.collect.prompts import read_prompts
@@ -42,9 +40,9 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 
 @dataclass(frozen=True)
 class Progress:
-    """What a collection has come to: prompts that are done, how many of them the student left, and
-    sums over the teacher's tokens. prompts_sha256: of the tokens of all prompts that are done, by
-    which other data are noticed."""
+    """Prompts that are done, those at which the student differs, and sums over the teacher's
+    tokens. prompts_sha256: of the prompts' tokens, to notice other data.
+    """
 
     prompts: int = 0
     disagreements: int = 0
@@ -57,8 +55,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """resumed: prompts that an earlier call had done. signal: number of the signal that ended this
-    call early, if one did."""
+    """A collection. resumed: prompts that an earlier call had done. signal: the one that ended this
+    call early.
+    """
 
     output: Path
     progress: Progress
@@ -70,7 +69,7 @@ class CollectResult:
         return 0 if self.signal is None else 128 + self.signal
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: means are per token of the teacher's continuations."""
+        """Return it for JSON; means are per token of the teacher's continuations."""
         p, tokens = self.progress, max(1, self.progress.tokens)
         return {
             "output": str(self.output),
@@ -99,28 +98,21 @@ def collect(
     base: BaseIdentity | None = None,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> CollectResult:
-    """Write the prompts at which the student leaves its teacher to `output`, a .jsonl file to train
-    on.
+    """Write the prompts at which the student differs from its teacher to `output`, a .jsonl file.
 
     Called again with the same settings it resumes after the last finished batch; the file is then
     the one that an uninterrupted call writes, byte for byte at the same batch size.
 
     Args:
-        model: with adapters attached.
-        tokenizer: of the base model.
         data: records with prompts or texts, see `read_prompts`.
-        output: the file, written at the end from the finished batches in `<output>.parts/`.
+        output: written at the end from the finished batches in `<output>.parts/`.
         data_config: columns and `max_length`, which prompt and completion together stay within.
-        max_new_tokens: of a completion.
-        num_prompts: how many prompts in all, earlier calls included; None for all there are.
-        batch_size: prompts at a time.
-        seed: of the order of prompts.
-        base: `npt.base_identity(model)` where known already.
+        num_prompts: how many in all, earlier calls included; None for all.
+        base: `npt.base_identity(model)`, if known already.
         report: told after every batch.
 
     Raises:
-        ConfigError: settings that cannot work, or an output that other settings or data were
-            written to.
+        ConfigError: settings that cannot work, or an output of other settings or data.
         DataError: no prompts.
         NumericalError: logits that are not finite.
         ModelError: no adapters are attached.
@@ -151,44 +143,29 @@ def collect(
         )
     prompts = itertools.chain([first], prompts)
     ends = end_ids(model, tokenizer)
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with Parts(output, settings) as parts, StopOnSignal() as stop:
-            done = Progress(**parts.progress)
-            resumed = done.prompts
-            digest = _passed_over(prompts, done, parts.output)
-            while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
-                wanted = (
-                    batch_size
-                    if num_prompts is None
-                    else min(batch_size, num_prompts - done.prompts)
-                )
-                batch = list(itertools.islice(prompts, wanted))
-                if not batch:
-                    break
-                compared = compare_prompts(model, batch, max_new_tokens, ends)
-                left = [c for c in compared if c.position is not None]
-                records = [
-                    {**r, **origin} for r in _records(model, tokenizer, left, max_new_tokens, ends)
-                ]
-                for prompt in batch:
-                    digest.update(_bytes(prompt))
-                done = _advanced(done, compared, digest.hexdigest())
-                parts.commit(records, asdict(done))
-                report(done)
-    finally:
-        for module in in_training:
-            module.training = True
+    with evaluating(model), Parts(output, settings) as parts, StopOnSignal() as stop:
+        done = Progress(**parts.progress)
+        resumed = done.prompts
+        digest = _passed_over(prompts, done, parts.output)
+        while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
+            left = batch_size if num_prompts is None else num_prompts - done.prompts
+            batch = list(itertools.islice(prompts, min(batch_size, left)))
+            if not batch:
+                break
+            compared = compare_prompts(model, batch, max_new_tokens, ends)
+            differing = [c for c in compared if c.position is not None]
+            records = _records(model, tokenizer, differing, max_new_tokens, ends)
+            for prompt in batch:
+                digest.update(_bytes(prompt))
+            done = _advanced(done, compared, digest.hexdigest())
+            parts.commit([record | origin for record in records], asdict(done))
+            report(done)
     return CollectResult(parts.output, done, resumed, stop.number)
 
 
 def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
-    """Tokens of a prompt, at most, so that prompt and completion together are one sample of
-    `max_length`.
-
-    Raises:
-        ConfigError: there is no room for a prompt.
+    """Return the most tokens of a prompt that is one sample of `max_length` with its completion;
+    raise ConfigError if there is no room for a prompt.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
@@ -204,19 +181,19 @@ def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
 def _records(
     model: PreTrainedModel,
     tokenizer: Any,
-    left: Sequence[Comparison],
+    differing: Sequence[Comparison],
     max_new_tokens: int,
     ends: frozenset[int],
 ) -> list[dict[str, Any]]:
-    """What is written of the prompts at which the student left, its own continuation among it."""
-    starts = [c.student_start for c in left]
+    """Return the records of prompts at which the student differs, with its own continuation."""
+    starts = [c.student_start for c in differing]
     limits = [0 if start[-1] in ends else max_new_tokens - len(start) for start in starts]
-    behind = [(*c.prompt.input_ids, *start) for c, start in zip(left, starts, strict=True)]
+    begun = [(*c.prompt.input_ids, *start) for c, start in zip(differing, starts, strict=True)]
     with adapter_mode(model, "student"):
-        rests = continue_greedily(model, behind, limits, ends, [c.prompt.id for c in left])
+        rests = continue_greedily(model, begun, limits, ends, [c.prompt.id for c in differing])
 
     records = []
-    for c, start, rest in zip(left, starts, rests, strict=True):
+    for c, start, rest in zip(differing, starts, rests, strict=True):
         assert c.position is not None
         prompt = c.prompt.input_ids
         records.append(
@@ -241,17 +218,13 @@ def _records(
 
 
 def _passed_over(prompts: Iterable[Sample], done: Progress, path: Path) -> Any:
-    """The hash of the prompts that are done; they are read from the data once more.
-
-    Raises:
-        ConfigError: they are not those that were done.
+    """Read the prompts that are done once more and return their hash; raise ConfigError if they are
+    others now.
     """
     digest = hashlib.sha256()
-    count = 0
     for prompt in itertools.islice(prompts, done.prompts):
         digest.update(_bytes(prompt))
-        count += 1
-    if count < done.prompts or digest.hexdigest() != done.prompts_sha256:
+    if digest.hexdigest() != done.prompts_sha256:
         raise ConfigError(
             f"--output {path} was begun on other data: its first {done.prompts} prompts are not"
             " those of this call; choose another file, or the data of before"

@@ -1,7 +1,7 @@
 """The output of long work in numbered parts: one file for each batch, each written atomically.
 
-A process that is killed loses the batch that it was at, and no more. The output itself is their
-lines one after another, so it has the same bytes however often the work was interrupted.
+A process that is killed loses one batch at most. The output is the parts' lines one after another,
+so it has the same bytes however often the work was interrupted.
 
     failures.jsonl
     failures.jsonl.parts/   settings.json, 00000000.part, 00000001.part, ...
@@ -25,16 +25,9 @@ SUFFIX = ".part"
 
 
 class Parts:
-    """The parts of one output, locked while they are open.
-
-    A part is its progress, a line of JSON, and then the lines of its records.
-
-    Args:
-        output: a .jsonl file; its folder is made if missing.
-        settings: what the records are a function of, by the names that a user knows them by.
-
-    Attributes:
-        progress: what was committed last; empty at the start.
+    """The parts of one output, a .jsonl file, locked while they are open. A part is its progress, a
+    line of JSON, and then the lines of its records. settings: all that the records depend on, by
+    flag. progress: what was committed last; empty at the start.
 
     Raises:
         ConfigError: the output is of other work, was changed, is being written or cannot be.
@@ -43,7 +36,6 @@ class Parts:
     def __init__(self, output: str | Path, settings: Mapping[str, Any]):
         self.output = Path(output)
         self.folder = parts_folder(self.output)
-        self.progress: dict[str, Any] = {}
         check_output(self.output)
         with _failures_named(self.output, "choose another file"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,15 +55,11 @@ class Parts:
             os.close(self._lock)
             raise
         self._count = len(parts)
-        if parts:
-            self.progress = json.loads(parts[-1].partition(b"\n")[0])
+        last = parts[-1].partition(b"\n")[0] if parts else b"{}"
+        self.progress: dict[str, Any] = json.loads(last)
 
     def commit(self, records: Sequence[Mapping[str, Any]], progress: dict[str, Any]) -> None:
-        """Write one more part.
-
-        Raises:
-            ConfigError: the disk is full or gone; what was committed before stays.
-        """
+        """Write one more part; raise ConfigError if the disk is full or gone: others stay."""
         lines = "".join(to_json(value) + "\n" for value in (progress, *records))
         with _failures_named(self.output, "make room and run the same command again"):
             write_bytes(self.folder / _name(self._count), lines.encode("utf-8"))
@@ -117,11 +105,7 @@ class Parts:
 
 
 def check_output(output: Path) -> None:
-    """Refuse an output that holds something without its parts.
-
-    Raises:
-        ConfigError: so it is, or it is a folder, or cannot be looked at.
-    """
+    """Refuse a folder, and an output that holds something without its parts, with a ConfigError."""
     with _failures_named(output, "choose another file"):
         if output.is_dir():
             raise ConfigError(f"--output {output} is a folder; name a file")

@@ -1,8 +1,5 @@
 """Prompts out of any data: texts, prompts with or without completions, conversations, and samples
-that have a loss mask.
-
-They are tokenised as training tokenises what stands in front of a completion, and come in
-training's order.
+with a loss mask, tokenised and ordered as training would.
 """
 
 from __future__ import annotations
@@ -25,57 +22,38 @@ _ANY_ANSWER = "x"
 def read_prompts(
     records: Iterable[Record], tokenizer: Any, config: DataConfig, *, length: int, seed: int
 ) -> Iterator[Sample]:
-    """Prompts of at most `length` tokens, in an order that the seed fixes.
+    """Yield prompts of at most `length` tokens, in an order that the seed fixes; raise DataError
+    for a record without one.
 
-    A prompt that is longer keeps its end; a text is cut to pieces, each a prompt. Of a record with
-    ids and labels the leading tokens without a label are the prompt, of a conversation everything
-    before its last answer. End tokens are left out.
-
-    Args:
-        records: as for training; those with a prompt need no completion.
-        tokenizer: of the base model.
-        config: the columns.
-        length: tokens, 2 at least.
-        seed: of the order.
-
-    Raises:
-        DataError: a record with nothing of this in it, or no prompt of two tokens or more.
+    A longer prompt keeps its end; a text is cut to pieces, each a prompt. Of a record with ids and
+    labels the leading tokens without a label are the prompt, of a conversation everything before
+    its last answer. End tokens are left out.
     """
-    prompts: Iterable[Record]
+    prompts: Iterable[Record] = _Stream(records, tokenizer, config, length)
     if hasattr(records, "__len__") and hasattr(records, "__getitem__"):
         prompts = _Sequence(records, tokenizer, config, length)
-    else:
-        prompts = _Stream(records, tokenizer, config, length)
-    return Samples(
-        prompts, tokenizer, DataConfig(max_length=length), seed=seed, hold_out=False
-    ).epoch(0)
+    as_samples = DataConfig(max_length=length)
+    return Samples(prompts, tokenizer, as_samples, seed=seed, hold_out=False).epoch(0)
 
 
 def prompt_record(
     number: int, record: Any, tokenizer: Any, config: DataConfig, length: int
 ) -> dict[str, Any]:
-    """A record's prompt as a record of its own: {"id", "input_ids"}."""
-    whole = isinstance(record, Mapping) and "input_ids" not in record
-    if whole and config.prompt_column is None and _is_instruction(record, config):
-        record = {**record, OUTPUT: _ANY_ANSWER}
-    elif (
-        whole
-        and config.prompt_column is None
-        and (column := conversation_column(record, config)) is not None
-    ):
-        record, config = _with_any_answer(number, record, column), _AS_PROMPT
-    elif whole and (
-        config.prompt_column is not None or (config.text_column not in record and PROMPT in record)
-    ):
-        record = _with_any_answer(number, record, config.prompt_column or PROMPT)
-        config = _AS_PROMPT
+    """Return a record's prompt as a record of its own: {"id", "input_ids"}."""
+    if isinstance(record, Mapping) and "input_ids" not in record:
+        column = config.prompt_column
+        if column is None and _is_instruction(record, config):
+            record = {**record, OUTPUT: _ANY_ANSWER}
+        else:
+            plain = config.text_column not in record and PROMPT in record
+            column = column or conversation_column(record, config) or (PROMPT if plain else None)
+            if column is not None:
+                record, config = _with_any_answer(number, record, column), _AS_PROMPT
     for encoded in Encoder(tokenizer, config).encode([(number, record)], Counts()):
         ids, prompt = encoded.ids, encoded.prompt
         if encoded.labels is not None:
-            prompt = (
-                next((i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX), 0)
-                or None
-            )
+            targets = (i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX)
+            prompt = next(targets, 0) or None
         if prompt is not None:
             ids = ids[:prompt][-length:]
         elif ids[-1:] == [tokenizer.eos_token_id]:
@@ -85,7 +63,7 @@ def prompt_record(
 
 
 def _is_instruction(record: Mapping[str, Any], config: DataConfig) -> bool:
-    """Alpaca's, which here needs no output where there is no text either."""
+    """Return whether a record is Alpaca's; without a text it needs no output here."""
     return is_alpaca(record, config) or (
         INSTRUCTION in record and PROMPT not in record and config.text_column not in record
     )
@@ -99,16 +77,12 @@ def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dic
             f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set"
             " --prompt_column"
         )
-    prompt = (
-        messages_of(name, record, column) if isinstance(record[column], list) else record[column]
-    )
-    if (
-        isinstance(prompt, list)
-        and prompt
-        and isinstance(prompt[-1], Mapping)
-        and prompt[-1].get("role") == "assistant"
-    ):
-        prompt = prompt[:-1]
+    prompt = record[column]
+    if isinstance(prompt, list):
+        prompt = messages_of(name, record, column)
+        last = prompt[-1] if prompt else None
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            prompt = prompt[:-1]
     return {"id": name, PROMPT: prompt, COMPLETION: _ANY_ANSWER}
 
 
@@ -132,6 +106,5 @@ class _Stream:
         self._records, self._how = records, how
 
     def __iter__(self) -> Iterator[Record]:
-        return (
-            prompt_record(number, record, *self._how) for number, record in enumerate(self._records)
-        )
+        records = enumerate(self._records)
+        return (prompt_record(number, record, *self._how) for number, record in records)

@@ -1,11 +1,12 @@
-"""Reading a data set past what is broken in it: training ends at the first fault, and a file of a
-million lines would be mended one run at a time."""
+"""Reading a data set past its faults: training ends at the first one, and a file of a million lines
+would be mended one run at a time.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +15,15 @@ from npt.data.readers import lines_not_utf8
 from npt.data.source import FileError, Record, is_local, local_files, open_source, reader_of
 from npt.errors import first_line
 
-NAMED = 20
-"""Faults that are named; further ones are counted."""
+NAMED = 20  # faults that are named; further ones are counted
 
 _TOKENS = ("input_ids", "labels", "attention_mask")
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A place that cannot be read or trained on.
-
-    line, column: from 1; None if the kind of file has none. The column counts characters, bytes
-    if the line is not UTF-8, and fields of a CSV row.
+    """A place that cannot be read or trained on. line, column: from 1; None if the kind of file has
+    none. The column counts characters, bytes if the line is not UTF-8, and fields of a CSV row.
     """
 
     where: str
@@ -42,12 +40,9 @@ class Broken:
         column = "" if self.column is None else f", column {self.column}"
         return f"{self.where}{line}{column}"
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Origin(NamedTuple):
-    """The file or data set of a record; its line, and what is written there."""
+    """The file or data set of a record; its line, and the content of that."""
 
     where: str
     line: int | None = None
@@ -55,9 +50,8 @@ class Origin(NamedTuple):
 
 
 class Reading:
-    """The readable records of a data set with their origins, and its faults.
-
-    broken: the first NAMED. broken_total: all of them. blank_lines: of files of JSON lines.
+    """The readable records of a data set with their origins, and its faults. broken: the first
+    NAMED. broken_total: all of them. blank_lines: of files of JSON lines.
     """
 
     def __init__(self, config: DataConfig):
@@ -88,7 +82,7 @@ class Reading:
                 yield record, Origin(name)
 
     def _file(self, path: Path) -> Iterator[tuple[Record, Origin]]:
-        """Read a file as far as its reader goes on after a fault."""
+        """Read a file as far as its reader continues after a fault."""
         records: Any = None
         while True:
             try:
@@ -108,7 +102,7 @@ class Reading:
         self.blank_lines += getattr(records, "blank_lines", 0)
 
     def _note_file(self, path: Path, error: Exception, line: int | None) -> None:
-        """Note a fault; of an encoding that ends the reading, every line that it is found on."""
+        """Note a fault; if the encoding ends the reading, every line with that fault."""
         if not isinstance(error, FileError):
             self.note(Broken(str(path), None, None, first_line(error)))
             return

@@ -1,5 +1,6 @@
 """The report on a data set before any base is loaded: counts, ids, a few decoded samples, and what
-to mend. One pass in constant memory."""
+to mend. One pass in constant memory.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +10,22 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Counts
+from npt.data.encoding import Counts, listed_columns
 from npt.data.packing import pack
 from npt.data.samples import SHUFFLE_BLOCK, cut
 from npt.data.source import BUILTIN, Record, check_source
 from npt.tools.data_doctor.reading import Broken, Origin, Reading
 from npt.tools.data_doctor.statistics import Copies, Lengths, Reservoir
 
-SHOWN = 3
-"""Samples that are decoded."""
-
-EDGE = 24
-"""Tokens shown of either end of a longer stretch."""
-
-STRETCHES = 8
-"""Stretches shown of a sample, at most."""
-
+SHOWN = 3  # samples that are decoded
+EDGE = 24  # tokens shown of either end of a longer stretch
+STRETCHES = 8  # stretches shown of a sample, at most
 _RECORDS_AT_ONCE = 32
 
 
@@ -100,13 +99,12 @@ class DataReport:
 
     @property
     def trainable(self) -> bool:
-        """No problem that training would stop at."""
+        """True if training would stop at no problem."""
         return not any(problem.fatal for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        values = asdict(self)
-        values |= {**self.counts.as_dict(), "trainable": self.trainable}
+        values = asdict(self) | self.counts.as_dict() | {"trainable": self.trainable}
         del values["counts"]
         return values
 
@@ -135,25 +133,12 @@ class DataReport:
 
 
 def examine(
-    config: DataConfig,
-    tokenizer: Any,
-    vocab_size: int,
-    *,
-    batch_size: int = 4,
-    seed: int = 0,
+    config: DataConfig, tokenizer: Any, vocab_size: int, *, batch_size: int = 4, seed: int = 0,
     max_records: int | None = None,
-) -> DataReport:
+) -> DataReport:  # fmt: skip
     """Read a data set once, as training would, and report on it; faults are noted and passed over.
-
-    Args:
-        config: the data and how they are cut. `num_samples` is not applied.
-        tokenizer, vocab_size: of the base model.
-        batch_size: for the padding.
-        seed: of the samples that are shown.
-        max_records: look at the first ones only.
-
-    Raises:
-        DataError: there is no such data set, or nothing of it can be opened.
+    `num_samples` is not applied. max_records: look at the first ones only. Raise DataError if
+    nothing of it can be opened.
     """
     check_source(config)
     name, own = config.dataset_name, config.dataset_name == BUILTIN
@@ -184,12 +169,9 @@ def examine(
 
 
 def _samples(
-    chunk: list[tuple[Record, Origin]],
-    tokenizer: Any,
-    config: DataConfig,
-    counts: Counts,
+    chunk: list[tuple[Record, Origin]], tokenizer: Any, config: DataConfig, counts: Counts,
     reading: Reading,
-) -> Iterator[Sample]:
+) -> Iterator[Sample]:  # fmt: skip
     """Yield the samples of some records, counted; a record that cannot be encoded is noted."""
     own = Counts()
     try:
@@ -214,9 +196,8 @@ def show(sample: Sample, tokenizer: Any, vocab_size: int) -> Shown:
     for kind, group in groupby(zip(kinds, sample.input_ids, strict=True), key=lambda pair: pair[0]):
         ids, text = [token for _, token in group], ""
         if len(ids) > 2 * EDGE + 1:
-            text = (
-                f"{_decoded(ids[:EDGE], tokenizer, vocab_size)} … {len(ids) - 2 * EDGE} tokens … "
-            )
+            text = _decoded(ids[:EDGE], tokenizer, vocab_size)
+            text += f" … {len(ids) - 2 * EDGE} tokens … "
         text += _decoded(ids[-EDGE:] if text else ids, tokenizer, vocab_size)
         stretches.append(Stretch(kind, len(ids), text))
     half = STRETCHES // 2
@@ -238,8 +219,7 @@ def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text on one line, with escapes for the backslash and whatever does not show: control
-    and format characters, surrogates, separators other than the space."""
+    """Return a text on one line, with escapes for the backslash and what does not show."""
     return "".join(
         c.encode("unicode_escape").decode("ascii")
         if c == "\\" or (c != " " and unicodedata.category(c)[0] in "CZ")
@@ -254,7 +234,7 @@ def listed(skipped: Mapping[str, int]) -> str:
 
 
 def _problems(report: DataReport) -> Iterator[Problem]:
-    """Yield what to mend, the worst first."""
+    """Yield the problems, the worst first."""
     counts = report.counts
     if report.broken_total:
         places = "broken place" if report.broken_total == 1 else "broken places"
@@ -264,53 +244,125 @@ def _problems(report: DataReport) -> Iterator[Problem]:
         what = "no sample of two tokens or more came out"
         yield Problem(what, "check --dataset_name and --text_column", fatal=True)
     if report.outside:
+        what = f"{report.outside:,} ids outside the vocabulary [0, {report.vocab_size})"
         yield Problem(
-            f"{report.outside:,} ids outside the vocabulary [0, {report.vocab_size}), the first in"
-            f" sample {report.outside_first}",
+            f"{what}, the first in sample {report.outside_first}",
             "encode the data with the tokenizer of --model_name",
             fatal=True,
         )
-    cut_samples, skipped = counts.cut_prompts + counts.cut_completions, counts.skipped.total()
-    halved = report.padding_packed < report.padding / 2
-    hints = (
-        (
-            report.moved_labels > 0,
-            f"{report.moved_labels:,} labels are not the token they stand at",
+    if not counts.samples:
+        return
+    if report.moved_labels:
+        yield Problem(
+            f"{report.moved_labels:,} labels are not the token at their place",
             "leave labels unshifted, the loss moves them by one; ignore this if other targets are"
             " meant",
-        ),
-        (
-            not report.packing and report.padding > 0.5 and halved,
-            f"{report.padding:.0%} of a batch is padding",
-            f"use --packing ({report.padding_packed:.0%})",
-        ),
-        (
-            cut_samples > 0.01 * counts.samples,
-            f"{counts.cut_prompts:,} prompts and {counts.cut_completions:,} completions of"
-            f" {counts.samples:,} samples are cut",
-            "raise --max_length",
-        ),
-        (
-            skipped > 0.01 * counts.records,
-            f"{listed(counts.skipped)} of {counts.records:,} records are skipped",
-            "remove them if that is not meant",
-        ),
-        (
-            report.double_starts > 0,
-            f"{report.double_starts:,} samples begin with two start tokens",
-            "take the start token out of the text, the tokenizer adds it",
-        ),
-        (
-            report.copies > 0.05,
-            f"{report.copies:.0%} of the samples are copies of others",
-            "remove the copies, or they count several times",
-        ),
-        (
-            report.heldout == 0,
-            "no sample is held out (one in twenty is)",
-            "bring more data, or the figures will be of training text",
-        ),
-    )
-    for found, problem, remedy in hints if counts.samples else ():
-        if found:
-            yield Problem(problem, remedy)
+        )
+    halved = report.padding_packed < report.padding / 2
+    if not report.packing and report.padding > 0.5 and halved:
+        what = f"{report.padding:.0%} of a batch is padding"
+        yield Problem(what, f"use --packing ({report.padding_packed:.0%})")
+    if counts.cut_prompts + counts.cut_completions > 0.01 * counts.samples:
+        what = f"{counts.cut_prompts:,} prompts and {counts.cut_completions:,} completions"
+        yield Problem(f"{what} of {counts.samples:,} samples are cut", "raise --max_length")
+    if counts.skipped.total() > 0.01 * counts.records:
+        what = f"{listed(counts.skipped)} of {counts.records:,} records are skipped"
+        yield Problem(what, "remove them if that is not meant")
+    if report.double_starts:
+        what = f"{report.double_starts:,} samples begin with two start tokens"
+        yield Problem(what, "take the start token out of the text, the tokenizer adds it")
+    if report.copies > 0.05:
+        what = f"{report.copies:.0%} of the samples are copies of others"
+        yield Problem(what, "remove the copies, or they count several times")
+    if report.heldout == 0:
+        what = "no sample is held out (one in twenty is)"
+        yield Problem(what, "bring more data, or the figures will be of training text")
+
+
+OPEN, CLOSE = "⟦", "⟧"
+"""Brackets of masked tokens: without colour they tell them from targets."""
+
+_UNSEEN = "Special tokens by name, line ends and other unseen characters as escapes."
+LEGEND = (
+    (f"{OPEN}masked{CLOSE}", "dim"),
+    (" tokens are no targets (label -100), ", ""),
+    ("the rest", "green"),
+    (f" are; … is what is left out. {_UNSEEN}", ""),
+)
+
+
+def print_report(report: DataReport, console: Console) -> None:
+    """Print the report, on a console of any encoding."""
+    some = "" if report.complete else f", its first {report.counts.records:,} records"
+    _print(console, (report.name, "bold"), (some, ""))
+    table = Table(show_header=False)
+    for name, value in _rows(report).items():
+        table.add_row(Text(name), Text(value))
+    console.print(table)
+    if report.broken:
+        more = report.broken_total - len(report.broken)
+        console.print()
+        for line in (*map(str, report.broken), *([f"and {more:,} more"] if more else [])):
+            _print(console, (line, ""))
+    for number, shown in enumerate(report.shown):
+        console.print()
+        if number == 0:
+            _print(console, *LEGEND)
+        parts = [(shown.id, "bold"), (f", {shown.tokens:,} tokens: ", "")]
+        for stretch in shown.stretches:
+            # brackets of the text itself, as escapes
+            text = stretch.text.replace(OPEN, "\\u27e6").replace(CLOSE, "\\u27e7")
+            if stretch.kind == "masked":
+                parts.append((f"{OPEN}{text}{CLOSE}", "dim"))
+            elif stretch.kind == "target":
+                parts.append((text, "green"))
+            else:
+                parts.append((f" … {stretch.tokens:,} tokens … ", ""))
+        _print(console, *parts)
+    console.print()
+    for problem in report.problems:
+        kind = ("error: ", "bold red") if problem.fatal else ("hint: ", "yellow")
+        _print(console, kind, (str(problem), ""))
+    if not report.problems:
+        _print(console, ("no problem found", "green"))
+
+
+def _rows(report: DataReport) -> dict[str, str]:
+    counts = report.counts
+
+    def share(part: int, whole: int) -> str:
+        return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
+
+    blank = f"; blank lines: {report.blank_lines:,}" if report.blank_lines else ""
+    heldout = "held out: files of its own"
+    if report.heldout is not None:
+        heldout = f"{share(report.heldout, counts.samples)} held out"
+    padding = (f"{report.padding:.1%}", "without"), (f"{report.padding_packed:.1%}", "with")
+    (now, _), (other, word) = padding[:: -1 if report.packing else 1]
+    ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
+    lengths = f"{report.shortest:,} to {report.longest:,}, median {report.median:,}"
+    rows = {
+        "records": f"{counts.records:,}{blank}",
+        "broken": f"{report.broken_total:,}",
+        "samples": f"{counts.samples:,}, {heldout}",
+        "tokens": f"{counts.tokens:,}, {share(report.targets, counts.tokens)} targets",
+        "tokens of a sample": lengths,
+        f"padding, batches of {report.batch_size}": f"{now}, {other} {word} --packing",
+        "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
+        "skipped": listed(counts.skipped) or "0",
+        "of conversations": listed(counts.noted),
+        "columns not used": listed_columns(counts.unused),
+        "ids": f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
+        "copies": f"{report.copies:.1%} of the samples"
+        + ("" if report.copies_exact else " (estimated)"),
+    }
+    return {name: value for name, value in rows.items() if value}
+
+
+def _print(console: Console, *parts: tuple[str, str]) -> None:
+    """Print texts with their styles; what the console's encoding lacks as escapes, unwrapped."""
+    text = Text()
+    for piece, style in parts:
+        plain = piece.encode(console.encoding, "backslashreplace").decode(console.encoding)
+        text.append(plain, style=style or None)
+    console.print(text, soft_wrap=True)

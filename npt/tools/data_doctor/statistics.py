@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-SKETCH = 1 << 16
-"""Distinct hashes that are kept to find copies."""
+SKETCH = 1 << 16  # distinct hashes that are kept to find copies
 
 T = TypeVar("T")
 
@@ -25,8 +24,9 @@ class Lengths:
         self._histogram[length] += 1
 
     def at(self, share: float) -> int:
-        """Return the length that a share of all do not exceed: 0.5 for the lower median; 0 of
-        none."""
+        """Return the length that a share of all do not exceed, 0.5 for the lower median; 0 if there
+        are none.
+        """
         passed, total = 0, self._histogram.total()
         for length in sorted(self._histogram):
             passed += self._histogram[length]
@@ -36,7 +36,8 @@ class Lengths:
 
     def padding(self, batch_size: int) -> float:
         """Return the expected share of padding in a batch drawn without replacement, padded to its
-        longest: P(longest <= l) is the chance that all are among the samples not longer than l."""
+        longest: P(longest <= l) is the chance that all are among the samples not longer than l.
+        """
         total = self._histogram.total()
         if not total:
             return 0.0
@@ -53,11 +54,9 @@ class Lengths:
 
 
 class Copies:
-    """The share of samples that repeat another one.
-
-    When too many distinct hashes are kept, the half that a further bit tells is dropped and left
-    out from then on (distinct sampling: Gibbons, VLDB 2001). What is kept is a random part of the
-    distinct samples with all their copies.
+    """The share of samples that repeat another one. When too many distinct hashes are kept, half of
+    them by a further bit are dropped for good (distinct sampling: Gibbons, VLDB 2001): a random
+    part of the distinct samples is left, with all their copies.
     """
 
     def __init__(self, limit: int = SKETCH):
@@ -76,7 +75,7 @@ class Copies:
 
     @property
     def exact(self) -> bool:
-        """Counted, not estimated."""
+        """True if the share is counted, not estimated."""
         return self._mask == 0
 
     @property

@@ -1,25 +1,23 @@
-"""What a consolidated fact is worth: recall of the fact without its context, against what is
-forgotten of everything else.
+"""The value of a consolidated fact: its recall without its context, against what is forgotten.
 
-Recall is the log-probability of the fact's tokens with nothing but the start token before them.
-What it is with the context in front, or with the fact read once before where it has no context,
-says how far there is to go. Forgetting is the change on held-out text: perplexity, and the
-divergence from the model as it was before. Both are measured of the student with its adapters live
-and of the teacher, which are one model with the same rows.
-
-To first order recall grows with alpha and the divergence with its square, so that a bound on what
-may be forgotten is a bound on alpha.
+Recall is the log-probability of the fact's tokens after nothing but the start token; with the
+context, or the fact itself, read before, it says how much there is to gain. Forgetting is the
+change on held-out text: perplexity, and the divergence from the model as it was. To first order
+recall grows with alpha and the divergence with its square, so a bound on what may be forgotten is a
+bound on alpha.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,6 +30,7 @@ from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
+    evaluating,
     figures,
     final_states,
     per_sample_sums,
@@ -42,20 +41,17 @@ STREAMS: tuple[Mode, ...] = ("student", "teacher")
 PROBE_ALPHA = 0.1
 PROBE_SAMPLES = 16
 ROUNDS = 6
+
 ERRORS_OF_MARGIN = 2.0
-"""Standard errors that the divergence stays below its bound, so that other held-out text stays
-below it too.
-"""
+"""Standard errors that the divergence stays below its bound, for other held-out text."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """alone: start token and fact. in_context: start token, context (or the fact once), fact.
-    scored: tokens of the fact, at the end.
+    """A fact's tokens. alone: start token and fact. in_context: start token, context (or the fact
+    once), fact. scored: tokens of the fact, at the end.
     """
 
-    text: str
-    context: str
     alone: tuple[int, ...]
     in_context: tuple[int, ...]
     scored: int
@@ -77,8 +73,8 @@ class Recall:
 
 @dataclass(frozen=True)
 class Retention:
-    """By stream: recall, and the model after against the model before on held-out text, which takes
-    the teacher's place in the figures.
+    """By stream: recall, and figures of the model after against the model before on held-out
+    text.
     """
 
     recall: dict[str, Recall]
@@ -104,8 +100,8 @@ class Retention:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a text is consolidated: one token's modulation, of some targets and layers, at a
-    strength; `gain` in the student's recall.
+    """One token's modulation, of some targets and layers, at a strength; `gain` in the student's
+    recall.
     """
 
     token: int
@@ -119,10 +115,8 @@ class Choice:
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
-    """A fact and its context as tokens, the fact's own the same in both places.
-
-    Raises:
-        ConfigError: the fact has no token that could be predicted.
+    """Return a fact and its context as tokens, the fact's own the same in both places; raise
+    ConfigError if it has no token that could be predicted.
     """
     start = tokenizer.bos_token_id
     begin = [] if start is None or list(tokenizer(text)["input_ids"])[:1] != [start] else [start]
@@ -133,39 +127,21 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
         raise ConfigError(
             f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
         )
-    return Fact(text, context, (*begin, *own), (*begin, *(before or own), *own), scored)
+    return Fact((*begin, *own), (*begin, *(before or own), *own), scored)
 
 
 class Before:
-    """The model as it is now, which what becomes of it is measured against: final states on
-    held-out text, and the fact's recall.
+    """The model as it is now, for comparison: final states on held-out samples, and the fact's
+    recall. Raise DataError if the samples have nothing to predict.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        fact: Fact,
-        samples: Sequence[Sample],
+        self, model: PreTrainedModel, tokenizer: Any, fact: Fact, samples: Sequence[Sample],
         batch_size: int = 8,
-    ):
-        """
-        Args:
-            model: with adapters attached; left as it was.
-            tokenizer: of the model.
-            fact: of `encode_fact`.
-            samples: held-out text.
-            batch_size: samples at a time.
-
-        Raises:
-            DataError: nothing to predict in the samples.
-            ModelError: no adapters are attached.
-        """
+    ):  # fmt: skip
         attached_config(model)
-        device = next(model.parameters()).device
-        self._batches = [
-            batch.to(device) for batch in batches(samples, batch_size, pad_id_of(tokenizer))
-        ]
+        device, pad = next(model.parameters()).device, pad_id_of(tokenizer)
+        self._batches = [batch.to(device) for batch in batches(samples, batch_size, pad)]
         if not any(predicting(batch).any() for batch in self._batches):
             raise DataError("no held-out token to predict; check the data")
         self.fact = fact
@@ -173,13 +149,10 @@ class Before:
             stream: [_final(model, batch, stream).cpu() for batch in self._batches]
             for stream in STREAMS
         }
-        self._recall = {
-            stream: log_probability(model, fact.alone, fact.scored, stream) for stream in STREAMS
-        }
-        self._in_context = {
-            stream: log_probability(model, fact.in_context, fact.scored, stream)
-            for stream in STREAMS
-        }
+        self._recall, self._in_context = (
+            {stream: log_probability(model, ids, fact.scored, stream) for stream in STREAMS}
+            for ids in (fact.alone, fact.in_context)
+        )
 
     def recall(self, model: PreTrainedModel, stream: Mode) -> Recall:
         after = log_probability(model, self.fact.alone, self.fact.scored, stream)
@@ -202,7 +175,7 @@ class Before:
         return figures(torch.cat(parts))
 
     def against(self, model: PreTrainedModel) -> Retention:
-        """The model as it is now against the model as it was."""
+        """Return the model as it is now against the model as it was."""
         return Retention(
             {s: self.recall(model, s) for s in STREAMS},
             {s: self.forgetting(model, s) for s in STREAMS},
@@ -216,23 +189,16 @@ def largest_alpha(
     asked: float,
     max_kl: float,
 ) -> float:
-    """The strength, at most the one asked for, at which neither stream's divergence on held-out
-    text is above a bound.
-
-    Args:
-        model: left as it was.
-        before: of held-out text that the outcome is not reported on.
-        make: the update of a strength.
-        asked: alpha.
-        max_kl: nats per token, above 0; infinite for no bound.
-
-    Raises:
-        ConfigError: the bound is not above 0, or cannot be kept at any strength that counts.
+    """Return the strength, at most the one asked for, at which neither stream's divergence on held-
+    out text, which the outcome is not reported on, is above a bound in nats per token; infinite for
+    none. Raise ConfigError if no strength that counts keeps it.
     """
     if not max_kl > 0:
         raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
+    if not math.isfinite(max_kl):
+        return asked
     alpha, fitting = asked, 0.0
-    for _ in range(ROUNDS if math.isfinite(max_kl) else 0):
+    for _ in range(ROUNDS):
         with made(model, make(alpha)):
             reached = max(_upper(before.forgetting(model, stream)) for stream in STREAMS)
         if not math.isfinite(reached):
@@ -243,13 +209,12 @@ def largest_alpha(
             if alpha == asked or reached >= 0.9 * max_kl:
                 break
         alpha = min(asked, alpha * math.sqrt(0.95 * max_kl / max(reached, 1e-3 * max_kl)))
-    else:
-        if math.isfinite(max_kl) and not fitting:
-            raise ConfigError(
-                f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
-                " above it; raise it"
-            )
-    return fitting or asked
+    if not fitting:
+        raise ConfigError(
+            f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
+            " above it; raise it"
+        )
+    return fitting
 
 
 def search(
@@ -258,24 +223,12 @@ def search(
     start: Choice,
     max_kl: float,
     ids: Sequence[int],
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[Choice]:
-    """Try what else of the same text could be consolidated at the same cost: other targets, then
-    other tokens, then other layers.
-
-    Each axis is searched from the best of the one before it, at the strength where the student's
-    divergence would reach the bound.
-
-    Args:
-        model: left as it was.
-        before: of held-out text that the outcome is not reported on.
-        start: where the search begins.
-        max_kl: nats per token; finite.
-        ids: of the text that modulations are read from.
-        report: told what is tried.
-
-    Returns:
-        What was tried, best first.
+    """Try what else of the same text could be consolidated at the same cost, and return it, best
+    first: other targets, then other tokens, then other layers, each from the best of the one
+    before, at the strength where the student's divergence would reach `max_kl` nats per token.
+    report: told what is tried.
     """
     if not (max_kl > 0 and math.isfinite(max_kl)):
         raise ConfigError(
@@ -289,27 +242,21 @@ def search(
         key = (choice.token, choice.targets, choice.layers)
         if key in tried:
             return tried[key]
-        if report is not None:
-            report(
-                f"token {choice.token}, {', '.join(choice.targets)}, layers"
-                f" {format_layers(choice.layers)}"
-            )
+        targets, layers = ", ".join(choice.targets), format_layers(choice.layers)
+        report(f"token {choice.token}, {targets}, layers {layers}")
         if choice.token not in read:
             read[choice.token] = modulation_of(model, ids, choice.token)
-        modulation = read[choice.token]
-        with made(
-            model,
-            update_from(modulation, PROBE_ALPHA, layers=choice.layers, targets=choice.targets),
-        ):
+
+        def update(alpha: float) -> Update:
+            modulation = read[choice.token]
+            return update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
+
+        with made(model, update(PROBE_ALPHA)):
             reached = before.forgetting(model, "student").kl
-        alpha = (
-            min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
-            if math.isfinite(reached)
-            else PROBE_ALPHA / 8
-        )
-        with made(
-            model, update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
-        ):
+        alpha = PROBE_ALPHA / 8
+        if math.isfinite(reached):
+            alpha = min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
+        with made(model, update(alpha)):
             tried[key] = replace(choice, alpha=alpha, gain=before.recall(model, "student").gain)
         return tried[key]
 
@@ -319,15 +266,15 @@ def search(
     best = max([best, *(gain(replace(best, token=token)) for token in range(len(ids)))], key=_worth)
     layers = start.layers
     parts = [(index,) for index in layers] + [layers[cut:] for cut in range(1, len(layers) - 1)]
-    best = max(
-        [best, *(gain(replace(best, layers=part)) for part in parts if part != layers)], key=_worth
-    )
+    for part in parts:
+        if part != layers:
+            gain(replace(best, layers=part))
     return sorted(tried.values(), key=_worth, reverse=True)
 
 
 @contextmanager
 def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
-    """Within the context the update is part of the model."""
+    """Make the update part of the model within the context."""
     consolidate(model, update)
     try:
         yield
@@ -337,13 +284,11 @@ def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
 
 @torch.no_grad()
 def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, stream: Mode) -> float:
-    """Of the last `scored` tokens, each given all before it: the sum, in nats.
-
-    Raises:
-        NumericalError: it is no number.
+    """Return the log-probability of the last `scored` tokens given those before, summed, in nats;
+    raise NumericalError if it is not a number.
     """
     row = as_row(model, list(ids))
-    with _evaluating(model), adapter_mode(model, stream):
+    with evaluating(model), adapter_mode(model, stream):
         states = model.model(row, use_cache=False).last_hidden_state[0, -scored - 1 : -1]
     log_p = torch.log_softmax(model.lm_head(states).to(torch.float32), dim=-1)
     value = float(log_p.gather(-1, row[0, -scored:].unsqueeze(-1)).sum(dtype=torch.float64))
@@ -356,20 +301,9 @@ def log_probability(model: PreTrainedModel, ids: Sequence[int], scored: int, str
 
 @torch.no_grad()
 def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
-    """The states, after the final norm, that held-out tokens are predicted from: [P, D]."""
-    with _evaluating(model), adapter_mode(model, stream):
+    """Return the states, after the final norm, that held-out tokens are predicted from: [P, D]."""
+    with evaluating(model), adapter_mode(model, stream):
         return final_states(model, batch)
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _upper(f: Figures) -> float:
@@ -378,3 +312,59 @@ def _upper(f: Figures) -> float:
 
 def _worth(choice: Choice) -> float:
     return choice.gain if math.isfinite(choice.gain) else -math.inf
+
+
+_BEST = 8  # how many of the choices that a search tried are shown
+
+
+def print_retention(
+    retention: Retention, console: Console, text: str = "held-out", tried: Sequence[Choice] = ()
+) -> None:
+    """Print what a search tried, the fact's log-probability and the divergence on other text,
+    before and after, of each stream. text: what the other text is.
+    """
+    if tried:
+        _print(
+            console,
+            f"Tried at the same cost: the best {min(_BEST, len(tried))} of {len(tried)}",
+            ("*token", "targets", "layers", "*alpha", "*gain, nats"),
+            (
+                (str(c.token), ", ".join(c.targets), format_layers(c.layers), f"{c.alpha:.3f}",
+                 f"{c.gain:+.3f}")
+                for c in tried[:_BEST]
+            ),
+        )  # fmt: skip
+    tokens = next(iter(retention.recall.values())).tokens
+    _print(
+        console,
+        f"Recall: log-probability of the fact without its context, {tokens} tokens, nats",
+        ("model", "*before", "*after", "*gain", "*in context"),
+        (
+            (stream, f"{r.before:.3f}", f"{r.after:.3f}", f"{r.gain:+.3f}", f"{r.in_context:.3f}")
+            for stream, r in retention.recall.items()
+        ),
+    )
+    count = next(iter(retention.forgetting.values())).tokens
+    _print(
+        console,
+        f"Forgetting: change on {count:,} {text} tokens (± standard error)",
+        ("model", "*perplexity before", "*after", "*ratio", "*KL, nats"),
+        (
+            (stream, f"{f.perplexity / f.perplexity_ratio:.3f}", f"{f.perplexity:.3f}",
+             f"{f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}",
+             f"{f.kl:.4f} ± {f.kl_se:.4f}")
+            for stream, f in retention.forgetting.items()
+        ),
+    )  # fmt: skip
+
+
+def _print(
+    console: Console, title: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]]
+) -> None:
+    """Print a table; a star before a heading makes its column one of numbers."""
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head.lstrip("*"), justify="right" if head[0] == "*" else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

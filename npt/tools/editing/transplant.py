@@ -1,9 +1,7 @@
-"""Putting the modulation of one text's token in the place of another's: what the one context did,
-done in the other.
+"""Transplants: the modulation of one text's token at another text's token.
 
-A token's modulation follows from its code z alone, so that it is the code which is exchanged, in
-every converted layer, at one position. The token itself stays what it is; what came to it out of
-its context is the other's.
+A token's modulation follows from its code z alone, so the code is exchanged, in every converted
+layer, at one position. The token itself stays; what it got out of its context is the other's.
 """
 
 from __future__ import annotations
@@ -20,29 +18,25 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_mode, attached_config, npt_layers
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
 from npt.errors import ConfigError, ModelError
+from npt.evaluation.metrics import evaluating
 
 
 @contextmanager
 def transplanted(
     model: PreTrainedModel, modulation: TokenModulation, position: int
 ) -> Iterator[None]:
-    """Within the context the token at `position` of every row has this modulation, in every layer
-    that it was read from.
-
-    Generation is no different: the position counts from the start of the row, cached tokens
-    included, so that what is generated behind it sees the changed token and nothing else is
-    changed.
+    """Give the token at `position` of every row this modulation within the context, in every layer
+    that it was read from. In generation the position counts cached tokens, too.
 
     Args:
-        model: with adapters attached, of the configuration that the modulation was read under.
-        modulation: of `npt.modulation_of`, of this model or of another with adapters of the same
-            form.
+        model: with adapters attached, of the form that the modulation was read under.
+        modulation: of `npt.modulation_of`.
         position: index in the row as it is given, padding on the left included; 0 or above.
 
     Raises:
         ConfigError: a negative position.
-        ModelError: no adapters are attached, or the modulation is of other layers or another rank;
-            another transplant is going on.
+        ModelError: no adapters are attached, the modulation is of other layers or another rank,
+            or a modulation is transplanted already.
     """
     attached_config(model)
     layers = dict(npt_layers(model))
@@ -84,8 +78,9 @@ def transplanted(
 
 @dataclass(frozen=True)
 class Transplant:
-    """Next-token log-probabilities [V] in fp32 on the host: behind the donor's text, behind the
-    receiver's, and behind the receiver's with the donor's modulation at one token."""
+    """Next-token log-probabilities [V] in fp32 on the host: after the donor's text, after the
+    receiver's, and after the receiver's with the donor's modulation at one token.
+    """
 
     donor: Tensor
     receiver: Tensor
@@ -94,7 +89,7 @@ class Transplant:
     token_to: int
 
     def top(self, count: int) -> dict[str, list[tuple[int, float]]]:
-        """The most probable next tokens of each, with their probabilities."""
+        """Return the most probable next tokens of each, with their probabilities."""
         found = {}
         for name in ("donor", "receiver", "transplanted"):
             values, ids = getattr(self, name).exp().topk(min(count, len(self.donor)))
@@ -102,8 +97,8 @@ class Transplant:
         return found
 
     def divergences(self) -> dict[str, float]:
-        """In nats: of the transplanted distribution from each of the two, and of the receiver's
-        from the donor's, where it began.
+        """Return in nats how far the transplanted distribution is from each of the two, and the
+        receiver's from the donor's.
         """
 
         def kl(log_p: Tensor, log_q: Tensor) -> float:
@@ -124,13 +119,13 @@ def transplant(
     token_from: int = -1,
     token_to: int = -1,
 ) -> Transplant:
-    """Read the modulation of a token of one text, put it at a token of another, and look at what
-    comes next there.
+    """Read the modulation of a token of one text, put it at a token of another, and return the
+    distributions of the next token; the model is left as it was.
 
     Args:
-        model: with adapters attached; left as it was.
+        model: with adapters attached.
         ids_from, ids_to: the donor's and the receiver's tokens, start tokens included.
-        token_from, token_to: indices, from the end where negative.
+        token_from, token_to: indices, from the end if negative.
 
     Raises:
         ConfigError: no such token, or ids outside the vocabulary.
@@ -148,13 +143,7 @@ def transplant(
 
 @torch.no_grad()
 def _next(model: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probabilities [V] behind a row of tokens, of the student."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with adapter_mode(model, "student"):
-            logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
-    finally:
-        for module in training:
-            module.training = True
+    """Return the student's log-probabilities [V] after a row of tokens."""
+    with evaluating(model), adapter_mode(model, "student"):
+        logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1]
     return torch.log_softmax(logits.to(torch.float32), dim=-1).cpu()

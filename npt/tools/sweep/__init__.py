@@ -1,3 +1,3 @@
-"""Studies: many short runs on one base, each looked at for what keeps training stable, shared by as
-many workers as there are.
+"""Studies: many short runs on one base, to see what keeps training stable,
+shared by any number of workers.
 """

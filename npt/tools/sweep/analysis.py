@@ -6,59 +6,56 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
 
 RATE = "learning_rate"
-LEVELS = 12
-"""Different numbers up to which each is a level of its own; more, as a random design has, are put
-into classes.
-"""
 
-RATE_CLASSES = 8
-"""Classes, equal in the logarithm, of the rates of a map that has more than LEVELS."""
+LEVELS = 12  # different numbers up to which each is a level of its own; more are put into classes
+RATE_CLASSES = 8  # classes, equal in the logarithm, of the rates of a map that has more than LEVELS
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The trials of one setting at one rate. failed: share that was not stable. kl: median of the
-    finite ones.
-    """
+    """The trials of one setting at one rate. failed: those not stable. kl: median of the finite."""
 
     count: int
-    failed: float
-    diverged: float
+    failed: int
+    diverged: int
     kl: float | None
 
 
 @dataclass(frozen=True)
-class Map:
-    """A part's outcomes by learning rate and by its other settings.
+class Line:
+    """One setting of a map. cells: by column. good: the largest rate up to which every trial was
+    stable. bad: the smallest at which one was not.
+    """
 
-    setting: what its lines differ in. heads: the rate of each column, or if there are many the ends
-    of its class. edges: by line, the largest rate up to which every trial was stable, and the
-    smallest at which one was not; None if there is none. groups: each line's rows.
+    name: str
+    rows: tuple[Row, ...]
+    cells: Mapping[int, Cell]
+    good: float | None
+    bad: float | None
+
+    @property
+    def best(self) -> Row | None:
+        """The stable trial with the smallest KL."""
+        stable = [row for row in self.rows if row["outcome"] == "stable" and row["kl"]]
+        return min(stable, key=lambda row: row["kl"], default=None)
+
+
+@dataclass(frozen=True)
+class Map:
+    """A part's outcomes by learning rate and by its other settings. setting: what its lines differ
+    in. heads: the rate of each column, or if there are many the ends of its class.
     """
 
     part: str
     setting: str
     heads: tuple[str, ...]
-    lines: tuple[str, ...]
-    cells: Mapping[tuple[int, int], Cell]
-    edges: tuple[tuple[float | None, float | None], ...]
-    groups: tuple[tuple[Row, ...], ...]
-
-    def top(self, count: int) -> Map:
-        """Return the map of the first lines."""
-        return replace(
-            self,
-            lines=self.lines[:count],
-            cells={at: cell for at, cell in self.cells.items() if at[0] < count},
-            edges=self.edges[:count],
-            groups=self.groups[:count],
-        )
+    lines: tuple[Line, ...]
 
 
 def finished(rows: Sequence[Row]) -> list[Row]:
@@ -87,7 +84,7 @@ def places(row: Row) -> list[tuple[str, str]]:
 
 
 def factors(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return what these rows differ in, seeds left out: the arms, if they are named, and the
+    """Return the names that differ in these rows, seeds left out: the arms, if named, and the
     settings that no arm decides.
     """
 
@@ -150,40 +147,27 @@ def stability_map(rows: Sequence[Row], part: str, columns: Sequence[str]) -> Map
     """Return the map of a part; None if its learning rate is sought, or no setting has more than
     one of it, as in a random design.
     """
-    own = [
-        row for row in finished(of_part(rows, part)) if row[RATE] is not None and not sought(row)
-    ]
+    own = [r for r in finished(of_part(rows, part)) if r[RATE] is not None and not sought(r)]
     others = [name for name in factors(own, columns) if name != RATE]
     orders = {name: in_order([row[name] for row in own]) for name in others}
     own.sort(key=lambda row: [orders[name].index(row[name]) for name in others])
     groups: dict[str, list[Row]] = {}
     for row in own:
-        groups.setdefault(_line(row, others), []).append(row)
-    if all(len({row[RATE] for row in line}) < 2 for line in groups.values()):
+        words = [level_text(row[name]) for name in others]
+        if len(others) > 1:
+            named = zip(others, words, strict=True)
+            words = [word if name == "arms" else f"{name} {word}" for name, word in named]
+        groups.setdefault(", ".join(words) or "all", []).append(row)
+    if all(len({row[RATE] for row in group}) < 2 for group in groups.values()):
         return None
     heads, column = _rate_columns(sorted({row[RATE] for row in own}))
-    cells: dict[tuple[int, int], Cell] = {}
-    edges = []
-    for i, line in enumerate(groups.values()):
-        for j in {column[row[RATE]] for row in line}:
-            cells[i, j] = _cell([row for row in line if column[row[RATE]] == j])
-        bad = min((row[RATE] for row in line if failure(row)), default=None)
-        good = [row[RATE] for row in line if bad is None or row[RATE] < bad]
-        edges.append((max(good, default=None), bad))
+    lines = tuple(_line(name, group, column) for name, group in groups.items())
     called = ", ".join("arm" if name == "arms" else name for name in others)
-    return Map(
-        part,
-        called or "all settings are alike",
-        heads,
-        tuple(groups),
-        cells,
-        tuple(edges),
-        tuple(map(tuple, groups.values())),
-    )
+    return Map(part, called or "all settings are alike", heads, lines)
 
 
 def _rate_columns(rates: Sequence[float]) -> tuple[tuple[str, ...], dict[float, int]]:
-    """Return what a map's columns are called, and the column of each rate."""
+    """Return the names of a map's columns, and the column of each rate."""
     if len(rates) <= LEVELS:
         return tuple(f"{rate:g}" for rate in rates), {rate: j for j, rate in enumerate(rates)}
     low, high = math.log(rates[0]), math.log(rates[-1])
@@ -193,34 +177,27 @@ def _rate_columns(rates: Sequence[float]) -> tuple[tuple[str, ...], dict[float, 
     return tuple(f"{a:.2g} to {b:.2g}" for a, b in itertools.pairwise(ends)), column
 
 
-def _line(row: Row, others: Sequence[str]) -> str:
-    words = [
-        f"{name} {level_text(row[name])}"
-        if len(others) > 1 and name != "arms"
-        else level_text(row[name])
-        for name in others
-    ]
-    return ", ".join(words) or "all"
-
-
-def _cell(rows: Sequence[Row]) -> Cell:
-    known = [row["kl"] for row in rows if row["kl"] is not None and math.isfinite(row["kl"])]
-    outcomes = [row["outcome"] for row in rows]
-    return Cell(
-        len(rows),
-        1 - outcomes.count("stable") / len(rows),
-        outcomes.count("diverged") / len(rows),
-        statistics.median(known) if known else None,
-    )
+def _line(name: str, rows: Sequence[Row], column: Mapping[float, int]) -> Line:
+    by_column: dict[int, list[Row]] = {}
+    for row in rows:
+        by_column.setdefault(column[row[RATE]], []).append(row)
+    cells = {}
+    for j, own in sorted(by_column.items()):
+        kls = [row["kl"] for row in own if row["kl"] is not None and math.isfinite(row["kl"])]
+        outcomes = [row["outcome"] for row in own]
+        failed, diverged = len(own) - outcomes.count("stable"), outcomes.count("diverged")
+        cells[j] = Cell(len(own), failed, diverged, statistics.median(kls) if kls else None)
+    bad = min((row[RATE] for row in rows if failure(row)), default=None)
+    good = [row[RATE] for row in rows if bad is None or row[RATE] < bad]
+    return Line(name, tuple(rows), cells, max(good, default=None), bad)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the indices of points that none is better than in both coordinates, small being good,
     by the first coordinate.
     """
-    order = sorted(range(len(points)), key=lambda i: points[i])
     found, best = [], math.inf
-    for i in order:
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
         if points[i][1] < best:
             best = points[i][1]
             found.append(i)

@@ -1,18 +1,16 @@
 """Which settings of a study matter, and how sure that is.
 
 Effects are those of an additive model of a part's trials. A level's effect is the model's mean over
-these trials with that level in all of them, so that an unbalanced design does not tilt it. Trials
-of which the model cannot tell that, since two settings always change together, are left out. The
-model is least squares with Student's interval; of a response that is 0 or 1 it is a logistic
-regression, whose chances stay within 0 and 1. Studies of limits are full of settings that tell
-failures from successes without exception, where plain logistic regression has no estimate. Firth's
-penalty (Biometrika 80, 1993) keeps every estimate finite (Heinze and Schemper, Statistics in
-Medicine 21, 2002): of one group it is as if half a failure and half a success were added.
+these trials with that level in all of them, so that an unbalanced design does not tilt it; trials
+are left out if two settings always change together. The model is least squares with Student's
+interval; of a response that is 0 or 1 it is a logistic regression with Firth's penalty (Biometrika
+80, 1993), which keeps every estimate finite where a setting tells failures from successes without
+exception (Heinze and Schemper, Statistics in Medicine 21, 2002).
 
-A setting's share of the variance is what least squares loses without it. What is left over is split
-by the trials that differ in nothing but their seed: their mean square, for each degree of freedom
-that is left over, is noise, the rest is what settings do together. `optuna.importance` knows
-neither: its importances of the settings sum to 1.
+A setting's share of the variance is what least squares loses without it. The rest is split by the
+trials that differ in nothing but their seed: their mean square, for each degree of freedom that is
+left over, is noise, and what remains is what settings do together. `optuna.importance` knows
+neither: its importances sum to 1.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from scipy.special import expit, log_expit, logit, ndtri, stdtrit
 
 from npt.tools.sweep.analysis import LEVELS, Row, finished, in_order, is_number, level_text
 
-ROUNDING = 1e-8
-"""Entries of a design are 0 or 1; fp64 makes no larger difference of them."""
+ROUNDING = 1e-8  # entries of a design are 0 or 1; fp64 makes no larger difference of them
 
 _CLASSES = 4
-_SPARE = 4
-"""Trials that an analysis needs in addition to one for each parameter of the model."""
+_SPARE = 4  # trials that an analysis needs in addition to one for each parameter of the model
 
 
 @dataclass(frozen=True)
@@ -73,24 +69,12 @@ class Analysis:
 
 
 def analyse(
-    rows: Sequence[Row],
-    names: Sequence[str],
-    response: Callable[[Row], float | None],
-    called: str,
-    *,
-    share: bool = False,
-) -> Analysis | None:
-    """Return main effects and shares of variance.
-
-    Args:
-        rows: of one part.
-        names: of the settings in question.
-        response: of a row; None leaves it out.
-        called: the response's name.
-        share: the response is 0 or 1.
-
-    Returns:
-        None if there are too few trials, or the response is the same in all.
+    rows: Sequence[Row], names: Sequence[str], response: Callable[[Row], float | None], called: str,
+    *, share: bool = False,
+) -> Analysis | None:  # fmt: skip
+    """Return main effects of the named settings on a response and shares of its variance; None if
+    there are too few trials, or the response is the same in all. A response of None leaves a row
+    out. share: the response is 0 or 1.
     """
     ended = finished(rows)
     known = [i for i, row in enumerate(ended) if response(row) is not None]
@@ -138,7 +122,7 @@ def analyse(
 
 
 def _levels(values: Sequence[Any]) -> tuple[np.ndarray, list[str]]:
-    """Return each value's level, and what the levels are called. Numbers of more than LEVELS kinds
+    """Return each value's level, and the levels' names. Numbers of more than LEVELS kinds
     are put into classes.
     """
     kinds = in_order(values)

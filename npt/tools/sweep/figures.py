@@ -1,14 +1,11 @@
-"""A study's charts: in its page, and as files.
-
-A meaning has a shape or a word in addition to its colour. What is not finite is left out: the
-tables next to the charts say so.
+"""A study's charts, in its page and as files. A meaning has a shape or a word in addition to its
+colour.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -16,19 +13,16 @@ from markupsafe import Markup
 from npt.report import charts, pages
 from npt.report.charts import BAD, INK, LINE, RIGHT, RULE, SOFT, WIDTH, ZERO, Marks, picture
 from npt.report.words import clean, number
-from npt.tools.sweep.analysis import Map, frontier, training_seconds
+from npt.tools.sweep.analysis import Cell, Map, Row, frontier, training_seconds
 from npt.tools.sweep.effects import Analysis
 
 CELL, ROW = 44.0, 38.0
 """Least width of a map's cell, which holds a number of three digits, and height of its row."""
 
-HARMLESS = 1.25
-"""Factor of the loss on each side of 1 that the axis of harm has at least."""
+HARMLESS = 1.25  # factor of the loss on each side of 1 that the axis of harm has at least
 
 WORSE, LETTERS = "#f0a860", 53
 BRIGHT, DARK = "#10141a", "#ffffff"  # text on a colour
-
-Row = Mapping[str, Any]
 
 _GOOD, _FAILS = ("o", LINE, False), ("x", BAD, False)
 
@@ -47,7 +41,8 @@ def map_figure(found: Map) -> Markup:
 
     count, lines = len(found.heads), len(found.lines)
     width = max(WIDTH, 2 * RIGHT + CELL * count)
-    kls = [c.kl for c in found.cells.values() if not c.failed and c.kl and math.isfinite(c.kl)]
+    stable = [c for line in found.lines for c in line.cells.values() if not c.failed]
+    kls = [c.kl for c in stable if c.kl and math.isfinite(c.kl)]
     low, high = (min(kls), max(kls)) if kls else (1.0, 1.0)
     heads = [clean(head).replace(" to ", "\nto ") for head in found.heads]
     below = 32 + 13 * max(head.count("\n") for head in heads)
@@ -56,20 +51,19 @@ def map_figure(found: Map) -> Markup:
     with picture(body + below + 62 + 40 * bool(kls), label, width) as made:
         axes = made.axes(20, ROW * lines, RIGHT, RIGHT)
         axes.set_title(f"rows: {clean(found.setting, LETTERS)}", fontweight="bold")
-        for (i, j), cell in found.cells.items():
-            colour, ink, said = _cell_look(cell, low, high)
-            box = Rectangle((j + 0.01, i + 0.4), 0.98, 0.55, facecolor=colour, linewidth=0)
-            failed = f"{round(cell.failed * cell.count)} of {cell.count} failed"
-            charts.tell(
-                axes.add_patch(box),
-                f"{found.lines[i]}, learning rate {found.heads[j]}: median KL {number(cell.kl)},"
-                f" {failed}",
-            )
-            axes.text(j + 0.5, i + 0.69, said, ha="center", va="center", color=ink)
         for i, line in enumerate(found.lines):
-            axes.text(0, i + 0.35, clean(line, LETTERS), va="bottom")
-            there = sorted(j for k, j in found.cells if k == i)
-            edge = next((j for j in there if found.cells[i, j].failed), there[-1] + 1)
+            for j, cell in line.cells.items():
+                colour, ink, said = _cell_look(cell, low, high)
+                box = Rectangle((j + 0.01, i + 0.4), 0.98, 0.55, facecolor=colour, linewidth=0)
+                charts.tell(
+                    axes.add_patch(box),
+                    f"{line.name}, learning rate {found.heads[j]}: median KL {number(cell.kl)},"
+                    f" {cell.failed} of {cell.count} failed",
+                )
+                axes.text(j + 0.5, i + 0.69, said, ha="center", va="center", color=ink)
+        for i, line in enumerate(found.lines):
+            axes.text(0, i + 0.35, clean(line.name, LETTERS), va="bottom")
+            edge = next((j for j, cell in line.cells.items() if cell.failed), max(line.cells) + 1)
             for colour, size in ((charts.PAPER, 6), (INK, 3)):
                 axes.vlines(edge, i + 0.34, i + 1.0, color=colour, linewidth=size, clip_on=False)
         axes.set(xlim=(0, count), ylim=(lines, 0))
@@ -101,19 +95,23 @@ def _key(made: charts.Picture, keys: Sequence[tuple[str, str, str]], height: flo
     made.figure.legend(handles=handles, loc="upper left", bbox_to_anchor=at)
 
 
-def _cell_look(cell: Any, low: float, high: float) -> tuple[str, str, str]:
+def _cell_look(cell: Cell, low: float, high: float) -> tuple[str, str, str]:
     """Return a cell's colour, the colour of its text, and the text."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
     if cell.failed:
-        count = f" {round(cell.failed * cell.count)}/{cell.count}" if cell.count > 1 else ""
+        count = f" {cell.failed}/{cell.count}" if cell.count > 1 else ""
         return (BAD, DARK, f"✕{count}") if cell.diverged else (WORSE, BRIGHT, f"↑{count}")
     if not cell.kl or not math.isfinite(cell.kl):
         return ZERO, BRIGHT, "–"
     place = math.log(cell.kl / low) / math.log(high / low) if high > low else 0.5
-    shade = to_hex(colormaps["viridis"](place))
-    return shade, DARK if place < 0.5 else BRIGHT, number(cell.kl, 3)
+    return *_shade(place), number(cell.kl, 3)
+
+
+def _shade(place: float) -> tuple[str, str]:
+    """Return the colour at a place of the scale, and one that can be read on it."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return to_hex(colormaps["viridis"](place)), DARK if place < 0.5 else BRIGHT
 
 
 def limits_figure(rows: Sequence[tuple[str, float | None, float | None]], setting: str) -> Markup:
@@ -124,24 +122,15 @@ def limits_figure(rows: Sequence[tuple[str, float | None, float | None]], settin
 
 
 def faults_figure(rows: Sequence[Row], names: Sequence[str]) -> Markup:
-    """Return what a fault did: the loss of one window right after it over that right before, and
-    the KL that the run ended with.
+    """Return the loss of one window right after a fault over that right before, and the KL that the
+    run ended with.
     """
-    harm = [
-        Marks(name, look, [
-            row["fault_harm"] if bool(row["fault_refused"]) == refused else None for row in rows
-        ])
-        for name, look, refused in (("applied", _GOOD, False), ("refused", _FAILS, True))
-    ]  # fmt: skip
+    harm = []
+    for name, look, refused in (("applied", _GOOD, False), ("refused", _FAILS, True)):
+        own = [r["fault_harm"] if bool(r["fault_refused"]) == refused else None for r in rows]
+        harm.append(Marks(name, look, own))
     errors = [row.get("kl_se") or 0.0 for row in rows]
-    low, high = (
-        [
-            None if row["kl"] is None else row["kl"] + sign * e
-            for row, e in zip(rows, errors, strict=True)
-        ]
-        for sign in (-1, 1)
-    )  # fmt: skip
-    kl = [Marks("", ("D", LINE, False), [row["kl"] for row in rows], low, high)]
+    kl = [Marks.around("", ("D", LINE, False), [row["kl"] for row in rows], errors)]
     label = f"Loss around the fault, and KL in the end, of {len(rows)} trials."
     with picture(2 * charts.rows_height(names), label) as made:
         what = "loss after the fault over before"
@@ -172,18 +161,10 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> Markup:
     """Return which setting explains the variance: a bar for each part and response, cut into
     shares.
     """
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
     settings = list(dict.fromkeys(name for _, analysis in found for name in analysis.shares))
     tones = np.linspace(0.05, 0.95, len(settings))
-    colours = {
-        name: to_hex(colormaps["viridis"](tone)) for name, tone in zip(settings, tones, strict=True)
-    }
-    inks = {
-        name: DARK if tone < 0.5 else BRIGHT for name, tone in zip(settings, tones, strict=True)
-    }
-    keys = [("s", colours[name], clean(name, LETTERS)) for name in settings]
+    looks = {name: _shade(tone) for name, tone in zip(settings, tones, strict=True)}
+    keys = [("s", colour, clean(name, LETTERS)) for name, (colour, _) in looks.items()]
     keys += [("s", ZERO, "together: what settings do together"), ("s", RULE, "seeds: noise")]
     height = len(found) * ROW
     label = f"Shares of the variance by setting, of {len(found)} parts and responses."
@@ -191,7 +172,7 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> Markup:
         axes = made.axes(0, height, RIGHT + 8, RIGHT + 8)
         for i, (name, analysis) in enumerate(found):
             axes.text(0, i - 0.08, clean(name, LETTERS), va="bottom")
-            cut = [(n, share, colours[n], inks[n]) for n, share in analysis.shares.items()]
+            cut = [(n, share, *looks[n]) for n, share in analysis.shares.items()]
             cut += [(analysis.rest, analysis.together, ZERO, BRIGHT)]
             cut += [("seeds", analysis.seeds or 0.0, RULE, INK)]
             x = 0.0
@@ -200,9 +181,8 @@ def shares_figure(found: Sequence[tuple[str, Analysis]]) -> Markup:
                 (bar,) = axes.barh(i + 0.2, share, 0.45, x, color=colour)
                 charts.tell(bar, f"{name}: {what} {share:.1f}%")
                 if share > 6:
-                    axes.text(
-                        x + share / 2, i + 0.2, f"{share:.0f}", ha="center", va="center", color=ink
-                    )
+                    at = (x + share / 2, i + 0.2)
+                    axes.text(*at, f"{share:.0f}", ha="center", va="center", color=ink)
                 x += share
         axes.set(ylim=(len(found) - 0.5, -0.5), xlim=(0, max(100.0, axes.get_xlim()[1])))
         axes.set_yticks([])

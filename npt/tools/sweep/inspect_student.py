@@ -1,6 +1,6 @@
 """Measures of a student on one batch: its stream against the teacher's, its multipliers, the size
-of its additive terms, and the first number that is not finite. One pass of the teacher, one of the
-student, no gradients."""
+of its additive terms, and the first number that is not finite.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from npt.data.batch import Batch
 SATURATED = 0.99
 """A multiplier is saturated beyond this share of the way from the middle of its range to an end."""
 
-DEAD = 1e-3
-"""A multiplier of this size or less has switched its channel off."""
+DEAD = 1e-3  # a multiplier of this size or less has switched its channel off
 
 
 @dataclass(frozen=True)
 class Inspection:
     """Measures of a student; None if its form has no such term.
 
-    residual_ratio: RMS of the student's stream after a converted layer over the teacher's there,
-    the one furthest from 1. m_min, m_max: of all multipliers. saturated, dead: shares of them.
-    additive_to_residual: norm of the term that `down` has added over that of the stream it is added
-    to, the largest of all layers; additive_to_product: of gate and up, over the product. bad_layer,
-    bad_stage: the first number of the student's pass that is not finite; if all are, the layer
-    whose stream is furthest from the teacher's, and its largest stage.
+    residual_ratio: RMS of the student's stream after a converted layer over the teacher's, the one
+    furthest from 1. m_min, m_max: of all multipliers. saturated, dead: shares of them.
+    additive_to_residual: norm of the term that `down` has added over that of the stream, the
+    largest of all layers; additive_to_product: of gate and up, over the product. bad_layer,
+    bad_stage: the first number that is not finite; if all are, the layer whose stream is furthest
+    from the teacher's, and its largest stage.
     """
 
     residual_ratio: float | None
@@ -56,10 +55,8 @@ class Inspection:
 
 @dataclass
 class _Observer:
-    """The stages of one layer's adapter, in figures.
-
-    sizes: the largest of each stage, in the order of the pass. m: smallest, largest, saturated,
-    dead and all multipliers, by target.
+    """The stages of one layer's adapter, in figures. sizes: the largest of each stage, in the order
+    of the pass. m: smallest, largest, saturated, dead and all multipliers, by target.
     """
 
     config: NPTConfig
@@ -95,11 +92,8 @@ class _Observer:
 
 
 def inspect_student(model: PreTrainedModel, batch: Batch) -> Inspection:
-    """Measure the student that `model` is.
-
-    Args:
-        model: with adapters attached; left as it was.
-        batch: on the model's device.
+    """Measure the student by one pass of the teacher and one of the student, without gradients; the
+    model is left as it was.
     """
     converted = npt_layers(model)
     seen = {index: _Observer(layer.npt.config, batch.valid_index) for index, layer in converted}
@@ -126,10 +120,8 @@ def inspect_student(model: PreTrainedModel, batch: Batch) -> Inspection:
         m_max=max((entry[1] for entry in m), default=None),
         saturated=sum(entry[2] for entry in m) / total if total else None,
         dead=sum(entry[3] for entry in m) / total if total else None,
-        additive_to_residual=max(
-            (x for one in seen.values() for x in one.to_residual), default=None
-        ),
-        additive_to_product=max((x for one in seen.values() for x in one.to_product), default=None),
+        additive_to_residual=max((x for o in seen.values() for x in o.to_residual), default=None),
+        additive_to_product=max((x for o in seen.values() for x in o.to_product), default=None),
         bad_layer=bad_layer,
         bad_stage=bad_stage,
         finite=finite,
@@ -167,5 +159,5 @@ def _over(part: float, whole: float) -> float:
 
 
 def _distance(ratio: float) -> float:
-    """Return how far from 1 a ratio is, by the logarithm; what is not a number is furthest."""
+    """Return how far from 1 a ratio is, by the logarithm; NaN is furthest."""
     return abs(math.log(ratio)) if ratio > 0 and math.isfinite(ratio) else math.inf

@@ -1,6 +1,4 @@
-"""What the trials of a study share in one process: bases, each loaded once, and the samples cut
-from the data.
-"""
+"""Bases and samples that the trials of a study share in one process."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.spec import Design
 from npt.train.run_checks import check_trainable
 
-BASES_BYTES = 2 << 30
-"""Bases are kept while they take no more than this together; the one in use is always kept."""
+BASES_BYTES = 2 << 30  # bytes of the bases that are kept together; the one in use is always kept
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,11 +48,7 @@ class Base:
 
 
 def check_design(design: Design) -> None:
-    """Refuse what no run could start with, before anything runs; no weights are read.
-
-    Raises:
-        ConfigError, DataError, ModelError: the first trial that cannot work, by its place.
-    """
+    """Raise the error of the first trial that cannot work, with its place; no weights are read."""
     seen: set[DataConfig] = set()
     for trial in design.trials:
         s = trial.settings
@@ -76,11 +69,8 @@ def check_design(design: Design) -> None:
 
 
 class Lab:
-    """Bases and samples by the settings that decide them.
-
-    Args:
-        device: of the bases; default the first GPU, else the CPU.
-        say: told what takes time.
+    """Bases and samples by the settings that decide them. device: of the bases, by default the
+    first GPU, else the CPU. say: told what takes time.
     """
 
     def __init__(self, device: Any = None, say: Callable[[str], None] = lambda line: None):
@@ -120,14 +110,14 @@ class Lab:
         )
         if dtype in _DTYPES:
             compute_in(model, _DTYPES[dtype])
-        teacher = None
-        if wanted.teacher_precision is not None:
-            teacher = load_teacher(
-                wanted.model_name,
-                wanted.teacher_precision,
-                device=model.device,
-                attn_implementation=wanted.attn_implementation,
-            )
+        if wanted.teacher_precision is None:
+            return Base(model, tokenizer, None)
+        teacher = load_teacher(
+            wanted.model_name,
+            wanted.teacher_precision,
+            device=model.device,
+            attn_implementation=wanted.attn_implementation,
+        )
         return Base(model, tokenizer, teacher)
 
     def windows(self, base: Base, settings: Settings) -> list[list[Batch]]:
@@ -153,14 +143,11 @@ class Lab:
         """
         key = (settings.data, settings.training.eval_samples, settings.base.model_name)
         if key not in self._heldout:
+            vocabulary = base.model.config.vocab_size
             self._heldout[key] = evaluation_samples(
-                open_source(settings.data),
-                base.tokenizer,
-                settings.data,
-                settings.training.eval_samples,
-                base.model.config.vocab_size,
-                own_heldout(settings.data),
-            )
+                open_source(settings.data), base.tokenizer, settings.data,
+                settings.training.eval_samples, vocabulary, own_heldout(settings.data),
+            )  # fmt: skip
         return self._heldout[key]
 
     def reference(self, base: Base, settings: Settings) -> Reference | None:
@@ -180,10 +167,8 @@ class Lab:
         """Return the first `count` training samples, epoch after epoch."""
         training = settings.training
         key = (settings.data, training.seed, training.eval_samples, settings.base.model_name)
-        found = self._training.get(key, [])
-        if len(found) < count:
-            source = self._source(base, settings)
-            found = []
+        if len(self._training.get(key, [])) < count:
+            source, found = self._source(base, settings), list[Sample]()
             for epoch in itertools.count():
                 before = len(found)
                 found += itertools.islice(source.epoch(epoch), count - before)
@@ -192,18 +177,13 @@ class Lab:
                 if len(found) == before:
                     raise no_sample(source.counts)
             self._training[key] = found
-        return found[:count]
+        return self._training[key][:count]
 
     def _source(self, base: Base, settings: Settings) -> Samples:
         _, heldout = self.heldout(base, settings)
-        own = own_heldout(settings.data) is not None
-        return Samples(
-            open_source(settings.data),
-            base.tokenizer,
-            settings.data,
-            seed=settings.training.seed,
-            hold_out=heldout and not own,
-        )
+        hold_out = heldout and own_heldout(settings.data) is None
+        records, seed = open_source(settings.data), settings.training.seed
+        return Samples(records, base.tokenizer, settings.data, seed=seed, hold_out=hold_out)
 
 
 def _base_key(settings: Settings) -> Any:

@@ -1,27 +1,33 @@
 """The page about a study: what trains and where that ends, what it gains, and which settings
-matter.
-
-It runs no script; its charts are in it, and lie next to it as SVG. A table has every chart's
-numbers.
+matter. Its charts are in it, and lie next to it as SVG; a table has every chart's numbers.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from npt.errors import ConfigError
 from npt.evaluation.formatting import FIGURES
+from npt.files import new_folder, write_text
 from npt.report.pages import render
-from npt.report.words import clean, figure, number
+from npt.report.words import clean, number
+from npt.stored import read_json
 from npt.tools.sweep import figures
 from npt.tools.sweep.analysis import (
     RATE,
+    Line,
     Map,
+    Row,
     factors,
     failure,
     finished,
@@ -36,10 +42,11 @@ from npt.tools.sweep.analysis import (
     training_seconds,
 )
 from npt.tools.sweep.effects import Analysis, analyse
-from npt.tools.sweep.table import MEASURES
+from npt.tools.sweep.spec import Trial
+from npt.tools.sweep.study import SPEC, STUDY, design_in, refresh
+from npt.tools.sweep.table import MEASURES, read_table
 
-LINES = 40
-"""Settings that a map draws: more are read in its table."""
+LINES = 40  # settings that a map draws: more are read in its table
 
 PLACES = ("key", "parts", "arms")
 
@@ -50,13 +57,14 @@ _SHOWN = (
     "seconds",
 )  # fmt: skip
 
-Row = Mapping[str, Any]
+_OUTCOMES = ("stable", "worse", "diverged", "failed")
 
 
 @dataclass
 class Study:
-    """A study as it is reported. notes: of each part. recipe: what every trial has in common, by
-    what it is of, in words. pictures: SVG by name, filled as the page is made."""
+    """A study as it is reported. notes: of each part. recipe: what every trial has in common.
+    pictures: SVG by name, filled as the page is made.
+    """
 
     name: str
     rows: Sequence[Row]
@@ -67,29 +75,39 @@ class Study:
     @property
     def columns(self) -> list[str]:
         """The settings that the table has."""
-        return [
-            name
-            for name in (self.rows[0] if self.rows else {})
-            if name not in PLACES and name not in MEASURES
-        ]
+        return [name for name in self.rows[0] if name not in PLACES and name not in MEASURES]
 
-    def factors(self, rows: Sequence[Row]) -> list[str]:
-        """What these rows differ in: the arms, where they are named, and the settings that no arm
-        decides.
-        """
-        return factors(rows, self.columns)
+    @cached_property
+    def maps(self) -> list[Map]:
+        """The maps of all parts that have one."""
+        found = (stability_map(self.rows, part, self.columns) for part in parts_of(self.rows))
+        return [each for each in found if each is not None]
 
     def name_of(self, row: Row) -> str:
-        """A trial in a few words."""
+        """Return a trial in a few words."""
         part, arm = places(row)[0]
-        own = of_part(self.rows, part)
         words = [arm] if arm else []
         words += [
-            f"{'lr' if n == RATE else n} {level_text(row[n])}"
-            for n in self.factors(own)
-            if n != "arms"
+            f"{'lr' if name == RATE else name} {level_text(row[name])}"
+            for name in factors(of_part(self.rows, part), self.columns)
+            if name != "arms"
         ]
         return ", ".join(words) or part
+
+    def names_of(self, rows: Sequence[Row]) -> list[str]:
+        """Return a name for each row, with its seed and part if they have several."""
+        seeds, parts = (len({row[name] for row in rows}) > 1 for name in ("seed", "parts"))
+        return [
+            (f"{places(row)[0][0]}: " if parts else "")
+            + self.name_of(row)
+            + (f", seed {row['seed']}" if seeds else "")
+            for row in rows
+        ]
+
+    def keep(self, name: str, drawn: Markup) -> Markup:
+        """Keep a chart for a file, and return it for its place on the page."""
+        self.pictures[name] = drawn
+        return drawn
 
 
 def page(study: Study) -> str:
@@ -101,7 +119,7 @@ def page(study: Study) -> str:
         "fidelity": ("Fidelity, parameters and time", _fidelity(study)),
         "effects": ("Which settings matter", _effects(study)),
         "seeds": ("Spread of the seeds", _seeds(study)),
-        "trials": ("Trials", _trials(study)),
+        "trials": ("Trials", {"names": _SHOWN, "rows": _trials(study)}),
         "reading": ("How to read this", True),
     }
     done = [row for row in study.rows if row["outcome"] in _OUTCOMES]
@@ -117,12 +135,6 @@ def page(study: Study) -> str:
     )
 
 
-_OUTCOMES = ("stable", "worse", "diverged", "failed")
-
-Table = tuple[Sequence[str], Sequence[Sequence[Any]], str]
-"""Heads, rows and caption."""
-
-
 def _facts(study: Study) -> list[tuple[str, str]]:
     done = finished(study.rows)
     counts = {name: sum(row["outcome"] == name for row in study.rows) for name in _OUTCOMES}
@@ -134,141 +146,64 @@ def _facts(study: Study) -> list[tuple[str, str]]:
     return [*facts, ("computing", taken)]
 
 
-def _keep(study: Study, name: str, drawn: Markup) -> Markup:
-    """Return the chart for its place on the page, and keep it for a file."""
-    study.pictures[name] = drawn
-    return drawn
-
-
 def _maps(study: Study) -> list[dict[str, Any]]:
     pieces = []
-    for place, part in enumerate(parts_of(study.rows), 1):
-        found = stability_map(study.rows, part, study.columns)
-        if found is None:
-            continue
-        edges = list(zip(found.lines, found.edges, strict=True))
-        rows = [
-            (
-                line,
-                number(good),
-                number(bad),
-                *(_cell(found, i, j) for j in range(len(found.heads))),
-            )
-            for i, (line, (good, bad)) in enumerate(edges)
-        ]
-        heads = ("~setting", "*trains up to", "*fails at", *(f"*{head}" for head in found.heads))
-        caption = f"{part}: median KL, and failed trials of all, by learning rate"
-        picture = figures.map_figure(found.top(LINES))
+    for found in study.maps:
+        drawn = replace(found, lines=found.lines[:LINES])
+        name = f"map-{_file(study, found.part)}"
         pieces.append(
             {
-                "part": part,
-                "note": study.notes.get(part, ""),
-                "worst": ", ".join(line for line, (good, _) in edges if good is None),
-                "shown": LINES if len(edges) > LINES else 0,
-                "lines": len(edges),
-                "picture": _keep(study, f"map-{place}-{_file(part)}", picture),
-                "table": (heads, rows, caption),
-                "measures": _measures(found),
+                "part": found.part,
+                "note": study.notes.get(found.part, ""),
+                "heads": [f"*{head}" for head in found.heads],
+                "lines": [(line, _measures(line)) for line in found.lines],
+                "drawn": len(drawn.lines),
+                "worst": ", ".join(line.name for line in found.lines if line.good is None),
+                "picture": study.keep(name, figures.map_figure(drawn)),
             }
         )
     return pieces
 
 
-def _measures(found: Map) -> Table:
-    """Return what each line of a map reached, there and at its worst."""
-    rows = []
-    for line, own in zip(found.lines, found.groups, strict=True):
-        stable = [row for row in own if row["outcome"] == "stable" and row["kl"]]
-        best = min(stable, key=lambda row: row["kl"], default=dict.fromkeys(_AT_BEST))
-        broken = sum(row["kl"] is None or bool(row["refused"]) for row in own)
+def _measures(line: Line) -> dict[str, Any]:
+    """Return the measures of a line at its best rate, and the worst at any rate."""
 
-        def known(name: str, own: Sequence[Row] = own) -> list[float]:
-            return [row[name] for row in own if row[name] is not None]
+    def known(name: str) -> list[float]:
+        return [row[name] for row in line.rows if row[name] is not None]
 
-        rows.append(
-            (
-                line,
-                _kl(best["kl"]),
-                *(number(best[name]) for name in _AT_BEST[1:]),
-                number(min(known("m_min"), default=None)),
-                number(max(known("dead"), default=None)),
-                sum(known("refused")),
-                f"{broken} of {len(own)}",
-                number(next(iter(known("sharpness_start")), None)),
-            )
-        )
-    heads = (
-        "~setting", "*best KL", "*at rate", "*saturated there", "*additive to residual there",
-        "*residual ratio there", "*smallest multiplier at any rate", "*largest share at 0",
-        "*refusals", "*runs with numbers not finite", "*sharpness at the start",
-    )  # fmt: skip
-    return heads, rows, f"{found.part}: at the best rate, and over all"
-
-
-_AT_BEST = ("kl", RATE, "saturated", "additive_to_residual", "residual_ratio")
-
-
-def _cell(found: Map, i: int, j: int) -> str:
-    cell = found.cells.get((i, j))
-    if cell is None:
-        return ""
-    failed = round(cell.failed * cell.count)
-    return number(cell.kl, 3) + (f" ({failed}/{cell.count} failed)" if failed else "")
+    names = ("kl", RATE, "saturated", "additive_to_residual", "residual_ratio")
+    return {
+        **{name: line.best and line.best[name] for name in names},
+        "m_min": min(known("m_min"), default=None),
+        "dead": max(known("dead"), default=None),
+        "refused": sum(known("refused")),
+        "broken": sum(row["kl"] is None or bool(row["refused"]) for row in line.rows),
+        "sharpness_start": next(iter(known("sharpness_start")), None),
+    }
 
 
 def _limits(study: Study) -> dict[str, Any] | None:
     rows = [row for row in finished(study.rows) if sought(row)]
     if not rows:
         return None
-    names = _named(study, rows)
+    settings = [name for name in study.columns if name != "seed"]
+    of_all = [n for n in settings if all(row[n] == row["limit_low"] for row in rows)]
+    names = study.names_of(rows)
     limits = [(n, row["limit_low"], row["limit_high"]) for n, row in zip(names, rows, strict=True)]
-    setting = next(  # its column holds the lower limit
-        (
-            name
-            for name in study.columns
-            if name != "seed" and all(row[name] == row["limit_low"] for row in rows)
-        ),
-        "value",
-    )
-    cells = [
-        (name, number(low), number(high), _kl(row["kl"]), row["runs"])
-        for (name, low, high), row in zip(limits, rows, strict=True)
-    ]
-    heads = ("~setting", "*trains up to", "*not at", "*KL there", "*runs")
-    picture = _keep(study, "limits", figures.limits_figure(limits, setting))
-    return {"picture": picture, "table": (heads, cells, "Limits")}
+    # a sought setting's column holds the lower limit
+    picture = figures.limits_figure(limits, next(iter(of_all), "value"))
+    return {"picture": study.keep("limits", picture), "rows": list(zip(names, rows, strict=True))}
 
 
 def _faults(study: Study) -> dict[str, Any] | None:
     rows = [row for row in finished(study.rows) if row.get("fault_refused") is not None]
     if not rows:
         return None
-    names = _named(study, rows)
-    cells = [
-        (
-            name,
-            "refused" if row["fault_refused"] else "applied",
-            _finite(row["fault_loss"]),
-            _finite(row["fault_harm"]),
-            number(row["loss_before_fault"]),
-            number(row["loss_worst_behind"]),
-            number(row["loss_after_fault"]),
-            "never" if row["recovered_after"] is None else row["recovered_after"],
-            row["outcome"],
-            _kl(row["kl"]),
-            "" if row["bad_layer"] is None else f"layer {row['bad_layer']}, {row['bad_stage']}",
-        )
-        for name, row in zip(names, rows, strict=True)
-    ]
-    heads = (
-        "~setting", "~the batch was", "*its loss", "*harm, times", "*loss before", "*worst after",
-        "*loss in the end", "*steps to recover", "~outcome", "*KL", "~first bad number",
-    )  # fmt: skip
+    names = study.names_of(rows)
     return {
-        "picture": _keep(study, "faults", figures.faults_figure(rows, names)),
+        "picture": study.keep("faults", figures.faults_figure(rows, names)),
         "refused": sum(bool(row["fault_refused"]) for row in rows),
-        "count": len(rows),
-        "table": (heads, cells, "Faults"),
+        "rows": list(zip(names, rows, strict=True)),
     }
 
 
@@ -289,61 +224,43 @@ def _fidelity(study: Study) -> dict[str, Any] | None:
     kls = [float(row["kl"]) for row in rows]
     best = {i for cost in costs for i in frontier(list(zip(cost, kls, strict=True)))}
     numbers = {i: n for n, i in enumerate(sorted(best, key=lambda i: (kls[i], i)), 1)}
-    cells = [
-        (n, study.name_of(rows[i]), _parts(rows[i]), f"{rows[i]['parameters']:,}",
-         number(costs[1][i]), *(figure(rows[i], key) for key in ("kl", "perplexity_ratio", "top1")))
-        for i, n in numbers.items()
-    ]  # fmt: skip
-    heads = (
-        "*", "~trial", "~part", "*parameters", "*seconds", "*KL", "*perplexity ratio", "*top-1"
-    )  # fmt: skip
-    caption = "No trial is better than these in both: KL and parameters, or KL and seconds"
-    floor = next((row["floor_kl"] for row in rows if row["floor_kl"] is not None), None)
-    picture = _keep(study, "pareto", figures.pareto_figure(rows, numbers))
-    return {"picture": picture, "floor": number(floor), "table": (heads, cells, caption)}
+    return {
+        "picture": study.keep("pareto", figures.pareto_figure(rows, numbers)),
+        "floor": number(next((r["floor_kl"] for r in rows if r["floor_kl"] is not None), None)),
+        "rows": [
+            (n, study.name_of(rows[i]), _parts(rows[i]), costs[1][i], rows[i])
+            for i, n in numbers.items()
+        ],
+    }
 
 
 def _effects(study: Study) -> dict[str, Any] | None:
-    pieces, shares = [], []
-    for place, part in enumerate(parts_of(study.rows), 1):
+    pieces: list[dict[str, Any]] = []
+    shares: list[tuple[str, Analysis]] = []
+    for part in parts_of(study.rows):
         rows = [row for row in of_part(study.rows, part) if not sought(row)]
-        names = study.factors(rows)
-        found = [
-            analysis
-            for response, called, share in (
-                (log_kl, "log10 KL, stable trials", False),
-                (failure, "chance that a trial fails", True),
-            )
-            if (analysis := analyse(rows, names, response, called, share=share)) is not None
-        ]
-        if not found:
-            continue
-        picture = figures.effects_figure(found)
-        cells = [
-            (a.response, e.setting, e.level, number(e.mean), number(e.low), number(e.high), e.count)
-            for a in found
-            for e in a.effects
-        ]
-        heads = ("~response", "~setting", "~level", "*mean", "*95% from", "*to", "*trials")
-        kept = _keep(study, f"effects-{place}-{_file(part)}", picture)
-        table = (heads, cells, f"Main effects, {part}")
-        pieces.append({"part": part, "picture": kept, "table": table})
-        shares += [(f"{part}: {analysis.response}", analysis) for analysis in found]
-    return {**_shares(study, shares), "parts": pieces} if shares else None
-
-
-def _shares(study: Study, shares: list[tuple[str, Analysis]]) -> dict[str, Any]:
-    cells = [
-        (name, what, f"{100 * share:.1f}%")
-        for name, a in shares
-        for what, share in [
-            *sorted(a.shares.items(), key=lambda item: -item[1]),
-            (f"settings {a.rest}", a.together),
-            *([("seeds", a.seeds)] if a.seeds is not None else []),
-        ]
-    ]
-    table = (("~part and response", "~setting", "*share"), cells, "Shares of variance")
-    return {"picture": _keep(study, "variance", figures.shares_figure(shares)), "table": table}
+        names = factors(rows, study.columns)
+        both = (
+            analyse(rows, names, log_kl, "log10 KL, stable trials"),
+            analyse(rows, names, failure, "chance that a trial fails", share=True),
+        )
+        found = [analysis for analysis in both if analysis is not None]
+        if found:
+            picture = figures.effects_figure(found)
+            kept = study.keep(f"effects-{_file(study, part)}", picture)
+            levels = [(a.response, effect) for a in found for effect in a.effects]
+            pieces.append({"part": part, "picture": kept, "rows": levels})
+            shares += [(f"{part}: {analysis.response}", analysis) for analysis in found]
+    if not shares:
+        return None
+    picture = study.keep("variance", figures.shares_figure(shares))
+    rows_ = []
+    for name, a in shares:
+        cut = sorted(a.shares.items(), key=lambda item: -item[1])
+        cut += [(f"settings {a.rest}", a.together)]
+        cut += [("seeds", a.seeds)] if a.seeds is not None else []
+        rows_ += [(name, what, f"{100 * share:.1f}%") for what, share in cut]
+    return {"picture": picture, "rows": rows_, "parts": pieces}
 
 
 def _seeds(study: Study) -> dict[str, Any] | None:
@@ -356,55 +273,29 @@ def _seeds(study: Study) -> dict[str, Any] | None:
     several = [rows for rows in groups.values() if len({row["seed"] for row in rows}) > 1]
     if not several:
         return None
-    cells, calm = [], []
+    found, calm = [], []
     for rows in several:
         kls = [row["kl"] for row in rows]
         mean, spread = statistics.fmean(kls), statistics.stdev(kls)
         outcomes = list(dict.fromkeys(row["outcome"] for row in rows))
         share = f"{100 * spread / mean:.1f}%" if mean else "–"
-        cells.append((_parts(rows[0]), study.name_of(rows[0]), len(rows), number(mean),
-                      number(spread), share, ", ".join(outcomes)))  # fmt: skip
+        trial = (_parts(rows[0]), study.name_of(rows[0]), len(rows))
+        found.append((*trial, number(mean), number(spread), share, ", ".join(outcomes)))
         if outcomes == ["stable"] and any(kls):
             calm.append(spread / mean)
-    heads = (
-        "~part", "~trial", "*seeds", "*mean KL", "*standard deviation", "*of the mean", "~outcomes"
-    )  # fmt: skip
     median = f"{100 * statistics.median(calm):.1f}%" if calm else ""
-    return {"median": median, "table": (heads, cells, "Spread of the seeds")}
+    return {"median": median, "rows": found}
 
 
-def _trials(study: Study) -> Table:
-    names = ("outcome", "reason", "bad_stage")
-    heads = ["~part", "~trial", "*seed", *(f"{'~' if n in names else '*'}{n}" for n in _SHOWN)]
-    rows = [
+def _trials(study: Study) -> list[tuple[Any, ...]]:
+    return [
         (_parts(row), study.name_of(row), row["seed"], *(_value(n, row.get(n)) for n in _SHOWN))
         for row in study.rows
-    ]
-    return heads, rows, "Trials"
-
-
-def _named(study: Study, rows: Sequence[Row]) -> list[str]:
-    """Return what each of the rows is called, with its seed and part if they have several."""
-    seeds, parts = (len({row[name] for row in rows}) > 1 for name in ("seed", "parts"))
-    return [
-        (f"{places(row)[0][0]}: " if parts else "")
-        + study.name_of(row)
-        + (f", seed {row['seed']}" if seeds else "")
-        for row in rows
     ]
 
 
 def _parts(row: Row) -> str:
     return ", ".join(dict.fromkeys(part for part, _ in places(row)))
-
-
-def _finite(value: float | None) -> str:
-    """Return a figure that every such row has; a table holds no number that is not finite."""
-    return "not finite" if value is None else number(value)
-
-
-def _kl(value: float | None) -> str:
-    return number(value) if value is None else FIGURES["kl"].write(value)
 
 
 def _value(name: str, value: Any) -> str:
@@ -417,8 +308,89 @@ def _value(name: str, value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def _file(name: str) -> str:
-    return "".join(
-        letter if (letter.isalnum() and letter.isascii()) or letter in "-_" else "-"
-        for letter in name
-    )[:60]
+def _file(study: Study, part: str) -> str:
+    """Return a part's number and its name as a file may be called."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", part)
+    return f"{parts_of(study.rows).index(part) + 1}-{plain[:60]}"
+
+
+_RECIPE = {
+    "base": ("model_name", "use_quantization", "quant_type", "compute_dtype"),
+    "adapters": ("layers", "adapter_rank", "targets", "modulation", "mult_form", "additive_scale"),
+    "training": (
+        "init", "strategy", "loss", "learning_rate", "warmup_steps", "max_grad_norm", "batch_size",
+        "max_steps", "seed",
+    ),
+    "data": ("dataset_name", "num_samples", "max_length", "eval_samples"),
+}  # fmt: skip
+"""Settings at the head of a page."""
+
+
+def write_study_report(folder: Path, output: Path | None = None) -> dict[str, Any]:
+    """Write the page about a study that has ended, was killed or is under way, and the pictures as
+    SVG into its folder. Return its results in a few numbers. Raise ConfigError if there is no table
+    yet, or the folder cannot be read.
+    """
+    refresh(folder)
+    rows = read_table(folder)
+    if not rows:
+        raise ConfigError(f"{folder} has no trial in its table; run npt sweep again")
+    if (folder / SPEC).is_file():
+        design = design_in(folder)
+        study = Study(design.name, rows, design.parts, _recipe(folder, design.trials))
+    else:
+        study = Study(folder.resolve().name, rows, {}, _recipe(folder, ()))
+    place = folder / "report.html" if output is None else output
+    content = page(study)
+    with new_folder(folder / "figures") as temporary:
+        for name, picture in study.pictures.items():
+            write_text(temporary / f"{name}.svg", figures.standalone(picture))
+    write_text(place, content)
+    limits = [
+        {
+            "setting": study.name_of(row),
+            "seed": row["seed"],
+            "low": row["limit_low"],
+            "high": row["limit_high"],
+        }
+        for row in rows
+        if sought(row)
+    ]
+    return {
+        "report": str(place),
+        "name": study.name,
+        "trials": len(rows),
+        "outcomes": dict(Counter(row["outcome"] or "not run" for row in rows)),
+        "pictures": sorted(study.pictures),
+        "maps": {
+            found.part: [
+                {
+                    "setting": line.name,
+                    "trains_up_to": line.good,
+                    "fails_at": line.bad,
+                    "best_kl": line.best and line.best["kl"],
+                    "at_rate": line.best and line.best[RATE],
+                }
+                for line in found.lines
+            ]
+            for found in study.maps
+        },
+        "limits": limits,
+    }
+
+
+def _recipe(folder: Path, trials: Sequence[Trial]) -> dict[str, str]:
+    """Return the settings that all trials share, and the versions that ran them."""
+    of_all = [trial.settings.values() for trial in trials]
+    found = {}
+    for what, names in _RECIPE.items() if of_all else ():
+        first = of_all[0]
+        same = [n for n in names if all(values.get(n) == first.get(n) for values in of_all)]
+        words = [f"{name} {level_text(first[name])}" for name in same if first[name] is not None]
+        varied = ", ".join(name for name in names if name not in same)
+        said = (", ".join(words), f"varied: {varied}" if varied else "")
+        found[what] = "; ".join(filter(None, said))
+    versions = read_json(folder / STUDY, ConfigError).get("versions")
+    if isinstance(versions, dict):
+        found["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items())
+    return {what: said for what, said in found.items() if said}

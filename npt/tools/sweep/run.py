@@ -1,17 +1,23 @@
-"""One short run, and everything that a study wants to know of it. Windows go through
-the step that every run makes, so what is measured is what a run would do; nothing is written."""
+"""One short run of a study with its measures. Windows go through the step that every run makes, so
+what is measured is what a run would do; nothing is written.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attach, detach
+from npt.adapters.attach import adapter_parameters, attach, detach, npt_layers
 from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate, pad_id_of
 from npt.distill.stages import stage_at, stages_of
@@ -20,40 +26,126 @@ from npt.evaluation.evaluate import evaluate
 from npt.step.schedule import rate_table
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep, forward_backward
-from npt.tools.sweep.course import Course, Row
-from npt.tools.sweep.fault import enlarged
+from npt.step.window_result import WindowResult
 from npt.tools.sweep.inspect_student import Inspection, inspect_student
 from npt.tools.sweep.lab import Lab
-from npt.tools.sweep.settings import Settings
+from npt.tools.sweep.settings import ProbeConfig, Settings
 from npt.tools.sweep.sharpness import layer_sharpness
 from npt.tools.sweep.spec import Trial
+
+CURVE = 64  # points of a loss curve that are kept
+AROUND = 3  # steps before a fault, and at the end of a run, whose mean loss is the loss there
+
+RECOVERED = 1.5
+"""A run has recovered from a fault when its loss is at most this many times the loss before."""
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Course:
+    """The steps of a run. losses, norms: None if nothing of a window was finite. reason: why the
+    run must end, once it must. stage_from: a loss is compared with those of its own stage.
+    """
+
+    settings: Settings
+    losses: list[float | None] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    applied: int = 0
+    tokens: int = 0
+    in_a_row: int = 0
+    reason: str | None = None
+    detail: str | None = None
+    fault: Row = field(default_factory=dict)
+    stage_from: int = 0
+
+    def take(self, result: WindowResult[Any], faulted: bool) -> None:
+        """Count a window; a faulted one's loss ends no run."""
+        loss, norm = (
+            x if x is not None and math.isfinite(x) else None
+            for x in (result.loss, result.grad_norm)
+        )
+        self.losses.append(loss)
+        self.norms.append(norm)
+        self.refused.update(refusal.kind for refusal in result.refusals)
+        self.applied += result.applied
+        self.tokens += result.tokens
+        longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
+        most = self.settings.probe.divergence_factor
+        first = next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
+        if result.refusals:
+            self.detail = str(result.refusals[-1])
+        if longest >= self.settings.training.max_consecutive_bad:
+            self.reason = f"{longest} refusals in a row"
+        elif not faulted and loss is not None and first is not None and loss > most * first:
+            self.reason, self.detail = "loss", f"loss {loss:.4g} after {first:.4g} at the start"
+
+    def figures(self) -> Row:
+        """Return the figures of a row."""
+        losses = [loss for loss in self.losses if loss is not None]
+        norms = [norm for norm in self.norms if norm is not None]
+        quarter = max(1, len(norms) // 4)
+        first = statistics.median(norms[:quarter]) if norms else None
+        last = statistics.median(norms[-quarter:]) if norms else None
+        count, kinds = len(self.losses), sorted(self.refused.items())
+        points = list(range(count))
+        if count > CURVE:  # the first and the last among them
+            points = [round(i * (count - 1) / (CURVE - 1)) for i in range(CURVE)]
+        return {
+            "steps": count,
+            "applied": self.applied,
+            "refused": self.refused.total(),
+            "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds),
+            "tokens": self.tokens,
+            "loss_last": statistics.fmean(losses[-AROUND:]) if losses else None,
+            "loss_max": max(losses, default=None),
+            "grad_norm_first": first,
+            "grad_norm_last": last,
+            "grad_norm_max": max(norms, default=None),
+            "grad_growth": last / first if first and last is not None else None,
+            "curve": [self.losses[i] for i in points],
+            **self._recovery(),
+        }
+
+    def _recovery(self) -> Row:
+        """Return how the run took the fault: losses before and after it, and the steps until the
+        loss was as before.
+        """
+        at = self.settings.probe.fault_step
+        if at is None:
+            return {}
+        before = [x for x in self.losses[max(0, at - 1 - AROUND) : at - 1] if x is not None]
+        after = [(i, loss) for i, loss in enumerate(self.losses[at:], 1) if loss is not None]
+        if not before or not after:
+            return self.fault
+        usual = statistics.fmean(before)
+        return {
+            **self.fault,
+            "loss_before_fault": usual,
+            "loss_worst_behind": max(loss for _, loss in after),
+            "loss_after_fault": statistics.fmean([loss for _, loss in after][-AROUND:]),
+            "recovered_after": next((i for i, loss in after if loss <= RECOVERED * usual), None),
+        }
+
 
 GROWN = 1.01
 """A run's KL has grown when it is more than this many times what it was at the start; less is the
 choice of the held-out tokens.
 """
 
+Between = Callable[[], None]
+"""Called before every step; what it raises ends the trial."""
+
 Watch = Callable[[int, float | None, float | None], None]
 """Told of each step its number, loss and gradient norm."""
 
 
 def run_trial(
-    lab: Lab,
-    trial: Trial,
-    between: Callable[[], None] = lambda: None,
-    watch: Watch = lambda *_: None,
+    lab: Lab, trial: Trial, between: Between = lambda: None, watch: Watch = lambda *_: None
 ) -> Row:
-    """Run a trial: once, or if it seeks a limit as often as that takes.
-
-    Args:
-        lab: bases and data.
-        trial: which.
-        between: called before every step; what it raises ends the trial.
-        watch: told of every step.
-
-    Returns:
-        Figures by name. Of a bisection those of the run at the largest value that trained, with the
-        bracket.
+    """Run a trial: once, or if it seeks a limit as often as that takes; the row is then of the
+    largest value that trained, with the bracket.
     """
     if trial.bisect is None:
         return run(lab, trial.settings, between, watch)
@@ -80,27 +172,15 @@ def run_trial(
             middle = float(f"{math.sqrt(low * high):.4g}")
             low, high = (middle, high) if trains(middle) else (low, middle)
         bracket = (low, high)
-    return {
-        **best,
-        "limit_low": bracket[0],
-        "limit_high": bracket[1],
-        "runs": runs,
-        "seconds": time.perf_counter() - started,
-    }
+    seconds = time.perf_counter() - started
+    limits = {"limit_low": bracket[0], "limit_high": bracket[1]}
+    return {**best, **limits, "runs": runs, "seconds": seconds}
 
 
 def run(
-    lab: Lab,
-    settings: Settings,
-    between: Callable[[], None] = lambda: None,
-    watch: Watch = lambda *_: None,
+    lab: Lab, settings: Settings, between: Between = lambda: None, watch: Watch = lambda *_: None
 ) -> Row:
-    """Train once with these settings from the beginning; the base is as before afterwards.
-
-    Args:
-        lab, between, watch: as `run_trial`.
-        settings: of the run.
-    """
+    """Train once with these settings from the beginning; the base is as before afterwards."""
     student = _Student(lab, settings, between)
     lab.reference(student.base, settings)  # what runs share is not one run's time
     started = time.perf_counter()
@@ -130,7 +210,7 @@ def run(
 class _Student:
     """A run's student, and its measures."""
 
-    def __init__(self, lab: Lab, settings: Settings, between: Callable[[], None]):
+    def __init__(self, lab: Lab, settings: Settings, between: Between):
         self.lab, self.settings, self.between = lab, settings, between
         self.base = lab.base(settings)
         self.model = self.base.model
@@ -144,16 +224,12 @@ class _Student:
         self.model.eval()
         torch.manual_seed(c.seed)
         if self.settings.adapter.init == "calibrated":
+            samples = self.lab.training_samples(self.base, self.settings)
             calibrate(
-                self.model,
-                self.base.tokenizer,
-                self.lab.training_samples(self.base, self.settings),
-                c.calibration_tokens,
-                inputs=c.calibration_inputs,
-                rounds=c.calibration_rounds,
-                batch_size=c.batch_size,
+                self.model, self.base.tokenizer, samples, c.calibration_tokens,
+                inputs=c.calibration_inputs, rounds=c.calibration_rounds, batch_size=c.batch_size,
                 seed=c.seed,
-            )
+            )  # fmt: skip
 
     def loss(self) -> float:
         """Return the mean loss per token of the first window with the adapters as they are, in the
@@ -174,11 +250,8 @@ class _Student:
     def inspect(self) -> Inspection:
         """Measure the student on held-out samples."""
         samples, _ = self.lab.heldout(self.base, self.settings)
-        batch = collate(
-            samples[: self.settings.training.batch_size],
-            pad_id_of(self.base.tokenizer),
-            side=self.settings.data.padding_side,
-        )
+        first, pad = samples[: self.settings.training.batch_size], pad_id_of(self.base.tokenizer)
+        batch = collate(first, pad, side=self.settings.data.padding_side)
         return inspect_student(self.model, batch.to(self.model.device))
 
     def fidelity(self) -> Row:
@@ -200,10 +273,32 @@ class _Student:
         }
 
 
-def _train(student: _Student, watch: Watch) -> tuple[Course, tuple[list[Batch], bool] | None]:
-    """Run the loop. Return its course, and the last window of which something was refused, with
-    whether it was faulted.
+@contextmanager
+def enlarged(model: PreTrainedModel, probe: ProbeConfig, armed: bool = True) -> Iterator[None]:
+    """Make the base's activations `fault_scale` times as large within the context, as a token that
+    nobody has seen before or a broken kernel would: of every converted layer's attention, which
+    modulates the student and is part of the teacher's stream, or of the embedding.
     """
+
+    def enlarge(_module: Any, _inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # of attention
+            return (output[0] * probe.fault_scale, *output[1:])
+        return output * probe.fault_scale
+
+    hit = [layer.self_attn for _, layer in npt_layers(model)]
+    if probe.fault_place == "embedding":
+        hit = [model.get_input_embeddings()]
+    with ExitStack() as stack:
+        for module in hit if armed else ():
+            stack.callback(module.register_forward_hook(enlarge).remove)
+        yield
+
+
+Refused = tuple[list[Batch], bool] | None
+"""The last window with a refusal, and whether it was faulted."""
+
+
+def _train(student: _Student, watch: Watch) -> tuple[Course, Refused]:
     config, probe = student.settings.training, student.settings.probe
     assert config.max_steps is not None
     rates = rate_table(
@@ -244,7 +339,8 @@ def _train(student: _Student, watch: Watch) -> tuple[Course, tuple[list[Batch], 
 
 def _outcome(course: Course, row: Row, finite: bool) -> Row:
     """Return `diverged` (stopped, or the student is not finite), `worse` (the loss of the first
-    window or the KL is larger in the end than at the start) or `stable`, with the reason."""
+    window or the KL is larger in the end than at the start) or `stable`, with the reason.
+    """
     kl, kl_start, end = row["kl"], row["kl_start"], row["loss_end"]
     reason = course.reason
     if reason is None and not (finite and kl is not None and math.isfinite(kl)):
@@ -261,9 +357,7 @@ def _outcome(course: Course, row: Row, finite: bool) -> Row:
     return {"outcome": outcome, "reason": reason, "stopped_at": None}
 
 
-def _post_mortem(
-    student: _Student, course: Course, last: tuple[list[Batch], bool] | None, seen: Inspection
-) -> Row:
+def _post_mortem(student: _Student, course: Course, last: Refused, seen: Inspection) -> Row:
     """Return the place of the first number that is not finite on the batch that was refused last,
     else the layer that is furthest off.
     """

@@ -1,110 +1,99 @@
 """The settings of one trial: of the base, the adapters, the data and the training, checked as those
-of a run are, and of the probes that are made in addition."""
+of a run are, and of the probes that are made in addition.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, setting
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config.field import POSITIVE, Bound, Need, at_least, flag_of, setting
+from npt.config.field import Settings as SettingsGroup
 from npt.errors import ConfigError
 from npt.flags import build, with_safe_mode
 
-COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
-FAULT_PLACES = ("attention", "embedding")
+_FAULT = Need(lambda config: config.fault_step is not None, "--fault_step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
+class ProbeConfig(SettingsGroup):
     """Faults that are planted in a study's run, and measures in addition to training."""
 
     compute_dtype: str | None = setting(
         None,
         "number format that the whole base computes in, against the policy",
-        choices=COMPUTE_DTYPES,
+        choices=("fp32", "bf16", "fp16"),
     )
-    fault_step: int | None = setting(None, "step whose first batch has activations of another size")
-    fault_scale: float = setting(1e4, "how many times as large they are")
+    fault_step: int | None = setting(
+        None, "step whose first batch has activations of another size", bound=at_least(2)
+    )
+    fault_scale: float = setting(
+        1e4, "how many times as large they are", bound=POSITIVE, need=_FAULT
+    )
     fault_place: str = setting(
-        "attention", "which: every attention output, or the embedding's", choices=FAULT_PLACES
+        "attention",
+        "which: every attention output, or the embedding's",
+        choices=("attention", "embedding"),
+        need=_FAULT,
     )
     divergence_factor: float = setting(
-        10.0, "a run has diverged when its loss is this many times its first one"
+        10.0,
+        "a run has diverged when its loss is this many times its first one",
+        bound=Bound(lambda value: 1 < value < math.inf, "it must be a number above 1"),
     )
     sharpness_steps: int = setting(
         0,
         "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not"
         " measured)",
+        bound=at_least(0),
     )
-
-    def __post_init__(self) -> None:
-        for name, low in (("fault_step", 2), ("sharpness_steps", 0)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise ConfigError(
-                    f"--{name} is {value}; it must be a whole number of at least {low}"
-                )
-        for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value is not None and value not in choices:
-                raise ConfigError(f"--{f.name} is {value!r}; choose from {', '.join(choices)}")
-        if not 0 < self.fault_scale < float("inf"):
-            raise ConfigError(f"--fault_scale is {self.fault_scale}; it must be a positive number")
-        if not 1 < self.divergence_factor < float("inf"):
-            raise ConfigError(
-                f"--divergence_factor is {self.divergence_factor}; it must be a number above 1"
-            )
-        for f in fields(self):
-            unset = self.fault_step is None and f.name in ("fault_scale", "fault_place")
-            if unset and getattr(self, f.name) != f.default:
-                raise ConfigError(
-                    f"--{f.name} {getattr(self, f.name)} means nothing without --fault_step; add it"
-                    " or drop the other"
-                )
 
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig, ProbeConfig)
 
 LEFT_OUT = {
-    **dict.fromkeys(
-        ("device_map", "shard_base"), "a study's base lies on one device of one process"
-    ),
-    **dict.fromkeys(
-        ("dataset_mix", "replay_dataset", "replay_ratio", "streaming"),
-        "a study's runs read the beginning of one data set",
-    ),
-    **dict.fromkeys(
-        ("num_epochs", "resume", "save_steps", "save_total_limit"),
-        "a study's runs are as long as max_steps and save nothing",
-    ),
-    **dict.fromkeys(
-        ("output_dir", "run_name", "log_steps", "eval_steps", "sample_steps", "smoke_test"),
-        "a study's runs write no folder of their own",
-    ),
-    **dict.fromkeys(
-        ("trace_steps", "trace_every", "use_tensorboard"),
-        "a study's runs write no folder of their own",
-    ),
-    "max_memory": "a study's runs compute a batch at once",
-    "max_refused_share": "a study's runs are too short for a share; max_consecutive_bad ends them",
-    **dict.fromkeys(("use_wandb", "report_to"), "write wandb: true next to the study's name"),
-    **dict.fromkeys(
-        ("project", "wandb_entity", "wandb_group", "wandb_tags"),
-        "WANDB_PROJECT and the like say it, and the group is the study",
-    ),
-    "share_embeddings": "it does nothing",
-    "rank_timeout": "a study's run is one process",
-    "ranks": "a study's runs have one rank for all layers",
-    "rank_budget": "a study's runs have one rank for all layers",
-    "seed": "write seeds: [0, 1] instead",
+    name: why
+    for names, why in (
+        ("device_map shard_base", "a study's base lies on one device of one process"),
+        (
+            "dataset_mix replay_dataset replay_ratio streaming",
+            "a study's runs read the beginning of one data set",
+        ),
+        (
+            "num_epochs resume save_steps save_total_limit",
+            "a study's runs are as long as max_steps and save nothing",
+        ),
+        (
+            "output_dir run_name log_steps eval_steps sample_steps smoke_test trace_steps"
+            " trace_every use_tensorboard",
+            "a study's runs write no folder of their own",
+        ),
+        ("max_memory", "a study's runs compute a batch at once"),
+        (
+            "max_refused_share",
+            "a study's runs are too short for a share; max_consecutive_bad ends them",
+        ),
+        ("use_wandb report_to", "write wandb: true next to the study's name"),
+        (
+            "project wandb_entity wandb_group wandb_tags",
+            "WANDB_PROJECT and the like say it, and the group is the study",
+        ),
+        ("share_embeddings", "it does nothing"),
+        ("rank_timeout", "a study's run is one process"),
+        ("ranks rank_budget", "a study's runs have one rank for all layers"),
+        ("seed", "write seeds: [0, 1] instead"),
+    )
+    for name in names.split()
 }
 """Settings of a run that a study does not take, and why."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what comes out of a trial, but for the machine."""
+    """Everything that decides the result of a trial, but for the machine."""
 
     base: BaseConfig
     adapter: NPTConfig
@@ -114,10 +103,8 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], seed: int) -> Settings:
-        """Return the settings of values by flag name, `safe_mode` among them.
-
-        Raises:
-            ConfigError: a value or a combination that cannot work, here or in a study at all.
+        """Return the settings of values by flag name, `safe_mode` among them; raise ConfigError for
+        a value or a combination that cannot work in a study.
         """
         given = with_safe_mode({**given, "seed": seed})
         # a study's compute_dtype is the probe's, of the whole base, not of packed products alone
@@ -133,7 +120,7 @@ class Settings:
             raise ConfigError("--max_steps is unset; say how long a study's runs are")
         if fault is not None and fault >= steps:
             raise ConfigError(
-                f"--fault_step is {fault} of {steps} steps; some have to be left after it"
+                f"--fault_step is {fault} of {steps} steps; some must be left after it"
             )
         if fault is not None and base.teacher_precision is not None:
             raise ConfigError(
@@ -153,8 +140,7 @@ class Settings:
         for part in (self.base, self.adapter, self.data, self.training, self.probe):
             plain = asdict(part)
             for f in fields(part):
-                value = plain[f.name]
-                found[flag_of(f)] = list(value) if isinstance(value, tuple) else value
-        return {
-            name: value for name, value in found.items() if name not in LEFT_OUT or name == "seed"
-        }
+                value, name = plain[f.name], flag_of(f)
+                if name not in LEFT_OUT or name == "seed":
+                    found[name] = list(value) if isinstance(value, tuple) else value
+        return found

@@ -27,25 +27,18 @@ from npt.data.batch import Batch
 from npt.distill.hidden_losses import hidden_loss
 
 ROUNDING = 1e-6
-"""Of the Hessian's size: a direction that is left of this length, fp32 has made."""
+"""Of the Hessian's size: a direction that is left shorter than this is fp32's rounding."""
 
 
 def largest_eigenvalue(
     loss: Callable[[], Tensor], parameters: Sequence[Tensor], iterations: int, seed: int = 0
 ) -> float:
-    """Return the largest eigenvalue of the loss's Hessian in these parameters, from below; NaN if
-    loss or curvature are not finite.
+    """Return the largest eigenvalue of the Hessian of a scalar loss in these parameters, from
+    below; NaN if loss or curvature are not finite.
 
-    It is the largest Ritz value of the space that so many power iterations walk through (Lanczos),
-    not the size of their last vector: that comes near much sooner, and near the right end if the
-    largest eigenvalue and the most negative one are of one size, as they are at the saddle that a
-    product of A and M starts from.
-
-    Args:
-        loss: computes the scalar loss with graph.
-        parameters: that it depends on, leaves that require gradients.
-        iterations: products with the Hessian.
-        seed: of the first vector.
+    It is the largest Ritz value of the space of so many power iterations (Lanczos), which comes
+    near much sooner than their last vector, and near the right end if the largest and the most
+    negative eigenvalue are of one size, as at the saddle that a product of A and M starts from.
     """
     gradients = torch.autograd.grad(loss(), parameters, create_graph=True, allow_unused=True)
     pairs = zip(gradients, parameters, strict=True)
@@ -90,14 +83,8 @@ def largest_eigenvalue(
 def layer_sharpness(
     model: PreTrainedModel, batch: Batch, config: TrainConfig, iterations: int
 ) -> float:
-    """Return the sharpness of the first converted layer's loss per valid token; the layer is fed
-    the base's state and aims at its output.
-
-    Args:
-        model: with adapters attached.
-        batch: on the model's device.
-        config: the loss.
-        iterations: products with the Hessian.
+    """Return the sharpness of the first converted layer's loss per valid token after so many
+    products with the Hessian; the layer is fed the base's state and aims at its output.
     """
     index, layer = npt_layers(model)[0]
     with torch.no_grad(), adapters_disabled(model):
@@ -116,8 +103,8 @@ def layer_sharpness(
 
 
 def _loss(layer: NPTLayer, h: Tensor, a: Tensor, t: Tensor, config: TrainConfig) -> Tensor:
-    """Return the layer's summed loss, of plain operations that can be differentiated twice; the
-    training's own products cannot all be.
+    """Return the layer's summed loss of operations that can be differentiated twice, unlike some of
+    the training's own products.
     """
     adapter, mlp = layer.npt, layer.mlp
     own = adapter.config

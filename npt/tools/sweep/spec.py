@@ -1,21 +1,18 @@
-"""A study's specification: one YAML file becomes a list of trials, the same one in every process
-that reads it.
+"""A study's specification: one YAML file becomes a list of trials, the same in every process.
 
     name: study                      default: the file's name
-    settings: {model_name: tiny, use_quantization: true, max_steps: 40}       of every trial, by
-        flag name
+    settings: {model_name: tiny, use_quantization: true, max_steps: 40}    of every trial, by flag
     seeds: [0, 1]                    each trial once with each
     parts:
       map:
         note: what this part is for
         settings: {layers: all}      of every trial of this part
-        arms: {plain: {}, safe: {safe_mode: true}}                            bundles of settings
-            with a name
-        grid: {learning_rate: [1.0e-3, 1.0e-2], adapter_rank: [4, 16]}        every combination
+        arms: {plain: {}, safe: {safe_mode: true}}                         named bundles of settings
+        grid: {learning_rate: [1.0e-3, 1.0e-2], adapter_rank: [4, 16]}     every combination
         random: {count: 8, seed: 0, over: {learning_rate: {low: 1.0e-4, high: 1.0, log: true}, loss:
             [nmse, mse]}}
-        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   a trial seeks the
-            largest value that trains
+        bisect: {setting: learning_rate, low: 1.0e-4, high: 1.0, rounds: 5}   seeks the largest
+            value that trains
 
 A part's trials are all arms with all points of the grid, all draws and all seeds. Equal settings in
 two places are one trial, run once.
@@ -41,17 +38,15 @@ from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings
 _TOP = ("name", "wandb", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
 _EXTRA = {"safe_mode": bool}
-NAME = 200
-"""Letters of a study's name, which files and databases have to hold."""
 
-TRIALS = 100_000
-"""Trials that a study may have: more are a slip of the pen in a grid."""
+NAME = 200  # letters of a study's name, which is also a folder's
+TRIALS = 100_000  # trials of a study: more are a slip of the pen in a grid
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """A search for the largest value of a setting that trains: between `low` and `high`, halving
-    the bracket by its logarithm `rounds` times.
+    """A search for the largest value of a setting that trains: `rounds` times the bracket from
+    `low` to `high` is halved by its logarithm.
     """
 
     setting: str
@@ -71,10 +66,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study, or with `bisect` a few that seek a limit.
-
-    given: its settings as they were written, by flag name. key: its name to every worker; equal
-    settings have equal keys.
+    """One run of a study, or with `bisect` a few that seek a limit. given: its settings as written,
+    by flag name. key: its name to every worker; equal settings have equal keys.
     """
 
     key: str
@@ -84,28 +77,22 @@ class Trial:
     places: tuple[Place, ...] = ()
 
     def at(self, value: float) -> Settings:
-        """Return its settings with another value of the setting that it seeks the limit of."""
+        """Return its settings with another value of the setting whose limit it seeks."""
         assert self.bisect is not None
         return Settings.of({**self.given, self.bisect.setting: value}, self.settings.training.seed)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One question of a study."""
-
-    name: str
-    note: str
-
-
-@dataclass(frozen=True)
 class Design:
-    """All trials of a study, in the order of the specification. varied: settings that differ."""
+    """All trials of a study, in the order of the specification. parts: names, with the notes.
+    varied: settings that differ.
+    """
 
     name: str
     wandb: bool
-    parts: tuple[Part, ...]
+    parts: Mapping[str, str]
     trials: tuple[Trial, ...]
-    varied: tuple[str, ...] = field(default=())
+    varied: tuple[str, ...]
 
     @property
     def by_key(self) -> dict[str, Trial]:
@@ -113,28 +100,18 @@ class Design:
 
 
 def read_design(path: str) -> Design:
-    """Return the design that a file describes, every trial's settings checked.
-
-    Raises:
-        ConfigError: the file cannot be read, has an unknown name in it, or a trial's settings
-            cannot work; the trial is named.
-    """
+    """Return the design of a file; raise ConfigError as `design_of`."""
     return design_of(yaml_content(path, path), path)
 
 
 def design_of(content: Any, where: str) -> Design:
-    """Return the design of a specification's content.
-
-    Args:
-        content: as YAML gives it.
-        where: its file, for messages; its stem is the default name.
-
-    Raises:
-        ConfigError: as `read_design`.
+    """Return the design of a specification's content, every trial's settings checked. where: its
+    file, for messages; its stem is the default name. Raise ConfigError for an unknown name, or
+    settings of a trial that cannot work; the trial is named.
     """
     top = _mapping(where, content, _TOP)
-    parts = _mapping(f"{where}: parts", top.get("parts"), None)
-    if not parts:
+    written = _mapping(f"{where}: parts", top.get("parts"))
+    if not written:
         raise ConfigError(
             f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
             " {learning_rate: [1.0e-4, 1.0e-3]}}}"
@@ -145,37 +122,42 @@ def design_of(content: Any, where: str) -> Design:
         raise ConfigError(f"{where}: wandb is {wandb!r}; write true or false")
     shared = _settings(f"{where}: settings", top.get("settings"))
     seeds = _seeds(where, top.get("seeds", [0]))
+    parts: dict[str, str] = {}
     trials: dict[str, Trial] = {}
-    found = []
-    for part, written in parts.items():
-        _check_name(f"{where}: part {part}", str(part))
-        own = list(_part(f"{where}: part {part}", str(part), written, shared, seeds))
-        for trial in own:
-            places = trials[trial.key].places if trial.key in trials else ()
+    for part, content in written.items():
+        at = f"{where}: part {part}"
+        _check_name(at, str(part))
+        own = _mapping(at, content, _PART)
+        parts[str(part)] = str(own.get("note", ""))
+        for trial in _trials_of(at, str(part), own, shared, seeds):
             first = trials.get(trial.key, trial)
-            trials[trial.key] = replace(first, places=tuple(dict.fromkeys(places + trial.places)))
-        note = written.get("note", "") if isinstance(written, Mapping) else ""
-        found.append(Part(str(part), str(note)))
-    return Design(name, wandb, tuple(found), tuple(trials.values()), _varied(list(trials.values())))
+            places = tuple(dict.fromkeys(first.places + trial.places))
+            trials[trial.key] = replace(first, places=places)
+    values = [trial.settings.values() for trial in trials.values()]
+    varied = tuple(n for n in values[0] if len({repr(each[n]) for each in values}) > 1)
+    return Design(
+        name, wandb, parts, tuple(trials.values()), tuple(n for n in varied if n != "seed")
+    )
 
 
-def _part(
-    where: str, name: str, written: Any, shared: Mapping[str, Any], seeds: list[int]
+def _trials_of(
+    where: str, part: str, own: Mapping[str, Any], shared: Mapping[str, Any], seeds: list[int]
 ) -> Iterator[Trial]:
-    own = _mapping(where, written, _PART)
     settings = {**shared, **_settings(f"{where}: settings", own.get("settings"))}
     seeds = _seeds(where, own["seeds"]) if "seeds" in own else seeds
     arms: dict[str, dict[str, Any]] = {}
-    for arm, bundle in _mapping(f"{where}: arms", own.get("arms"), None).items():
+    for arm, bundle in _mapping(f"{where}: arms", own.get("arms")).items():
         arms[str(arm)] = _settings(f"{where}, arm {arm}", bundle)
         _check_name(f"{where}, arm {arm}", str(arm))
     arms = arms or {"": {}}
     grid = {
         str(setting): _values(f"{where}: grid", str(setting), values)
-        for setting, values in _mapping(f"{where}: grid", own.get("grid"), None).items()
+        for setting, values in _mapping(f"{where}: grid", own.get("grid")).items()
     }
-    draws = _draws(where, own.get("random")) or [{}]
-    bisect = _bisection(where, own.get("bisect"))
+    draws = _draws(f"{where}: random", own["random"]) if own.get("random") is not None else [{}]
+    bisect = (
+        _bisection(f"{where}: bisect", own["bisect"]) if own.get("bisect") is not None else None
+    )
     count = len(arms) * math.prod(map(len, grid.values())) * len(draws) * len(seeds)
     if count > TRIALS:
         raise ConfigError(
@@ -183,14 +165,13 @@ def _part(
         )
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for (arm, bundle), point, draw, seed in itertools.product(arms.items(), points, draws, seeds):
-        place = Place(name, arm, {**point, **draw})
+        place = Place(part, arm, {**point, **draw})
         try:
-            yield _trial({**settings, **bundle, **point, **draw}, seed, bisect, place)
+            yield _trial({**settings, **bundle, **place.point}, seed, bisect, place)
         except ConfigError as error:
             varied = ", ".join(f"{k} {v}" for k, v in {**place.point, "seed": seed}.items())
-            raise ConfigError(
-                f"{where}{f', arm {arm}' if arm else ''}, {varied}: {error}"
-            ) from error
+            at = f"{where}, arm {arm}" if arm else where
+            raise ConfigError(f"{at}, {varied}: {error}") from error
 
 
 def _trial(given: dict[str, Any], seed: int, bisect: Bisection | None, place: Place) -> Trial:
@@ -204,15 +185,13 @@ def _trial(given: dict[str, Any], seed: int, bisect: Bisection | None, place: Pl
 
 
 def _fingerprint(value: Any) -> str:
-    """Return 16 hexadecimal digits that equal values share, in every process and on every
-    machine.
-    """
+    """Return 16 hexadecimal digits that equal values share, in every process and machine."""
     text = json.dumps(value, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _study_name(where: str, value: Any) -> str:
-    """Return the study's name; its folder has it, too."""
+    """Return the study's name, which is also its folder's."""
     name = Path(where).stem if value is None else str(value)
     odd = isinstance(value, list | dict) or "/" in name or "\\" in name or name in (".", "..")
     if odd or not name.strip() or not name.isprintable():
@@ -233,37 +212,31 @@ def _check_name(where: str, name: str) -> None:
         )
 
 
-def _mapping(where: str, value: Any, known: tuple[str, ...] | None) -> dict[Any, Any]:
+def _mapping(where: str, value: Any, known: tuple[str, ...] = ()) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
-    odd = [name for name in value if known is not None and name not in known]
+    odd = [name for name in value if name not in known] if known else []
     if odd:
-        raise ConfigError(
-            f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known or ())}"
-        )
+        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known)}")
     return value
 
 
 def _settings(where: str, value: Any) -> dict[str, Any]:
-    given = checked_settings(where, _mapping(where, value, None), CLASSES, _EXTRA)
+    """Return settings by flag name, each one that a study takes and of its type."""
+    given = checked_settings(where, _mapping(where, value), CLASSES, _EXTRA)
     for name in given:
-        _check_taken(where, name)
+        if name in LEFT_OUT:
+            raise ConfigError(f"{where}: {name} is no setting of a study: {LEFT_OUT[name]}")
     return given
-
-
-def _check_taken(where: str, name: str) -> None:
-    if name in LEFT_OUT:
-        raise ConfigError(f"{where}: {name} is no setting of a study: {LEFT_OUT[name]}")
 
 
 def _values(where: str, name: str, value: Any) -> list[Any]:
     """Return a list of values of one setting, none twice."""
-    _check_taken(where, name)
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
-    found = [checked_settings(where, {name: entry}, CLASSES, _EXTRA)[name] for entry in value]
+    found = [_settings(where, {name: entry})[name] for entry in value]
     if len({repr(entry) for entry in found}) < len(found):
         raise ConfigError(f"{where}: {name} has a value twice; drop one")
     return found
@@ -271,12 +244,9 @@ def _values(where: str, name: str, value: Any) -> list[Any]:
 
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     """Return the random points; the same ones for the same seed."""
-    if value is None:
-        return []
-    where = f"{where}: random"
     written = _mapping(where, value, ("count", "seed", "over"))
     count, seed = written.get("count"), written.get("seed", 0)
-    over = _mapping(f"{where}: over", written.get("over"), None)
+    over = _mapping(f"{where}: over", written.get("over"))
     if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
         raise ConfigError(
             f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
@@ -287,24 +257,28 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _draw(where: str, name: str, value: Any) -> Callable[[random.Random], Any]:
-    """Return what draws a setting: from a list, or from a range, perhaps by its logarithm."""
+    """Return a function that draws a setting from a list, or from a range, perhaps by its
+    logarithm.
+    """
     if isinstance(value, list):
         values = _values(where, name, value)
         return lambda source: values[source.randrange(len(values))]
-    ends = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
-    low, high = _ends(where, name, ends)
-    log = ends.get("log", False)
+    written = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
+    low, high = _ends(where, name, written)
+    log = written.get("log", False)
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
     if not numbers or not low < high or (log and low <= 0) or not isinstance(log, bool):
         raise ConfigError(
             f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true"
             " for a range above 0"
         )
+    whole = isinstance(low, int) and isinstance(high, int)
 
     def draw(source: random.Random) -> float:
-        ends = (math.log(low), math.log(high)) if log else (low, high)
-        drawn = math.exp(source.uniform(*ends)) if log else source.uniform(*ends)
-        whole = isinstance(low, int) and isinstance(high, int)
+        if log:
+            drawn = math.exp(source.uniform(math.log(low), math.log(high)))
+        else:
+            drawn = source.uniform(low, high)
         return round(drawn) if whole else float(f"{drawn:.6g}")
 
     return draw
@@ -312,26 +286,20 @@ def _draw(where: str, name: str, value: Any) -> Callable[[random.Random], Any]:
 
 def _ends(where: str, name: str, written: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the low and the high end of a range of a setting, each of its type."""
-    _check_taken(where, name)
-    low, high = (
-        checked_settings(where, {name: written.get(end)}, CLASSES)[name] for end in ("low", "high")
-    )
+    low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
     return low, high
 
 
 def _seeds(where: str, value: Any) -> list[int]:
-    known = isinstance(value, list) and value
-    if not known or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in value):
+    seeds = value if isinstance(value, list) else []
+    if not seeds or not all(type(seed) is int and 0 <= seed <= SEED_MAX for seed in seeds):
         raise ConfigError(
             f"{where}: seeds is {value!r}; write a list of whole numbers like [0, 1, 2]"
         )
-    return list(dict.fromkeys(value))
+    return list(dict.fromkeys(seeds))
 
 
-def _bisection(where: str, value: Any) -> Bisection | None:
-    if value is None:
-        return None
-    where = f"{where}: bisect"
+def _bisection(where: str, value: Any) -> Bisection:
     written = _mapping(where, value, ("setting", "low", "high", "rounds"))
     name = written.get("setting", "learning_rate")
     if not isinstance(name, str):
@@ -345,13 +313,3 @@ def _bisection(where: str, value: Any) -> Bisection | None:
             " to 20 rounds"
         )
     return Bisection(name, low, high, rounds)
-
-
-def _varied(trials: list[Trial]) -> tuple[str, ...]:
-    """Return the settings in which trials differ, the seed left out."""
-    values = [trial.settings.values() for trial in trials]
-    return tuple(
-        name
-        for name in (values[0] if values else {})
-        if name != "seed" and len({repr(found[name]) for found in values}) > 1
-    )

@@ -1,13 +1,12 @@
 """A study's storage, by Optuna: an SQLite file, or a server's database for workers on many
 machines.
 
-Each attempt at a trial is a trial of Optuna's, so that its tools can look at them; `key` says of
-which trial of the design. What a trial has come to is read off its attempts, so that no killed
-process can leave it half said. Optuna gives a waiting attempt to one worker alone. It sends
-Optuna's heartbeats; attempts whose last one is older than `grace` seconds by the database's clock
-have failed, and their trial waits again. Optuna's own callback for that (RetryFailedTrialCallback,
-later RetryHeartbeatStaleTrialCallback) is not used: a process killed between the failure and the
-next attempt would lose the trial, and errors are counted apart from silences here.
+Each attempt at a trial is a trial of Optuna's; `key` says which trial of the design it is. A
+trial's state is read off its attempts, so that no killed process can leave it half written. Optuna
+gives a waiting attempt to one worker alone. Workers send Optuna's heartbeats; an attempt whose last
+one is older than `grace` seconds by the database's clock has failed, and its trial waits again.
+Optuna's own callback for that is not used: a process killed between the failure and the next
+attempt would lose the trial, and errors are counted apart from silences here.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from npt.errors import ConfigError, first_line
 from npt.extras import install_command
@@ -35,19 +33,13 @@ from npt.tools.sweep.spec import Trial
 
 BEAT_SECONDS = 5
 GRACE_SECONDS = 45
-"""A trial whose worker has not been heard of for so long is run again: many beats, since a busy
-database may delay some.
-"""
+"""Silence after which a trial is run again: many beats, since a busy database may delay some."""
 
-ATTEMPTS = 3
-"""Errors that a trial may end in, or workers that may fall silent over it, before it is left alone.
-"""
+ATTEMPTS = 3  # errors of a trial, or workers that fall silent over it, after which it is left alone
 
 TRIES = 5
 TRY_SECONDS = 1.0
-"""A database that is out of reach is asked so many times, with a pause that begins with this and
-doubles.
-"""
+"""A database that cannot be reached is asked so often, with pauses that double from this one."""
 
 _SILENT = "its worker {} was not heard of for {:.0f} s"
 _LOCK_SECONDS = 60.0
@@ -56,17 +48,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A trial that this worker has taken. id: Optuna's, of this attempt."""
 
     key: str
     id: int
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a study is. lost: given up after ATTEMPTS."""
+class Progress(NamedTuple):
+    """Trials of a study by their state. lost: those that are left alone after ATTEMPTS."""
 
     finished: int
     running: int
@@ -79,21 +69,21 @@ class Progress:
 
 
 class _Attempts:
-    """What one trial of the design has come to. trials: Optuna's, in the order of their numbers."""
+    """The state of one trial of the design. trials: Optuna's, in the order of their numbers."""
 
     def __init__(self, trials: list[Any]):
-        self.done: Any = next((trial for trial in trials if trial.state.name == "COMPLETE"), None)
-        # of two that were added at once everybody takes the first
-        open_ = [trial for trial in trials if trial.state.name in ("WAITING", "RUNNING")]
-        self.current: Any = next(iter(open_), None)
+        def of(*states: str) -> list[Any]:
+            return [trial for trial in trials if trial.state.name in states]
+
+        self.done: Any = next(iter(of("COMPLETE")), None)
+        # of two that were added at once every worker takes the first
+        self.current: Any = next(iter(of("WAITING", "RUNNING")), None)
         self.last = trials[-1]
-        failed = [trial for trial in trials if trial.state.name == "FAIL"]
-        silent = [trial for trial in failed if _fell_silent(trial)]
+        silent = [trial for trial in of("FAIL") if _fell_silent(trial)]
         anew = max((trial.number for trial in trials if trial.user_attrs.get("again")), default=0)
         self.silences = sum(trial.number >= anew for trial in silent)
-        self.errors = [
-            trial for trial in failed if trial.user_attrs.get("error") and trial not in silent
-        ]
+        said = [trial.user_attrs.get("error") for trial in of("FAIL") if trial not in silent]
+        self.errors = [error for error in said if error]
 
     @property
     def state(self) -> str:
@@ -138,16 +128,10 @@ def _reason(error: BaseException) -> str:
 
 
 class Storage:
-    """One study in a database, as one worker sees it.
-
-    Args:
-        url: SQLAlchemy's address of the database: sqlite:///study.db, postgresql://..., mysql://...
-        name: of the study; workers that name the same one share it.
-        grace: seconds without a heartbeat after which a trial is run again.
-        beat: seconds between heartbeats.
-
-    Raises:
-        ConfigError: Optuna is not installed, or the database cannot be opened.
+    """One study in a database, as one worker sees it; workers that name the same study share it.
+    url: SQLAlchemy's address, as sqlite:///study.db. grace: seconds without a heartbeat after which
+    a trial is run again. beat: seconds between heartbeats. Raise ConfigError if Optuna is not
+    installed or the database cannot be opened.
     """
 
     def __init__(
@@ -184,24 +168,21 @@ class Storage:
                 "--storage names an SQLite database in memory, which no other worker can join; name"
                 " a file"
             )
+        failures = (OSError, ImportError, TypeError, ValueError, sqlalchemy.exc.SQLAlchemyError)
         try:
             if local:
                 Path(str(place.database)).parent.mkdir(parents=True, exist_ok=True)
-            self._open(url, name, local)
-        except (
-            OSError,
-            ImportError,
-            TypeError,
-            ValueError,
-            sqlalchemy.exc.SQLAlchemyError,
-            *self._passing,
-        ) as error:
+            self._storage = self._opened(url, local)
+            self._study = optuna.create_study(
+                storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
+            )
+        except (*failures, *self._passing) as error:
             raise ConfigError(
                 f"the study's database {self._shown} cannot be opened: {_reason(error)}; check"
                 " --study and --storage"
             ) from error
 
-    def _open(self, url: str, name: str, local: bool) -> None:
+    def _opened(self, url: str, local: bool) -> Any:
         import sqlalchemy
 
         options: dict[str, Any] = {"pool_pre_ping": True}
@@ -210,7 +191,7 @@ class Storage:
         for number in range(TRIES):
             try:
                 with self._quietly():
-                    self._storage = self._optuna.storages.RDBStorage(
+                    found = self._optuna.storages.RDBStorage(
                         url, options, heartbeat_interval=self._beat, grace_period=self._grace
                     )
                 break
@@ -222,23 +203,15 @@ class Storage:
                 time.sleep(0.1)
         if local:  # Optuna reads a state and then changes it, which only a server locks a row for
             sqlalchemy.event.listen(
-                self._storage.engine, "begin", lambda c: c.exec_driver_sql("begin immediate")
+                found.engine, "begin", lambda c: c.exec_driver_sql("begin immediate")
             )
-        self._study = self._optuna.create_study(
-            storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
-        )
+        return found
 
     @_patiently
     def enqueue(self, trials: Iterable[Trial], again: bool = False) -> int:
-        """Let these trials wait, but for those that the study has already.
-
-        Args:
-            trials: of the design.
-            again: also those that were left alone because workers fell silent over them, which may
-                have been killed for any reason.
-
-        Returns:
-            How many wait that did not.
+        """Let these trials wait, but for those that the study has already, and count them. again:
+        also those that were left alone because workers fell silent over them, which may have been
+        killed for any reason.
         """
         attempts, count = self._attempts(), 0
         for trial in trials:
@@ -251,11 +224,8 @@ class Storage:
 
     @_patiently
     def claim(self, trials: Mapping[str, Trial], prefer: Iterable[str] = ()) -> Claim | None:
-        """Take a waiting trial; None if none waits. Trials whose workers are gone wait again first.
-
-        Args:
-            trials: that this worker knows how to run, by key.
-            prefer: keys to take before others, in this order.
+        """Take a waiting trial of these; None if none waits. Trials whose workers are gone wait
+        again first. prefer: keys to take before others.
         """
         with self._quietly():
             self._optuna.storages.fail_stale_trials(self._study)
@@ -265,20 +235,16 @@ class Storage:
             if own.state == "running" and own.current.user_attrs.get("sign"):
                 self._storage.record_heartbeat(own.current._trial_id)
                 self._storage.set_trial_user_attr(own.current._trial_id, "sign", None)
-        gone = [
-            key
-            for key, own in attempts.items()
-            if key in trials and own.state == "waiting" and own.current is None
-        ]
-        for key in gone:
+        gone = [k for k, own in attempts.items() if own.state == "waiting" and own.current is None]
+        for key in (key for key in gone if key in trials):
             self._wait(trials[key])
         attempts = self._attempts() if gone else attempts
         for key in (*prefer, *trials):
             found = attempts.get(key)
-            if found is None or found.state != "waiting":
-                continue
-            if self._take(found.current._trial_id):
-                return Claim(key, found.current._trial_id)
+            if found is not None and found.state == "waiting":
+                id_ = found.current._trial_id
+                if self._take(id_):
+                    return Claim(key, id_)
         return None
 
     def _take(self, id_: int) -> bool:
@@ -314,12 +280,8 @@ class Storage:
 
     @_patiently
     def finish(self, claim: Claim, row: Mapping[str, Any], value: float) -> bool:
-        """Record the outcome; False if the trial was given to another worker meanwhile, whose
-        result counts.
-
-        Args:
-            row: figures by name.
-            value: for Optuna's own tools; NaN if there is none.
+        """Record the outcome: figures by name, and a value for Optuna's own tools, NaN if there is
+        none. Return False if another worker has the trial by now, whose result counts.
         """
         with contextlib.suppress(self._over):
             self._storage.set_trial_user_attr(claim.id, "row", finite_or_null(dict(row)))
@@ -329,11 +291,7 @@ class Storage:
 
     @_patiently
     def give_back(self, claim: Claim, error: str | None = None) -> None:
-        """Let a trial that did not come to an end wait again.
-
-        Args:
-            error: the fault, if there was one; after ATTEMPTS of them the trial is left alone.
-        """
+        """Let an unfinished trial wait again; after ATTEMPTS errors it is left alone."""
         with contextlib.suppress(self._over):
             self._storage.set_trial_user_attr(claim.id, "error", error or "")
             self._storage.set_trial_state_values(claim.id, self._states.FAIL)
@@ -355,8 +313,7 @@ class Storage:
                 found[key] = {**_times(own.done), **row}
             elif own.state == "lost":
                 reason = _SILENT.format(own.last.user_attrs.get("worker"), self._grace)
-                if len(own.errors) >= ATTEMPTS:
-                    reason = own.errors[-1].user_attrs["error"]
+                reason = own.errors[-1] if len(own.errors) >= ATTEMPTS else reason
                 found[key] = {**_times(own.last), "outcome": "failed", "reason": reason}
         return found
 
@@ -373,7 +330,7 @@ class Storage:
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Suppress what Optuna says of heartbeats being experimental."""
+        """Suppress Optuna's warning that heartbeats are experimental."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             yield

@@ -22,13 +22,12 @@ from npt.extras import installed
 from npt.files import PARTIAL, write_bytes, write_json
 from npt.stored import read_json
 from npt.tools.sweep.spec import Design, read_design
-from npt.tools.sweep.storage import Progress, Storage
+from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.table import PARQUET, read_table, rows_of, write_table
 
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
-TABLE_SECONDS = 20.0
-"""Between two tables of a study that is under way."""
+TABLE_SECONDS = 20.0  # between two tables of a study that is under way
 
 
 def is_study(folder: Path) -> bool:
@@ -42,10 +41,8 @@ def storage_url(folder: Path, storage: str | None) -> str:
 
 
 def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) -> None:
-    """Refuse a folder that this study cannot be in, and change nothing.
-
-    Raises:
-        ConfigError: it is another study's, something else's, or cannot be read.
+    """Refuse a folder of another study or of something else with a ConfigError, and change
+    nothing.
     """
     try:
         if not is_study(folder):
@@ -79,10 +76,8 @@ def _own(item: Path, spec: Path, storage: str | None) -> bool:
 def open_folder(
     folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]
 ) -> None:
-    """Make the folder, or continue in it; `check_folder` has found it fit.
-
-    Raises:
-        ConfigError: it cannot be written.
+    """Make the folder, or continue in it after `check_folder`; raise ConfigError if it cannot be
+    written.
     """
     if storage is not None:
         import sqlalchemy
@@ -91,7 +86,7 @@ def open_folder(
     record = {"name": design.name, "trials": len(design.trials), "storage": storage}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # first: from here on the folder is known for a study's, whenever this is killed
+        # first: from now on the folder is known for a study's, whenever this is killed
         write_json(folder / STUDY, record | {"versions": versions})
         write_bytes(folder / SPEC, spec.read_bytes())
     except OSError as error:
@@ -101,41 +96,32 @@ def open_folder(
 
 
 def refresh(folder: Path) -> None:
-    """Write the table anew from a storage that lies in the folder: a study that was killed is
-    reported as far as it came. If it lies elsewhere, or Optuna is not installed, the table stays as
-    it was last written."""
+    """Write the table of a study that may have been killed anew from the storage in its folder; the
+    table stays as it is if the storage is elsewhere or Optuna is not installed.
+    """
     if not ((folder / DATABASE).is_file() and (folder / SPEC).is_file() and installed("optuna")):
         return
     design = design_in(folder)
     rows = rows_of(design, Storage(storage_url(folder, None), design.name).rows())
+
+    def ended(rows: Sequence[dict[str, Any]]) -> int:
+        return sum(row["outcome"] is not None for row in rows)
+
     # a later version may know the trials by other keys
-    if not (folder / PARQUET).is_file() or _ended(rows) >= _ended(read_table(folder)):
+    if not (folder / PARQUET).is_file() or ended(rows) >= ended(read_table(folder)):
         write_table(folder, rows)
 
 
-def _ended(rows: Sequence[dict[str, Any]]) -> int:
-    return sum(row["outcome"] is not None for row in rows)
-
-
 def design_in(folder: Path) -> Design:
-    """Return the design of a study's folder; its name is the one on record, in case the
-    specification gives none.
-    """
+    """Return the design of a study's folder, with the name on record: the file may give none."""
     name = read_json(folder / STUDY, ConfigError).get("name")
     return replace(read_design(str(folder / SPEC)), name=str(name))
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, each: Callable[[], None]) -> int:
-    """Run worker processes of a study on this machine until all have ended.
-
-    Args:
-        command: of a worker process.
-        count: of workers.
-        threads: that each computes on.
-        each: called about once a second.
-
-    Returns:
-        0, or the status of a worker that failed if none did its work to the end.
+    """Run so many worker processes of a study on this machine, each on so many threads, until all
+    have ended; `each` is called about once a second. Return 0, or the status of a worker that
+    failed if none did its work to the end.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     # In groups of their own: an interrupt from the terminal reaches this process alone, which then
@@ -159,16 +145,12 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
 
 
 class Display:
-    """How far a study is, and how long it will take at the pace so far. seconds: between lines."""
+    """Lines on how far a study is, at most one in so many seconds, and its table."""
 
     def __init__(
-        self,
-        storage: Storage,
-        design: Design,
-        folder: Path,
-        say: Callable[[str], None],
+        self, storage: Storage, design: Design, folder: Path, say: Callable[[str], None],
         seconds: float = 15.0,
-    ):
+    ):  # fmt: skip
         self._storage, self._design, self._folder = storage, design, folder
         self._say, self._every = say, seconds
         self._started = self._tabled = time.monotonic()
@@ -177,16 +159,21 @@ class Display:
         self._last = -1
 
     def update(self) -> None:
-        """Say how far it is, if something is new and the last line is a while ago; write the table
-        likewise.
-        """
+        """Say how far the study is and write the table, if the last ones are a while ago."""
         now = time.monotonic()
         if now - self._said >= self._every:
             self._said = now
             progress = self._storage.progress(self._design.by_key)
             if progress.finished != self._last:
                 self._last = progress.finished
-                self._say(self._line(progress, now))
+                self._first = progress.finished if self._first is None else self._first
+                line = f"{progress.finished} of {len(self._design.trials)} trials"
+                line += f", {progress.running} under way"
+                done = progress.finished - self._first
+                if done and progress.open:  # at the pace so far
+                    left = int((now - self._started) / done * progress.open)
+                    line += f", {left // 60}:{left % 60:02d} left"
+                self._say(line)
         if now - self._tabled >= TABLE_SECONDS:
             self._tabled = now
             self.table()
@@ -196,13 +183,3 @@ class Display:
         rows = rows_of(self._design, self._storage.rows())
         write_table(self._folder, rows)
         return rows
-
-    def _line(self, progress: Progress, now: float) -> str:
-        if self._first is None:
-            self._first = progress.finished
-        done, count = progress.finished - self._first, len(self._design.trials)
-        line = f"{progress.finished} of {count} trials, {progress.running} under way"
-        if not done or not progress.open:
-            return line
-        left = int((now - self._started) / done * progress.open)
-        return f"{line}, {left // 60}:{left % 60:02d} left"

@@ -1,6 +1,4 @@
-"""A study's table: a row for each trial of its design, in the design's order, as Parquet and
-CSV.
-"""
+"""A study's table as Parquet and CSV: a row for each trial, in the design's order."""
 
 from __future__ import annotations
 
@@ -42,18 +40,18 @@ Row = dict[str, Any]
 
 def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
     """Return the rows of a design, finished or not. found: the outcomes, by key."""
-    names = list(dict.fromkeys([*SETTINGS, *design.varied]))
     rows = []
     for trial in design.trials:
-        values = trial.settings.values()
+        values, came = trial.settings.values(), found.get(trial.key, {})
+        # a part and an arm for each place of the trial
         row: Row = {
             "key": trial.key,
-            # a part and an arm for each place of the trial
             "parts": ";".join(place.part for place in trial.places),
             "arms": ";".join(place.arm for place in trial.places),
         }
-        row |= {name: _cell(values[name]) for name in names}
-        came = found.get(trial.key, {})
+        for name in dict.fromkeys([*SETTINGS, *design.varied]):
+            value = values[name]
+            row[name] = ",".join(map(str, value)) if isinstance(value, list) else value
         row |= {name: came.get(name) for name in MEASURES}
         if trial.bisect is not None:
             row[trial.bisect.setting] = row["limit_low"]
@@ -62,9 +60,7 @@ def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
 
 
 def write_table(folder: Path, rows: list[Row]) -> None:
-    """Write `trials.parquet` and `trials.csv`, each replaced atomically. The same rows give the
-    same bytes of CSV.
-    """
+    """Write `trials.parquet` and `trials.csv`, each atomically; equal rows give equal CSV."""
     import pandas
 
     frame = pandas.DataFrame(rows)
@@ -76,10 +72,8 @@ def write_table(folder: Path, rows: list[Row]) -> None:
 
 
 def read_table(folder: Path) -> list[Row]:
-    """Return the rows that `write_table` wrote; missing values are None.
-
-    Raises:
-        ConfigError: there is no table, or it cannot be read.
+    """Return the rows that `write_table` wrote, None for missing values; raise ConfigError if there
+    is no table that can be read.
     """
     import pandas
 
@@ -96,16 +90,10 @@ def read_table(folder: Path) -> list[Row]:
     ]
 
 
-def _cell(value: Any) -> Any:
-    return ",".join(map(str, value)) if isinstance(value, list) else value
-
-
 def _plain(value: Any) -> Any:
     """Return a cell as JSON would have it."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
-    return None if type(value).__name__ in ("NAType", "NaTType") else value
+    missing = isinstance(value, float) and math.isnan(value)
+    return None if missing or type(value).__name__ in ("NAType", "NaTType") else value

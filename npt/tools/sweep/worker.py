@@ -1,4 +1,4 @@
-"""A worker: takes one trial after the other until none is left. It talks to others through the
+"""A worker takes one trial after the other until none is left. It talks to others through the
 storage alone.
 """
 
@@ -24,30 +24,16 @@ from npt.tools.sweep.storage import Claim, Progress, Storage
 WAIT_SECONDS = 2.0
 """Between two claims while other workers have the last trials: one of them may be killed."""
 
-Say = Callable[[str], None]
-
 
 class Worker:
-    """One process's part in a study.
-
-    Args:
-        design: the study's.
-        storage: that it shares with others.
-        folder: for trackers' files.
-        lab: bases and data.
-        say: told of every trial that has ended.
-        parent: the process that this one ends with, if it has one.
+    """One process's part in a study. folder: for trackers' files. say: told of every trial that has
+    ended. parent: the process that this one ends with, if it has one.
     """
 
     def __init__(
-        self,
-        design: Design,
-        storage: Storage,
-        folder: Path,
-        lab: Lab,
-        say: Say,
+        self, design: Design, storage: Storage, folder: Path, lab: Lab, say: Callable[[str], None],
         parent: int | None = None,
-    ):
+    ):  # fmt: skip
         self.design, self.storage, self.folder, self.lab = design, storage, folder, lab
         self._say, self._parent = say, parent
         self._trials = design.by_key
@@ -55,15 +41,15 @@ class Worker:
         self.done = 0
 
     def work(self) -> Progress:
-        """Run trials until all have ended, here or elsewhere.
-
-        Raises:
-            StoppedError: a signal came, or the parent is gone; the trial in flight waits again.
+        """Run trials until all have ended, here or elsewhere. A signal or the parent's end raises
+        StoppedError; the trial in flight waits again.
         """
         with self._stop:
             while True:
                 self._check()
-                claim = self.storage.claim(self._trials, self._preferred())
+                # trials on bases that are loaded come first
+                loaded = [k for k, trial in self._trials.items() if self.lab.loaded(trial.settings)]
+                claim = self.storage.claim(self._trials, loaded)
                 if claim is not None:
                     self._run(claim, self._trials[claim.key])
                     continue
@@ -71,10 +57,6 @@ class Worker:
                 if not progress.open:
                     return progress
                 time.sleep(WAIT_SECONDS)
-
-    def _preferred(self) -> list[str]:
-        """Return the trials on bases that are loaded; others would have another one loaded."""
-        return [key for key, trial in self._trials.items() if self.lab.loaded(trial.settings)]
 
     def _run(self, claim: Claim, trial: Trial) -> None:
         trackers = None
@@ -93,17 +75,13 @@ class Worker:
                 trackers.close()
 
     def _try(self, claim: Claim, trial: Trial, trackers: Trackers) -> None:
+        def watch(step: int, loss: float | None, norm: float | None) -> None:
+            trackers.log({"loss": loss, "grad_norm": norm}, step)
+
         try:
-            row = run_trial(
-                self.lab,
-                trial,
-                self._check,
-                lambda step, loss, norm: trackers.log({"loss": loss, "grad_norm": norm}, step),
-            )
-            trackers.log(
-                {name: value for name, value in row.items() if not isinstance(value, str)},
-                row["steps"] + 1,
-            )
+            row = run_trial(self.lab, trial, self._check, watch)
+            numbers = {name: value for name, value in row.items() if not isinstance(value, str)}
+            trackers.log(numbers, row["steps"] + 1)
         # its settings', its data's or the machine's: other trials may do
         except (NPTError, RuntimeError) as error:
             self.storage.give_back(claim, _said(error))
@@ -115,22 +93,18 @@ class Worker:
             self._say(f"{label(trial)}: {told(row)}")
 
     def _trackers(self, trial: Trial) -> Trackers:
-        name = f"{self.design.name}-{trial.key}"
-        config, where = (
-            TrainConfig(use_wandb=self.design.wandb, run_name=name),
-            self.folder / "wandb",
+        config = TrainConfig(
+            use_wandb=self.design.wandb, run_name=f"{self.design.name}-{trial.key}"
         )
+        folder = self.folder / "wandb"
         if self.design.wandb:
-            where.mkdir(parents=True, exist_ok=True)
-        trackers = Trackers(config, where, group=self.design.name)
+            folder.mkdir(parents=True, exist_ok=True)
+        trackers = Trackers(config, folder, group=self.design.name)
         trackers.describe(trial.settings.values())
         return trackers
 
     def _check(self) -> None:
-        """
-        Raises:
-            StoppedError: to end here.
-        """
+        """Raise StoppedError if this process is to end."""
         self._stop.check()
         if self._parent is not None and os.getppid() != self._parent:
             raise StoppedError(15)
@@ -150,19 +124,17 @@ def label(trial: Trial) -> str:
 
 def told(row: Row) -> str:
     """Return the outcome in a few words."""
+
+    def number(name: str) -> str:
+        return "none" if row.get(name) is None else f"{row[name]:.4g}"
+
     words: list[Any] = [row["outcome"]]
     if row["outcome"] != "stable":
         at = f" at step {row['stopped_at']}" if row.get("stopped_at") else ""
         words[0] += f"{at} ({row['reason']})"
     if row.get("limit_low") is not None or row.get("limit_high") is not None:
-        words.append(
-            f"trains up to {_number(row.get('limit_low'))}, not at {_number(row.get('limit_high'))}"
-        )
-    words.append(f"KL {_number(row['kl'])}")
+        words.append(f"trains up to {number('limit_low')}, not at {number('limit_high')}")
+    words.append(f"KL {number('kl')}")
     if row["refused"]:
         words.append(f"{row['refused']} refused")
     return ", ".join([*words, f"{row['seconds']:.1f} s"])
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"

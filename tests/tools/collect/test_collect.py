@@ -103,9 +103,7 @@ def _gathered() -> dict[str, Path]:
 
 @pytest.fixture
 def whole(student, tokenizer, tmp_path_factory, _gathered) -> Path:
-    """What one call finds in RECORDS, gathered once: the student is the same in every test, and
-    nobody writes to it.
-    """
+    """The output of one call on RECORDS, made once: no test writes to it or changes the student."""
     if "whole" not in _gathered:
         path = tmp_path_factory.mktemp("whole") / "whole.jsonl"
         gather(student, tokenizer, path)
@@ -368,7 +366,7 @@ def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, whole
     assert gather(student, tokenizer, tmp_path / "part.jsonl", num_prompts=3).progress.prompts == 9
 
 
-def test_a_signal_ends_it_behind_the_batch(student, tokenizer, whole, tmp_path) -> None:
+def test_a_signal_ends_it_after_the_batch(student, tokenizer, whole, tmp_path) -> None:
     number = signal.SIGINT
     result = gather(
         student,

@@ -28,7 +28,7 @@ def test_a_token_given_its_own_modulation_is_left_as_it_was(model):
 
 
 @pytest.mark.parametrize("position", [0, 2, 3])
-def test_the_token_gets_the_others_modulation_and_those_before_it_keep_theirs(model, position):
+def test_the_token_gets_the_others_modulation_those_before_it_do_not(model, position):
     donor, before = npt.modulation_of(model, IDS, 1), logits(model)
     with npt.transplanted(model, donor, position):
         seen = npt.modulation_of(model, OTHER, position)

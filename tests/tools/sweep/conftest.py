@@ -29,8 +29,8 @@ def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(llama_folder: Path, load_model: Any, tokens_file: Path) -> dict[str, Any]:
-    """Settings of a run of a fraction of a second; load_model has put a tokenizer beside the
-    weights.
+    """Settings of a run of a fraction of a second; load_model has put a tokenizer next to
+    the weights.
     """
     return {
         "model_name": str(llama_folder),

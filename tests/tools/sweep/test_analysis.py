@@ -264,17 +264,13 @@ def test_every_response_has_the_same_classes_of_a_number() -> None:
 def test_a_map_has_its_edge_between_what_trains_and_what_does_not() -> None:
     found = stability_map(table(), "forms", COLUMNS)
     assert found is not None
-    assert found.heads == tuple(f"{rate:g}" for rate in RATES) and found.lines == (
-        "sigmoid",
-        "one_plus_tanh",
-    )
-    assert found.edges == ((1e-2, 1e-1), (1e-3, 1e-2))
-    assert [found.cells[1, j].failed for j in range(4)] == [0, 0, 1, 1]
-    assert (
-        found.cells[0, 3].diverged == 0
-        and found.cells[1, 3].diverged == 1
-        and found.cells[0, 0].count == 2
-    )
+    assert found.heads == tuple(f"{rate:g}" for rate in RATES)
+    sigmoid, tanh = found.lines
+    assert (sigmoid.name, sigmoid.good, sigmoid.bad) == ("sigmoid", 1e-2, 1e-1)
+    assert (tanh.name, tanh.good, tanh.bad) == ("one_plus_tanh", 1e-3, 1e-2)
+    assert [tanh.cells[j].failed for j in range(4)] == [0, 0, 2, 2]
+    assert sigmoid.cells[3].diverged == 0 and tanh.cells[3].diverged == 2
+    assert sigmoid.cells[0].count == 2
 
 
 def trained(rates, limit=1e9, **settings):
@@ -304,8 +300,11 @@ def test_a_map_keeps_settings_apart_that_are_laid_over_arms() -> None:
     )
     drawn = stability_map(found, "a", ["learning_rate", "rank", "form"])
     # an arm decides the form
-    assert drawn is not None and drawn.lines == ("x, rank 4", "x, rank 8", "y, rank 4", "y, rank 8")
-    assert all(cell.count == 1 for cell in drawn.cells.values()) and len(drawn.cells) == 8
+    assert drawn is not None
+    names = [line.name for line in drawn.lines]
+    assert names == ["x, rank 4", "x, rank 8", "y, rank 4", "y, rank 8"]
+    cells = [cell for line in drawn.lines for cell in line.cells.values()]
+    assert all(cell.count == 1 for cell in cells) and len(cells) == 8
 
 
 @given(
@@ -314,14 +313,12 @@ def test_a_map_keeps_settings_apart_that_are_laid_over_arms() -> None:
 def test_many_rates_are_put_into_classes_with_true_edges(rates, limit) -> None:
     drawn = stability_map(trained(rates, limit), "a", ["learning_rate"])
     assert drawn is not None and len(drawn.heads) == RATE_CLASSES
-    assert sum(cell.count for cell in drawn.cells.values()) == len(rates) and {
-        j for _, j in drawn.cells
-    } <= set(range(RATE_CLASSES))
-    below, above = (
-        [rate for rate in rates if rate <= limit],
-        [rate for rate in rates if rate > limit],
-    )
-    assert drawn.edges == ((max(below, default=None), min(above, default=None)),)
+    (line,) = drawn.lines
+    assert sum(cell.count for cell in line.cells.values()) == len(rates)
+    assert line.cells.keys() <= set(range(RATE_CLASSES))
+    below = [rate for rate in rates if rate <= limit]
+    above = [rate for rate in rates if rate > limit]
+    assert (line.good, line.bad) == (max(below, default=None), min(above, default=None))
 
 
 def test_trials_that_sought_a_limit_are_in_no_map() -> None:
@@ -346,8 +343,9 @@ def test_the_lines_of_a_map_go_by_size_and_names_as_they_come() -> None:
         ["learning_rate", "form", "rank"],
     )
     assert drawn is not None
-    assert drawn.lines == ("form s, rank 4", "form s, rank 16", "form b, rank 4", "form b, rank 16")
-    assert [drawn.cells[i, 0].count for i in range(4)] == [1] * 4
+    names = [line.name for line in drawn.lines]
+    assert names == ["form s, rank 4", "form s, rank 16", "form b, rank 4", "form b, rank 16"]
+    assert [line.cells[0].count for line in drawn.lines] == [1] * 4
 
 
 def test_a_random_design_with_one_rate_a_setting_has_no_map() -> None:

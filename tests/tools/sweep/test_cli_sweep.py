@@ -45,7 +45,7 @@ def spec(tmp_path: Path, small: dict[str, Any]) -> Path:
 
 
 def start(spec: Path, folder: Path, *more: str) -> Forked:
-    """`npt sweep`, its workers forked too; what they all say is in a file beside the folder."""
+    """Start `npt sweep`, its workers forked too, with all output in a file next to the folder."""
     return Forked(
         lambda: main(["sweep", str(spec), "--study", str(folder), *more]),
         folder.with_suffix(".log"),
@@ -59,7 +59,7 @@ def forked_workers(monkeypatch) -> None:
 
 
 def look_often(monkeypatch) -> None:
-    """Whether workers have ended, every tenth of a second."""
+    """Look every tenth of a second whether workers have ended."""
     monkeypatch.setattr(
         study, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.1), monotonic=time.monotonic)
     )
@@ -126,7 +126,7 @@ def test_a_folder_of_something_else_is_left_alone(spec, tmp_path, capsys) -> Non
 
 
 @pytest.mark.parametrize("killed_at", ["write_json", "write_bytes"])
-def test_a_folder_that_was_killed_as_it_was_begun_is_gone_on_in(
+def test_a_study_killed_as_it_began_continues_in_its_folder(
     spec, tmp_path, monkeypatch, killed_at
 ) -> None:
     import npt.tools.sweep.study as module

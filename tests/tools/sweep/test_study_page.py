@@ -1,5 +1,5 @@
-"""A study's page: what must be on it, that it needs nothing else, and what stands in it however
-little there is.
+"""A study's page: what must be on it, however little the study has, and that it needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_the_page_has_map_limits_faults_pareto_effects_and_variance() -> None:
     assert re.search(row_of("plain", "0.03", "0.1"), html)
 
 
-def test_the_edge_of_the_map_stands_in_its_table() -> None:
+def test_the_edge_of_the_map_is_in_its_table() -> None:
     _, html = made()
     assert row_of("sigmoid", "0.01", "0.1") in html
     assert row_of("one_plus_tanh", "0.001", "0.01") in html
@@ -145,7 +145,7 @@ def test_a_fault_without_a_finite_loss_is_said_and_not_compared() -> None:
     )
 
 
-def test_a_row_is_called_by_its_seed_only_beside_other_seeds() -> None:
+def test_a_row_is_called_by_its_seed_only_among_other_seeds() -> None:
     assert "fp16, seed" not in made()[1]
     rows = table()
     rows += [{**row, "seed": 1} for row in rows if row["parts"] == "faults"]
@@ -167,7 +167,7 @@ def test_seconds_of_the_frontier_are_those_of_start_and_training(monkeypatch) ->
     assert "1e+06" not in front and "1,000,000" not in front
 
 
-def test_parts_whose_names_differ_in_a_sign_have_pictures_of_their_own() -> None:
+def test_parts_whose_names_differ_in_a_sign_have_two_pictures() -> None:
     rows = [
         {**row, "parts": {"forms": "a b", "sizes": "a/b"}.get(row["parts"], row["parts"])}
         for row in table()
@@ -200,7 +200,7 @@ def test_a_folder_is_reported_from_its_table_alone_and_by_its_figures(tmp_path) 
     from made_study import design
 
     from npt.files import write_json
-    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.page import write_study_report
     from npt.tools.sweep.table import write_table
 
     folder = tmp_path / "made"
@@ -227,7 +227,7 @@ def test_the_head_says_what_every_trial_has_in_common(tmp_path) -> None:
     from made_study import design
 
     from npt.files import write_json
-    from npt.tools.sweep.report import write_study_report
+    from npt.tools.sweep.page import write_study_report
     from npt.tools.sweep.table import write_table
 
     write_json(
