@@ -245,7 +245,7 @@ def paint_lines(
             tell(crosses, f"not finite at {steps_text(list(broken))}")
     paint_steps(axes, span)
     if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1.02), ncols=3, columnspacing=1.0)
+        axes.legend(loc="best")  # above the axes it would lie on a long title
 
 
 def paint_steps(axes: Axes, span: tuple[int, int], named: bool = True) -> None:
