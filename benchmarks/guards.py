@@ -33,7 +33,8 @@ from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.step.train_step import TrainStep
 
 

@@ -36,7 +36,7 @@ from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.divergence import kl_per_token
+from npt.distill.logit_losses import forward_kl
 from npt.distill.strategies import STRATEGIES
 
 ROW = 256
@@ -76,7 +76,7 @@ def predictions(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, 
 def kl(model: LlamaForCausalLM, batch: Batch) -> int:
     """KL(teacher, student) over the labelled positions."""
     student, teacher, targets = predictions(model, batch)
-    kl_per_token(student, teacher).sum().backward()
+    forward_kl(student, teacher).sum().backward()
     return len(targets)
 
 

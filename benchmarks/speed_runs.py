@@ -49,7 +49,7 @@ import npt
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.hidden_losses import nmse
+from npt.distill.hidden_losses import nmse_per_token
 from npt.distill.strategies import STRATEGIES
 from npt.extras import install_command
 from npt.planning.shape import SHAPES, llama_config
@@ -175,10 +175,10 @@ class Student:
                 input_ids=batch.input_ids, use_cache=False, output_hidden_states=True
             )
             losses = [
-                nmse(
+                nmse_per_token(
                     learnt.hidden_states[i + 1].flatten(0, 1),
                     taught.hidden_states[i + 1].flatten(0, 1),
-                )[0]
+                ).sum()
                 / batch.tokens
                 for i in self.converted
             ]

@@ -33,7 +33,6 @@ from npt.adapters.stream import model_inputs
 from npt.data.batch import Batch, collate, pad_id_of, target_index
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.hidden_losses import SumAndCount
 from npt.distill.logit_losses import through_head, token_cross_entropy
 from npt.step.gradient_window import GradientWindow
 from npt.step.guarded_update import GuardedUpdate
@@ -65,7 +64,7 @@ class Head(nn.Module):
 
 def prediction_losses(
     hidden: Tensor, batch: Batch, heads: Sequence[nn.Module], vocab_size: int
-) -> list[SumAndCount]:
+) -> list[tuple[Tensor, int]]:
     """Return each head's (sum, count) of the cross-entropy with the token it looks ahead to.
 
     Positions that count are gathered first, so a NaN at any other reaches neither value nor
@@ -83,12 +82,9 @@ def prediction_losses(
         index = target_index(batch.labels, batch.attention_mask, batch.position_ids, ahead=ahead)
         rows = hidden.flatten(0, 1).index_select(0, index)
         targets = batch.labels.flatten().index_select(0, index + ahead)
-        sums.append(through_head(head, _row_loss, rows, targets, vocab_size))
+        loss = through_head(head, token_cross_entropy, rows, targets, vocab_size)
+        sums.append((loss, len(rows)))
     return sums
-
-
-def _row_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> SumAndCount:
-    return token_cross_entropy(logits, targets, weights=weights)
 
 
 def forward_backward(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch) -> Sums:

@@ -107,7 +107,7 @@ def test_every_module_has_a_level() -> None:
         ("adapters/layer.py", "from npt import Trainer"),
         ("data/batch.py", "import npt"),
         ("files.py", "from npt.config import NPTConfig"),
-        ("distill/divergence.py", "from ..evaluation import metrics"),
+        ("distill/hidden_losses.py", "from ..evaluation import metrics"),
         ("step/train_step.py", "from npt.diagnostics import guards"),
         ("train/loop.py", "from npt.tools.sweep.run import run"),
         ("train/trainer.py", "from npt.demo.build import main"),

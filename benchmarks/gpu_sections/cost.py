@@ -24,7 +24,8 @@ from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.attach import adapter_parameters, adapters_disabled
 from npt.base.device import wait_for
 from npt.data.batch import Batch, Sample
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
 from npt.planning.memory import PHASES, shown

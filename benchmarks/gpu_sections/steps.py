@@ -24,7 +24,8 @@ from host_waits import HostWaitError, no_waits
 from npt.adapters.attach import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.step.train_step import TrainStep
 
 FIRST = 3

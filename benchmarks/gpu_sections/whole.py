@@ -25,7 +25,7 @@ from faults.runs import NoTokenizer
 from gpu_sections.models import embedded_student
 from gpu_sections.runner import NEEDS_TWO, Bench, Findings, Section, UnavailableError
 from npt.data.batch import Batch
-from npt.distill.strategies import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.replay import replay
 

@@ -87,7 +87,7 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
             own = stream.clean(layer(hidden, **context))
         if isinstance(layer, NPTLayer):
             losses.append(
-                hidden_loss(config, stream.rows(own), stream.rows(after), stream.rows(taught))[0]
+                hidden_loss(config, stream.rows(own), stream.rows(after), stream.rows(taught))
             )
         taught = after
         hidden = {"local": after, "propagated": own.detach(), "end_to_end": own}[config.strategy]

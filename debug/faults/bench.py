@@ -24,7 +24,8 @@ from npt.adapters.attach import adapter_parameters, attach, decoder_layers, deta
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.step.schedule import rate_table
 from npt.step.spikes import HISTORY
 from npt.step.train_step import ADAM_BETAS, TrainStep, forward_backward

@@ -21,7 +21,7 @@ from faults.bench import FIRST_ID, Base, Run, Setting, Student, difference
 from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import detach, npt_layers
 from npt.data.batch import Batch, Sample
-from npt.distill.strategies import MicroBatch
+from npt.distill.local import MicroBatch
 
 
 @dataclass(frozen=True)

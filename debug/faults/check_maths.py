@@ -31,7 +31,7 @@ from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapters_disabled, detach
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import audit_precision
-from npt.distill import strategies
+from npt.distill import local
 from npt.errors import PrecisionError
 
 # --- the modulation
@@ -191,10 +191,10 @@ def normalised(base: Base) -> str:
     silent = torch.tensor([0.0, 1e-38, 1e-30, 1e-20, 1e-12], device=device)
     teacher = torch.cat([loud, silent])[:, None] * direction
     student = (1.1 * teacher).requires_grad_(True)
-    nmse = strategies.nmse_per_token(student, teacher)
+    nmse = local.nmse_per_token(student, teacher)
     (gradient,) = torch.autograd.grad(nmse.sum(), student)
     alone = torch.cat(
-        [strategies.nmse_per_token(s[None], t[None]) for s, t in zip(student, teacher, strict=True)]
+        [local.nmse_per_token(s[None], t[None]) for s, t in zip(student, teacher, strict=True)]
     )
     nmse, alone = nmse.detach(), alone.detach()
     if nmse.shape != (len(teacher),):

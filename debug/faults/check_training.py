@@ -33,7 +33,8 @@ from npt.base.linear import quantized_linears
 from npt.data.batch import Batch, batch_from_tensors, collate, find_fault
 from npt.diagnostics.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault
 from npt.diagnostics.tracer.mask_check import mask_fault
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.errors import SmokeTestError
 from npt.step.window_result import WindowResult
 from npt.train.smoke import smoke_test

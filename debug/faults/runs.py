@@ -27,7 +27,8 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.guards import tensor_fault
-from npt.distill.strategies import STRATEGIES, MicroBatch, Strategy
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json
 from npt.postmortem.bundle import read_bundle

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from faults.bench import Fault, Fill, Student, module_of, no_fault
 from npt.adapters.attach import adapters_disabled, decoder_layers
 from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors
-from npt.distill.strategies import MicroBatch
+from npt.distill.local import MicroBatch
 
 Index = tuple[int, ...]
 TENSOR = "model.layers.1.npt.B.up"

@@ -26,7 +26,7 @@ from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, pad_id_of
 from npt.data.source import check_source, open_source, own_heldout
 from npt.diagnostics.variants import REFERENCE, VARIANTS, load_variant
-from npt.distill.divergence import nmse_per_token
+from npt.distill.hidden_losses import nmse_per_token
 from npt.errors import ConfigError
 from npt.evaluation.heldout import evaluation_samples
 from npt.evaluation.metrics import compare_tokens, figures, per_sample_sums
@@ -103,7 +103,7 @@ def compare_precision(
     samples, heldout = evaluation_samples(
         source, tokenizer, data, count, model.config.vocab_size, own
     )
-    reference = refer(model, batches(samples, batch_size, pad_id_of(tokenizer)))
+    reference = reference_outputs(model, batches(samples, batch_size, pad_id_of(tokenizer)))
     measured = [measure(model, reference, REFERENCE)]
     for variant in dict.fromkeys(variants):
         if variant != REFERENCE:
@@ -116,7 +116,7 @@ def compare_precision(
 
 
 @torch.no_grad()
-def refer(model: PreTrainedModel, given: Iterable[Batch]) -> Reference:
+def reference_outputs(model: PreTrainedModel, given: Iterable[Batch]) -> Reference:
     """Run the base, without adapters, in fp32 on batches on the host."""
     passes = []
     for batch in given:
@@ -136,7 +136,7 @@ def measure(model: PreTrainedModel, reference: Reference, name: str = "") -> Var
 
     Args:
         model: the same base in another number format, without adapters.
-        reference: of `refer`.
+        reference: of `reference_outputs`.
         name: for the report.
     """
     layers = decoder_layers(model)

@@ -14,7 +14,7 @@ from npt.base.device import wait_for
 from npt.calibration.placement import HOST, PREFERENCES, Placement
 from npt.calibration.solve import CG_STEPS, CHUNK, RIDGES, round_share
 from npt.config import NPTConfig
-from npt.distill.divergence import LOGIT_CHUNK
+from npt.distill.logit_losses import LOGIT_CHUNK
 
 OVERHEAD = 2.0
 """Time over that of the matrix products alone, as measured: activations, norms, reading rows."""

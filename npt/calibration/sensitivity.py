@@ -17,7 +17,7 @@ from npt.base.precision import cast_once
 from npt.base.quantization_error import fp32_products
 from npt.calibration.placement import HOST
 from npt.data.batch import Batch
-from npt.distill.divergence import LOGIT_CHUNK
+from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import NumericalError
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from npt.calibration.placement import HOST
 from npt.calibration.rows import Rows
 from npt.calibration.tail import Linearised, Parameters, Tail
-from npt.distill.divergence import nmse_per_token
+from npt.distill.hidden_losses import nmse_per_token
 
 CHUNK = 2048
 """Tokens at a time."""

@@ -96,7 +96,7 @@ def _reference(
     from npt.base.quantization_error import set_matmul_precision
     from npt.data.batch import pad_id_of
     from npt.diagnostics.variants import load_variant
-    from npt.evaluation.attribution import refer
+    from npt.evaluation.attribution import reference_outputs
 
     if getattr(read_config(base.model_name), "quantization_config", None) is not None:
         raise ConfigError(
@@ -114,7 +114,9 @@ def _reference(
     )
     set_matmul_precision(base.matmul_precision, model)
     samples, _ = samples_of(model, tokenizer)
-    reference = refer(model, samples, batch_size=given["batch_size"], pad_id=pad_id_of(tokenizer))
+    reference = reference_outputs(
+        model, samples, batch_size=given["batch_size"], pad_id=pad_id_of(tokenizer)
+    )
     memory = {
         "unquantized_model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "kept_state_bytes": reference.state_bytes,

@@ -1,8 +1,7 @@
-"""Losses of hidden states: how far a converted layer's output o is from the teacher's t, summed
-over the valid tokens.
+"""Losses of hidden states: how far a converted layer's output o is from the teacher's t.
 
-Pure functions of the valid tokens' rows that return (sum, count); the window divides once. Per
-token, D being the width:
+Pure functions of the valid tokens' rows, [N, D] each, that return one value per token, [N];
+`hidden_loss` weighs and sums them, and the window divides once. Per token:
 
     nmse         ||o - t||^2 / ||t||^2
                  1 for o = 0. Small everywhere if a layer adds little to a large state
@@ -20,16 +19,16 @@ token, D being the width:
 
 `direction` is the unit-vector MSE that NPT was first trained with. A student can bring it to 0 with
 states of any length, and the next layer, which adds to them, then mixes at the wrong ratio. It is
-here to be compared with.
+here for comparison.
 
-They compute in fp32 (in fp64 where a row is). No gradient reaches the teacher. No rows give (0, 0)
-with a gradient of zeros. A squared norm below SQUARED_NORM_FLOOR counts as that where it divides,
-so that a state of zeros gives a finite loss and gradient; one that overflows gives NaN, so that the
-micro-batch is refused instead of reported as agreement.
+All compute in fp32 (in fp64 if a row is), and no gradient reaches the teacher. A divisor that
+overflows gives NaN, so that the micro-batch is refused instead of reported as agreement. Rows are
+gathered before a loss is taken, never masked by multiplication: 0 * NaN is NaN.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -37,84 +36,71 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npt.config import LOSSES, TrainConfig
-from npt.distill.divergence import SQUARED_NORM_FLOOR, at_least_fp32, nmse_per_token
+from npt.errors import ConfigError
 
-SumAndCount = tuple[Tensor, int]
-"""A scalar with graph, and the tokens it was summed over."""
-
-
-def weighted_sum(per_token: Tensor, weights: Tensor | None = None) -> SumAndCount:
-    """Sum of [N] values, each times its token's weight [N] if there are any, and N."""
-    return (per_token if weights is None else weights * per_token).sum(), len(per_token)
+SQUARED_NORM_FLOOR = 1e-12
+"""A smaller squared norm counts as this if it divides: a state of zeros must give a finite loss.
+Real states of a Llama have squared norms above 1e-3."""
 
 
-def nmse(
-    student: Tensor, teacher: Tensor, hidden: Tensor | None = None, *, weights: Tensor | None = None
-) -> SumAndCount:
-    """||o - t||^2 / ||t||^2, or with `hidden` the update form ||o - t||^2 / ||t - h||^2.
+def at_least_fp32(values: Tensor) -> Tensor:
+    """Return fp64 as it is, everything else in fp32."""
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
 
-    The update form asks for the same share of *what the layer does* at every depth; the plain form
+
+def nmse_per_token(output: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Return ||o - t||^2 / ||t||^2, or with `hidden` the update form ||o - t||^2 / ||t - h||^2.
+
+    The update form asks for the same share of the layer's own work at every depth; the plain form
     asks less of layers that add little to a large residual stream.
-
-    Args:
-        student: o, [N, D].
-        teacher: t, [N, D].
-        hidden: h, [N, D], the teacher's input to the layer.
-        weights: [N], of the tokens.
     """
-    return weighted_sum(nmse_per_token(student, teacher, hidden), weights)
+    target = at_least_fp32(target.detach())
+    error = (at_least_fp32(output) - target).square().sum(dim=-1)
+    reference = target if hidden is None else target - at_least_fp32(hidden.detach())
+    energy = reference.square().sum(dim=-1).clamp_min(SQUARED_NORM_FLOOR)
+    return error / torch.where(torch.isfinite(energy), energy, torch.nan)
 
 
-def direction(student: Tensor, teacher: Tensor, *, weights: Tensor | None = None) -> SumAndCount:
-    """Mean over D of (o/||o|| - t/||t||)^2 = 2 (1 - cos(o, t)) / D: blind to the length of o. Both
-    [N, D].
-    """
-    return weighted_sum((_unit(student) - _unit(teacher.detach())).square().mean(dim=-1), weights)
+def direction(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean over D of (o/||o|| - t/||t||)^2 = 2 (1 - cos(o, t)) / D."""
+    return (_unit(student) - _unit(teacher.detach())).square().mean(dim=-1)
 
 
-def mse(student: Tensor, teacher: Tensor, *, weights: Tensor | None = None) -> SumAndCount:
-    """Mean over D of (o - t)^2. Both [N, D]."""
-    return weighted_sum(_difference(student, teacher).square().mean(dim=-1), weights)
+def mse(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean over D of (o - t)^2."""
+    return _difference(student, teacher).square().mean(dim=-1)
 
 
-def smooth_l1(
-    student: Tensor, teacher: Tensor, beta: float = 1.0, *, weights: Tensor | None = None
-) -> SumAndCount:
-    """Mean over D of e^2 / (2 beta) where |e| = |o - t| is below beta, of |e| - beta / 2 elsewhere.
-    Both [N, D].
+def smooth_l1(student: Tensor, teacher: Tensor, beta: float = 1.0) -> Tensor:
+    """Return the mean over D of e^2 / (2 beta) if |e| = |o - t| is below beta, else |e| - beta / 2.
 
     No single channel's gradient exceeds 1 / D, so outlying channels, which residual streams have,
     pull no harder than others.
     """
     error = _difference(student, teacher)
-    return weighted_sum(
-        F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none", beta=beta).mean(dim=-1),
-        weights,
-    )
+    return F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none", beta=beta).mean(-1)
 
 
-def cosine(
-    student: Tensor, teacher: Tensor, weight: float = 0.5, *, weights: Tensor | None = None
-) -> SumAndCount:
-    """(1 - w) ||o - t||^2 / ||t||^2 + w (1 - cos(o, t)), w being `weight`. Both [N, D].
+def cosine(student: Tensor, teacher: Tensor, weight: float = 0.5) -> Tensor:
+    """Return (1 - w) ||o - t||^2 / ||t||^2 + w (1 - cos(o, t)), w being `weight`.
 
     1 - cos is taken as ||o/||o|| - t/||t||||^2 / 2, which does not cancel near agreement. An o of
     zeros has no direction and counts as half.
     """
     angle = 0.5 * (_unit(student) - _unit(teacher.detach())).square().sum(dim=-1)
-    return weighted_sum((1.0 - weight) * nmse_per_token(student, teacher) + weight * angle, weights)
+    return (1.0 - weight) * nmse_per_token(student, teacher) + weight * angle
 
 
-HiddenLoss = Callable[[TrainConfig, Tensor, Tensor, Tensor | None, Tensor | None], SumAndCount]
-"""Of the settings, o, t, h (None unless the loss needs it) and the weights of the tokens."""
+HiddenLoss = Callable[[TrainConfig, Tensor, Tensor, Tensor | None], Tensor]
+"""[N] of the settings, o, t, and h (None unless the loss reads it)."""
 
 HIDDEN_LOSSES: dict[str, HiddenLoss] = {
-    "nmse": lambda _, o, t, h, w: nmse(o, t, weights=w),
-    "nmse_update": lambda _, o, t, h, w: nmse(o, t, h, weights=w),
-    "direction": lambda _, o, t, h, w: direction(o, t, weights=w),
-    "mse": lambda _, o, t, h, w: mse(o, t, weights=w),
-    "smooth_l1": lambda c, o, t, h, w: smooth_l1(o, t, c.smooth_l1_beta, weights=w),
-    "cosine": lambda c, o, t, h, w: cosine(o, t, c.cosine_weight, weights=w),
+    "nmse": lambda _, o, t, h: nmse_per_token(o, t),
+    "nmse_update": lambda _, o, t, h: nmse_per_token(o, t, h),
+    "direction": lambda _, o, t, h: direction(o, t),
+    "mse": lambda _, o, t, h: mse(o, t),
+    "smooth_l1": lambda c, o, t, h: smooth_l1(o, t, c.smooth_l1_beta),
+    "cosine": lambda c, o, t, h: cosine(o, t, c.cosine_weight),
 }
 """The losses that `--loss` names."""
 
@@ -131,20 +117,14 @@ def register_loss(
         name: of the loss.
         per_token: [N] from o and t, [N, D] each, and from h [N, D] if it reads the input. No
             gradient may reach t or h.
-        reads_input: whether it is given h, the teacher's input to the layer.
+        reads_input: give it h, the teacher's input to the layer.
 
     Raises:
         ValueError: there is a loss of this name.
     """
     if name in HIDDEN_LOSSES:
         raise ValueError(f"the loss {name!r} exists; choose another name")
-
-    def loss(
-        _: TrainConfig, o: Tensor, t: Tensor, h: Tensor | None, weights: Tensor | None
-    ) -> SumAndCount:
-        return weighted_sum(per_token(o, t, h) if reads_input else per_token(o, t), weights)
-
-    HIDDEN_LOSSES[name] = loss
+    HIDDEN_LOSSES[name] = lambda _, o, t, h: per_token(o, t, h) if reads_input else per_token(o, t)
     LOSSES.append(name)
     if reads_input:
         READS_INPUT.add(name)
@@ -156,15 +136,61 @@ def hidden_loss(
     teacher: Tensor,
     hidden: Tensor | None,
     weights: Tensor | None = None,
-) -> SumAndCount:
-    """Return the loss that `config.loss` names, summed, and the number of tokens.
+) -> Tensor:
+    """Return the loss that `config.loss` names, summed over the tokens, each times its weight.
 
     Args:
         config: settings of the losses.
         student, teacher, hidden: o, t, h, [N, D]; h only for losses in `READS_INPUT`.
         weights: [N], of the tokens.
     """
-    return HIDDEN_LOSSES[config.loss](config, student, teacher, hidden, weights)
+    per_token = HIDDEN_LOSSES[config.loss](config, student, teacher, hidden)
+    return (per_token if weights is None else weights * per_token).sum()
+
+
+def layer_weights(config: TrainConfig, count: int) -> list[float]:
+    """Return the weights of `count` converted layers, in order of depth, with mean 1.
+
+    `uniform` is 1 for all, `linear` grows as 1, 2, 3, ...; a list is taken as it is. Under `local`
+    a layer's gradients are its own and Adam divides them by their size, so there a weight acts
+    through the clipping of the global norm alone.
+
+    Raises:
+        ConfigError: a list of another length.
+    """
+    given: tuple[float, ...] = (1.0,) * count
+    if config.layer_weights == "linear":
+        given = tuple(float(k) for k in range(1, count + 1))
+    elif config.layer_weights != "uniform":
+        given = config.layer_weight_list or ()
+    if len(given) != count:
+        raise ConfigError(
+            f"--layer_weights has {len(given)} weights ({config.layer_weights}), but {count} layers"
+            " are converted"
+        )
+    given = tuple(weight / max(given) for weight in given)  # a sum of large weights would overflow
+    return [weight * count / math.fsum(given) for weight in given]
+
+
+def disagreement_weights(student: Tensor, teacher: Tensor, lengths: Tensor) -> Tensor:
+    """Return weights [N] that grow with disagreement: w = (1 + d / mean d) / 2.
+
+    d is the token's NMSE, at most 1 (that of a student that says nothing), and its mean is taken
+    over the token's own document. So a document's weights have mean 1, none is below 1/2, and they
+    depend on nothing outside the document: not on padding, on the order or the split of a batch,
+    nor on the rest of the window. No gradient flows through them.
+
+    Args:
+        student, teacher: o and t, [N, D].
+        lengths: [C] int64, tokens of each document, in the rows' order.
+    """
+    with torch.no_grad():
+        disagreement = nmse_per_token(student, teacher).clamp(max=1.0)
+        # Not checked (unsafe): that would wait for the device. Lengths come from the host and are
+        # of these very rows.
+        sums = torch.segment_reduce(disagreement, "sum", lengths=lengths, unsafe=True)
+        mean = (sums / lengths).repeat_interleave(lengths, output_size=len(disagreement))
+        return 0.5 + 0.5 * torch.where(mean == 0, 1.0, disagreement / mean)
 
 
 def _difference(student: Tensor, teacher: Tensor) -> Tensor:
@@ -172,7 +198,7 @@ def _difference(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _unit(states: Tensor) -> Tensor:
-    """Each row divided by its length."""
+    """Return each row divided by its length."""
     states = at_least_fp32(states)
     energy = states.square().sum(dim=-1, keepdim=True).clamp_min(SQUARED_NORM_FLOOR)
     return states * torch.where(torch.isfinite(energy), energy, torch.nan).rsqrt()

@@ -7,8 +7,8 @@ With p the teacher's and q the student's distribution, softmax(logits / T), per 
     reverse KL       T^2 sum q (log q - log p)
                      q may leave parts of p out, and must not invent any
     JSD              T^2 (w sum p (log p - log m) + (1 - w) sum q (log q - log m)),
-                     m = w p + (1 - w) q; at most -w log w - (1 - w) log(1 - w), that is log 2 at
-                     w = 1/2, where it is symmetric, times T^2
+                     m = w p + (1 - w) q; at most -w log w - (1 - w) log(1 - w), which is log 2
+                     at w = 1/2, times T^2
                      (Agarwal et al., "On-policy distillation of language models", 2024, eq. 1)
     cross-entropy    -log q(target), at T = 1; the teacher has no part in it
 
@@ -16,11 +16,10 @@ The factor T^2 (Hinton et al., "Distilling the knowledge in a neural network", 2
 gradient's size as T changes; without it that falls with 1 / T^2. So a value at T other than 1 is
 not in nats any more.
 
-All are pure, return (sum, count), compute from log-softmax in fp32 (in fp64 where the logits are)
-and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary entries, is a
-probability of 0; where one side alone has it a KL is infinite and the micro-batch is refused. Where
-a value is finite its gradient is finite, at any temperature. No rows give (0, 0) with a gradient of
-zeros.
+All are pure, return one value per token, compute from log-softmax in fp32 (in fp64 if the logits
+are) and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary entries, is a
+probability of 0; if one side alone has it a KL is infinite and the micro-batch is refused. A value
+that is finite has a finite gradient, at any temperature.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -38,69 +37,62 @@ from torch.utils.checkpoint import checkpoint
 
 from npt.base.precision import cast_once
 from npt.config import TrainConfig
-from npt.distill.divergence import at_least_fp32, kl_of_logs
-from npt.distill.hidden_losses import SumAndCount, weighted_sum
+from npt.distill.hidden_losses import at_least_fp32
+
+LOGIT_CHUNK = 1 << 26
+"""Logits that an evaluation computes at a time (256 MiB in fp32), so that [N, V] never exists."""
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
-"""Logits of a chunk, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward some seven
-such tensors are alive at once, of the JSD thirteen. A product of r rows reads V D weights for 2 r V
-D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep a card busy that computes 120
-operations (TF32 on an H100, by its data sheet) in the time that it reads a byte."""
-
-RowLoss = Callable[[Tensor, Tensor, Tensor | None], SumAndCount]
-"""(student's logits [N, V], teacher's logits [N, V] or targets [N], token weights [N] or None) ->
-(sum, count).
+"""Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward
+some seven such tensors are alive at once, of the JSD thirteen. A product of r rows reads V D
+weights for 2 r V D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep a card busy
+that computes 120 operations (TF32 on an H100, by its data sheet) in the time that it reads a byte.
 """
 
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+"""(student's logits [N, V], teacher's logits [N, V] or targets [N]) -> [N]."""
 
-def forward_kl(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None
-) -> SumAndCount:
-    """T^2 KL(teacher || student) from logits, [N, V] twice; `weights` [N] are the tokens'."""
+
+def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return sum_v p (log p - log q), in nats, with 0 log 0 = 0: [N, V] twice -> [N].
+
+    Infinite if q is 0 and p is not. Wherever the value is finite its gradients are: the difference
+    is put to 0 *before* it is multiplied by a p of 0, since after the product `where` would keep
+    0 * Inf out of the value and not out of the gradient.
+    """
+    p = log_p.exp()
+    return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)
+
+
+def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return T^2 KL(teacher || student) from logits, [N, V] twice."""
     log_q, log_p = _log_probabilities(student, teacher, temperature)
-    return weighted_sum(temperature**2 * kl_of_logs(log_p, log_q), weights)
+    return temperature**2 * kl_of_logs(log_p, log_q)
 
 
-def reverse_kl(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, *, weights: Tensor | None = None
-) -> SumAndCount:
-    """T^2 KL(student || teacher) from logits, [N, V] twice; `weights` [N] are the tokens'."""
+def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return T^2 KL(student || teacher) from logits, [N, V] twice."""
     log_q, log_p = _log_probabilities(student, teacher, temperature)
-    return weighted_sum(temperature**2 * kl_of_logs(log_q, log_p), weights)
+    return temperature**2 * kl_of_logs(log_q, log_p)
 
 
-def jsd(
-    student: Tensor,
-    teacher: Tensor,
-    temperature: float = 1.0,
-    weight: float = 0.5,
-    *,
-    weights: Tensor | None = None,
-) -> SumAndCount:
-    """T^2 (w KL(teacher || m) + (1 - w) KL(student || m)), m = w p + (1 - w) q, from logits, [N, V]
-    twice.
+def jsd(student: Tensor, teacher: Tensor, temperature: float = 1.0, weight: float = 0.5) -> Tensor:
+    """Return T^2 (w KL(teacher || m) + (1 - w) KL(student || m)) from logits, [N, V] twice.
 
-    Finite whatever either side holds to be impossible. The mixture is made of probabilities,
-    because `logaddexp` of two -inf has a NaN gradient.
-
-    Args:
-        weight: w, between 0 and 1, both left out: there the divergence is 0 for all pairs.
-        weights: [N], of the tokens.
+    w is `weight`, between 0 and 1, both left out. Finite whatever either side holds to be
+    impossible. The mixture m = w p + (1 - w) q is made of probabilities, because `logaddexp` of two
+    -inf has a NaN gradient.
     """
     log_q, log_p = _log_probabilities(student, teacher, temperature)
     mixture = weight * log_p.exp() + (1.0 - weight) * log_q.exp()
     log_m = torch.where(mixture == 0, 1.0, mixture).log()
     per_token = weight * kl_of_logs(log_p, log_m) + (1.0 - weight) * kl_of_logs(log_q, log_m)
-    return weighted_sum(temperature**2 * per_token, weights)
+    return temperature**2 * per_token
 
 
-def token_cross_entropy(
-    logits: Tensor, targets: Tensor, *, weights: Tensor | None = None
-) -> SumAndCount:
-    """-log q(target) from logits [N, V] and the tokens [N] that they are to predict, all of which
-    count.
-    """
-    return weighted_sum(F.cross_entropy(at_least_fp32(logits), targets, reduction="none"), weights)
+def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return -log q(target) from logits [N, V] and the tokens [N] that they are to predict."""
+    return F.cross_entropy(at_least_fp32(logits), targets, reduction="none")
 
 
 def through_head(
@@ -112,15 +104,14 @@ def through_head(
     weights: Tensor | None = None,
     *,
     teacher_head: nn.Module | None = None,
-) -> SumAndCount:
-    """A loss of the logits that `head` makes of states, chunk by chunk. Of a frozen head the
-    gradient is taken on the way.
+) -> Tensor:
+    """Return the summed loss of the logits that `head` makes of states, chunk by chunk.
 
-    What is alive at a time is made of chunks of CHUNK values, whatever N is; so of many tokens [N,
-    V] never exists, and from thirteen chunks on all that is alive together is less than that. The
-    gradient of a sum for the states needs no later factor but one, so no logit is computed a second
-    time for it; a head that is trained itself is computed again in backward. A head stored in 16
-    bit is cast to fp32 once for all chunks.
+    Only chunks of CHUNK values are alive at a time, whatever N is; from thirteen chunks on they are
+    together less than [N, V]. The gradient of a sum needs no later factor but one, so with a frozen
+    head it is taken on the way and no logit is computed a second time; a head that is trained
+    itself is computed again in backward. A head stored in 16 bit is cast to fp32 once for all
+    chunks.
 
     Args:
         head: lm_head.
@@ -130,7 +121,7 @@ def through_head(
             gradient reaches it.
         vocab_size: V, which sets the chunk length.
         weights: [N], of the tokens.
-        teacher_head: the teacher's lm_head, where it has one of its own.
+        teacher_head: the teacher's lm_head, if it has one of its own.
     """
     of_states = teacher.is_floating_point()
     guide = head if teacher_head is None else teacher_head
@@ -139,7 +130,8 @@ def through_head(
         logits = head(student)
         with torch.no_grad():
             other = guide(teacher).to(logits.device) if of_states else teacher
-        return loss(logits, other, weights)[0]
+        per_token = loss(logits, other)
+        return (per_token if weights is None else weights * per_token).sum()
 
     rows = chunk_rows(student.device, vocab_size)
     if any(parameter.requires_grad for parameter in head.parameters()):
@@ -147,9 +139,9 @@ def through_head(
         chunks = zip(student.split(rows), teacher.detach().split(rows), parts, strict=True)
         return torch.stack(
             [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
-        ).sum(), len(student)
+        ).sum()
     with cast_once(head, guide):
-        return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows), len(student)
+        return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows)
 
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:
@@ -158,9 +150,7 @@ def chunk_rows(device: torch.device, vocab_size: int) -> int:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of a function over chunks of rows, with its gradient for the first
-    argument, [N, D].
-    """
+    """The sum of a function over chunks of rows, with its gradient for the first argument."""
 
     @staticmethod
     def forward(
@@ -197,30 +187,21 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
-    """The loss that `config.logit_loss` names, with its temperature and weight."""
-    name, temperature = config.logit_loss, config.logit_temperature
-    if name == "reverse_kl":
-        return lambda student, teacher, weights: reverse_kl(
-            student, teacher, temperature, weights=weights
-        )
-    if name == "jsd":
-        return lambda student, teacher, weights: jsd(
-            student, teacher, temperature, config.jsd_weight, weights=weights
-        )
-    if name == "cross_entropy":
-        return lambda student, targets, weights: token_cross_entropy(
-            student, targets, weights=weights
-        )
-    assert name == "kl"
-    return lambda student, teacher, weights: forward_kl(
-        student, teacher, temperature, weights=weights
-    )
+    """Return the loss that `config.logit_loss` names, with its temperature and weight."""
+    temperature = config.logit_temperature
+    losses: dict[str, RowLoss] = {
+        "kl": lambda student, teacher: forward_kl(student, teacher, temperature),
+        "reverse_kl": lambda student, teacher: reverse_kl(student, teacher, temperature),
+        "jsd": lambda student, teacher: jsd(student, teacher, temperature, config.jsd_weight),
+        "cross_entropy": token_cross_entropy,
+    }
+    return losses[config.logit_loss]
 
 
 def _log_probabilities(
     student: Tensor, teacher: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """log q and log p."""
+    """Return log q and log p."""
     log_q, log_p = (
         torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
         for logits in (at_least_fp32(student), at_least_fp32(teacher.detach()))

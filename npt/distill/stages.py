@@ -11,23 +11,17 @@ from npt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Stage:
-    """What drives the student from `start` applied steps on. config: the run's settings as they are
-    for this strategy.
-    """
+    """A strategy from `start` applied steps on. config: the run's settings for this strategy."""
 
     start: int
     config: TrainConfig
 
 
 def stages_of(config: TrainConfig, total_steps: int | None) -> tuple[Stage, ...]:
-    """The stages of a run.
+    """Return the stages of a run.
 
-    A stage begins where the shares before it end, to the nearest step, so that what a run does at a
-    step depends on nothing but settings and length: one that is resumed goes on in the same stage.
-
-    Args:
-        config: the run's settings.
-        total_steps: its optimizer steps, where they are known.
+    A stage begins where the shares before it end, to the nearest step, so that the stage of a step
+    depends on nothing but settings and length: a resumed run continues in the same stage.
 
     Raises:
         ConfigError: shares of an unknown number of steps, or so few steps that a stage has none.
@@ -44,9 +38,8 @@ def stages_of(config: TrainConfig, total_steps: int | None) -> tuple[Stage, ...]
     for name, share in shares:
         stages.append(Stage(round(passed * total_steps), config.in_stage(name)))
         passed += share
-    for stage, end in zip(
-        stages, [*(later.start for later in stages[1:]), total_steps], strict=True
-    ):
+    ends = [*(later.start for later in stages[1:]), total_steps]
+    for stage, end in zip(stages, ends, strict=True):
         if stage.start >= end and total_steps > 0:
             raise ConfigError(
                 f"--stages {config.stages} leaves {stage.config.strategy} none of {total_steps}"
@@ -56,5 +49,5 @@ def stages_of(config: TrainConfig, total_steps: int | None) -> tuple[Stage, ...]
 
 
 def stage_at(stages: Sequence[Stage], steps: int) -> Stage:
-    """The stage of the step behind `steps` applied ones."""
+    """Return the stage of the step after `steps` applied ones."""
     return max((stage for stage in stages if stage.start <= steps), key=lambda stage: stage.start)

@@ -52,7 +52,7 @@ class Reference:
 
 @torch.no_grad()
 @kept_random_state()
-def refer(
+def reference_outputs(
     model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0
 ) -> Reference:
     """Run the unquantised base on the samples and keep the outputs to compare the others with.

@@ -18,7 +18,13 @@ from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
-from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, refer, samples_hash
+from npt.evaluation.attribution import (
+    COMPARISONS,
+    UNQUANTIZED,
+    Reference,
+    reference_outputs,
+    samples_hash,
+)
 from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
 from npt.evaluation.layers import BatchErrors, LayerErrors
 from npt.evaluation.metrics import (
@@ -184,7 +190,7 @@ def evaluate(
             student parts from its teacher.
         max_new_tokens: of such a continuation.
         unquantized: the base before quantisation, to attribute the loss, or the outputs that
-            `attribution.refer` kept of it, which need it in memory no longer.
+            `attribution.reference_outputs` kept of it, which need it in memory no longer.
         between: called before every batch; what it raises ends the evaluation.
         sources: of each sample the name of its source, to have the student's figures on each
             source as well.
@@ -210,11 +216,11 @@ def evaluate(
         prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, positions)
     pad_id = pad_id_of(tokenizer)
     if unquantized is not None and not isinstance(unquantized, Reference):
-        unquantized = refer(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
+        unquantized = reference_outputs(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
     if unquantized is not None and unquantized.samples_hash != samples_hash(samples):
         raise DataError(
-            "the unquantised base was run on other samples; pass attribution.refer the samples that"
-            " are evaluated on"
+            "the unquantised base was run on other samples; pass attribution.reference_outputs the"
+            " samples that are evaluated on"
         )
     device = next(model.parameters()).device
     comparisons = COMPARISONS if unquantized is not None else {}

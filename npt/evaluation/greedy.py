@@ -36,7 +36,7 @@ from npt.adapters.attach import adapter_mode
 from npt.adapters.stream import MASKED, model_inputs
 from npt.base.precision import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
-from npt.distill.divergence import LOGIT_CHUNK
+from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import ConfigError, NumericalError
 from npt.evaluation.metrics import check_ids, compare_tokens, final_states, mean_and_error
 

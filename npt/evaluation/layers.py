@@ -20,7 +20,7 @@ from npt.adapters.attach import adapter_mode, decoder_layers
 from npt.adapters.layer import NPTLayer, student_output
 from npt.adapters.sharding import whole
 from npt.data.batch import Batch
-from npt.distill.divergence import nmse_per_token
+from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error
 
 COMPARED: tuple[Mode, ...] = ("floor", "student")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from npt.adapters.stream import model_inputs
 from npt.base.precision import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
-from npt.distill.divergence import LOGIT_CHUNK, kl_of_logs
+from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.errors import DataError
 
 COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")

@@ -16,7 +16,8 @@ from npt.base.load import load_base, load_teacher
 from npt.config import ATTENTIONS, QUANT_TYPES
 from npt.data.batch import Batch
 from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.postmortem.bundle import Bundle
 from npt.random_state import kept_random_state, set_random_state

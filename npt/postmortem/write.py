@@ -34,7 +34,7 @@ from npt.diagnostics.guards import Finding, base_fault, moments_fault, tensor_fa
 from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.trace import trace
 from npt.diagnostics.tracer.verdict import Verdict
-from npt.distill.strategies import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.random_state import random_state

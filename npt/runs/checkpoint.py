@@ -14,6 +14,7 @@ anything is changed. A post-mortem (`npt.postmortem`) is such a folder with two 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,6 @@ from npt.data.loader import Position
 from npt.errors import CheckpointError
 from npt.evaluation.evaluate import Fidelity
 from npt.files import new_folder, write_json
-from npt.random_state import read_random_state
 from npt.runs.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.step.gradient_window import GradientWindow
 from npt.step.spikes import HISTORY
@@ -182,7 +182,7 @@ class Checkpoint:
                 " those from 0 on"
             )
         return {
-            process: read_random_state(path, f"rng.{process}.", self.headers, CheckpointError)
+            process: _read_random_state(path, f"rng.{process}.", self.headers)
             for process in processes
         }
 
@@ -350,3 +350,31 @@ def _check_figures(figures: Fidelity) -> None:
     odd = [value for value in numbers if not isinstance(value, _NUMBER) and value is not None]
     if odd:
         raise ValueError(f"a figure is {odd[0]!r}")
+
+
+_RANDOM_BYTES = {"cpu": 5056, "cuda": 16}  # torch's Mersenne Twister; a seed and an offset
+
+
+def _read_random_state(path: Path, prefix: str, headers: Mapping[str, Header]) -> dict[str, Tensor]:
+    """Return the states that a file holds under `prefix`, as `random_state` gave them."""
+    names = [name for name in headers if name.startswith(prefix)]
+    for name in names:
+        known = re.fullmatch(r"cpu|cuda\.[0-9]{1,3}", name.removeprefix(prefix))
+        if not known or headers[name] != ("U8", (_RANDOM_BYTES[known[0].split(".")[0]],)):
+            raise CheckpointError(
+                f"{path}: the tensor {shown(name)}, {described(headers[name])}, is no random state;"
+                " copy it again"
+            )
+    if f"{prefix}cpu" not in names:
+        raise CheckpointError(f"{path} lacks the tensor {prefix}cpu; copy it again")
+    tensors = read_tensors(path, names, CheckpointError)
+    states = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    for name, state in states.items():
+        if name == "cpu" or torch.cuda.is_initialized():
+            try:
+                torch.Generator(name.split(".")[0]).set_state(state)
+            except RuntimeError as problem:
+                raise CheckpointError(
+                    f"{path}: {prefix}{name} is no random state ({problem}); copy it again"
+                ) from problem
+    return states

@@ -1,6 +1,6 @@
 """The gradient window: micro-batches in, one guarded optimizer step out.
 
-What is promised: a window with a bad micro-batch leaves weights, moments and counts as if that
+The promise: a window with a bad micro-batch leaves weights, moments and counts as if that
 micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
 changes nothing at all.
 
@@ -16,27 +16,27 @@ learning rate follows the device's own count of applied steps. The limits of the
 from steps whose results are known, so with it, and with several processes, results are read exactly
 one window late: nothing may depend on the clock.
 
-Several processes share a window: one all-reduce sums gradients, losses, token counts and flags in
-one flat fp32 tensor, so all of them decide the same. A process that must stop says so in that sum,
-and the window is void on all of them. After the step the processes compare what it left behind; a
-step that differs or is not finite on one of them is taken back on all.
+Several processes share a window (`shared_window.py`); after the step they compare the state it
+left, and a step that differs or is not finite on one of them is taken back on all.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
-from npt.step.guarded_update import EXACT, GuardedUpdate, norms_of
-from npt.step.launched_window import LaunchedWindow, MicroBatchFlags, reading_of
+from npt.step.guarded_update import EXACT, GuardedUpdate, Update, norms_of
+from npt.step.shared_window import AcrossProcesses, gathered, sum_over_processes
 from npt.step.spikes import SpikeGuard
-from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
+from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult, first_bad_norm
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
@@ -47,16 +47,52 @@ IN_FLIGHT = 3
 FAILED = 1000
 """The code of a process that stops because of an error; other codes are signal numbers."""
 
+SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
+"""Figures of a window in its record."""
+
+
+@dataclass
+class MicroBatchFlags(Generic[S]):
+    """A micro-batch of an open window. flag: scalar bool, loss and gradients are finite. norms:
+    [P] of the parameters' gradients, to name the bad one.
+    """
+
+    sums: S
+    flag: Tensor
+    norms: Tensor
+    index: int
+    sample_ids: tuple[str, ...]
+
+
+@dataclass
+class LaunchedWindow(Generic[S]):
+    """A committed window. halt: this process's code. fingerprint: of its data. norms: [P] of its
+    gradient. record: on the host, in parts of `sizes`, valid once `arrived`; None if nothing ran.
+    """
+
+    index: int
+    micro_batches: int
+    ran: list[MicroBatchFlags[S]]
+    refusals: list[Refusal]
+    halt: int = 0
+    fingerprint: int = 0
+    limits: tuple[float, float] = (math.inf, math.inf)
+    update: Update | None = None
+    norms: Tensor | None = None
+    record: Tensor | None = None
+    sizes: Sequence[int] = ()
+    arrived: Any = None
+
 
 class GradientWindow(Generic[S]):
     """Collects micro-batches and commits them as one step.
 
     Args:
         update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
-        max_grad_norm: the window's gradient is clipped to this global norm.
+        max_grad_norm: global norm to which the window's gradient is clipped.
         rates: learning rate of each applied step; the last one stays.
         spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
-        processes: the processes that share the windows; default this one alone.
+        processes: share the windows; default this one alone.
     """
 
     def __init__(
@@ -103,10 +139,6 @@ class GradientWindow(Generic[S]):
         """Count the micro-batch whose gradients are in `.grad`, if it is finite.
 
         Nothing is read from the device.
-
-        Args:
-            sums: loss, of which the gradients are, and tokens.
-            sample_ids: of its rows, for refusals and history.
         """
         norms = norms_of(self._scratch_views)
         # Finite only if every norm is; also catches squares that overflow only in their sum.
@@ -119,9 +151,8 @@ class GradientWindow(Generic[S]):
 
     def refuse(self, detail: str, sample_ids: tuple[str, ...] = ()) -> None:
         """Count a micro-batch that was found bad before any computation."""
-        self._refusals.append(
-            Refusal("data", detail, self._index, sample_ids, self.processes.index)
-        )
+        process = self.processes.index
+        self._refusals.append(Refusal("data", detail, self._index, sample_ids, process))
         self._index += 1
 
     def skip(self) -> None:
@@ -131,8 +162,7 @@ class GradientWindow(Generic[S]):
     def halt(self, code: int) -> None:
         """Make the open window and all later ones void, on every process.
 
-        Args:
-            code: `FAILED`, or the number of a signal.
+        The code is `FAILED`, or the number of a signal.
         """
         assert 0 < code < EXACT
         self._halt = code
@@ -148,28 +178,22 @@ class GradientWindow(Generic[S]):
     def commit(self, fingerprint: int = 0) -> list[WindowResult[S]]:
         """Close the window: one optimizer step from its survivors, or none.
 
-        Every process must call this equally often, with micro-batches or without.
-
-        Args:
-            fingerprint: below `EXACT`, of the window's data; processes must agree on it.
+        Every process must call this equally often, with micro-batches or without, and with the same
+        fingerprint of the window's data, below `EXACT`.
 
         Returns:
             Results that have become known, oldest first: this window's, or with `late` flags those
             of earlier windows, if any.
 
         Raises:
-            ProcessError: a process is lost or differs; nothing of this window is applied, nor of
-                earlier ones whose result was not known yet.
+            ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
+                whose result was not known yet.
         """
         self._launched.append(self._launch(fingerprint))
         return self._read(keep=self._unread())
 
     def flush(self) -> list[WindowResult[S]]:
-        """Wait for every committed window; return the results not returned before.
-
-        Raises:
-            ProcessError: a process is lost; windows whose result was not known have not happened.
-        """
+        """Wait for every committed window; return the results not returned before."""
         return self._read(keep=0)
 
     def resume_at(self, steps: int) -> None:
@@ -191,19 +215,31 @@ class GradientWindow(Generic[S]):
         return window
 
     def _step(self, window: LaunchedWindow[S]) -> None:
-        """Divide, check, clip, step, verify, restore: all on the device."""
-        window.gather(self._home)
-        across, allowed = self._sum_over_processes(window)
-        tokens, loss_sum = window.tokens, window.loss_sum
+        """Divide, check, clip, step, verify, restore, and send the record: all on the device."""
+        home, ran = self._home, window.ran
+        flags = _stacked([m.flag for m in ran], home, torch.bool)
+        losses = _stacked([m.sums.loss.detach().to(home, torch.float32) for m in ran], home)
+        counts = _sent([m.sums.tokens for m in ran], home)
+        tokens = torch.where(flags, counts, 0.0).sum()
+        loss_sum = torch.where(flags, losses, 0.0).sum()
+        across, allowed = flags.new_zeros(0), None
+        if self.processes.size > 1:
+            survivors = flags.sum()
+            refused = len(ran) - survivors + len(window.refusals)
+            own = [count.to(torch.float32) for count in (tokens, loss_sum, survivors, refused)]
+            codes = _sent([window.halt, window.fingerprint], home)
+            (tokens, loss_sum), across, allowed = sum_over_processes(
+                self._sum, torch.stack(own), codes, self.processes
+            )
         for flat in self._sum:
             flat.div_(tokens.clamp_min(1.0).to(flat.device))
         norms = window.norms = norms_of(self._sum_views)
         norm = torch.linalg.vector_norm(norms)
         loss = loss_sum / tokens.clamp_min(1.0)
         finite = torch.isfinite(norm)
-        spike = (
-            self.spikes.exceeds(loss, norm) if self.spikes is not None else torch.zeros_like(finite)
-        )
+        spike = torch.zeros_like(finite)
+        if self.spikes is not None:
+            spike = self.spikes.exceeds(loss, norm)
         go = (tokens > 0) & finite & ~spike
         go = go if allowed is None else go & allowed
         scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
@@ -213,42 +249,23 @@ class GradientWindow(Generic[S]):
         # Not indexed by the step: indexing with a scalar tensor reads it.
         step = self._steps.clamp(max=len(self._rates) - 1).view(1)
         rate = self._rates.index_select(0, step).squeeze(0)
-        window.update = self.update(go, rate, self.processes)
-        self._steps += window.update.applied
-        window.send(
-            (tokens, loss, norm, finite, spike, window.update.applied, self._steps, rate), across
-        )
-
-    def _sum_over_processes(self, window: LaunchedWindow[S]) -> tuple[Tensor, Tensor | None]:
-        """Sum gradients, in place, and all that is decided on, in one all-reduce.
-
-        Returns:
-            What the record says of the processes, and whether they allow a step; nothing and None
-            for one process.
-        """
-        size, process = self.processes.size, self.processes.index
-        if size == 1:
-            return window.flags.new_zeros(0), None
-        survivors = window.flags.sum()
-        refused = window.flags.numel() - survivors + len(window.refusals)
-        counts = [window.tokens, window.loss_sum, survivors, refused]
-        own = [0] * 2 * size
-        own[process], own[size + process] = window.halt, window.fingerprint
+        update = window.update = self.update(go, rate, self.processes)
+        self._steps += update.applied
+        scalars = (tokens, loss, norm, finite, spike, update.applied, self._steps, rate)
+        norm_of_each = _stacked([torch.linalg.vector_norm(m.norms) for m in ran], home)
+        reports = [m.sums.report.detach().to(home, torch.float64) for m in ran]
         parts = [
-            *self._sum,
-            torch.stack([count.to(torch.float32) for count in counts]),
-            window.sent(own, self._home),
+            torch.stack([scalar.to(torch.float64) for scalar in scalars]),
+            flags,
+            losses,
+            norm_of_each,
+            torch.cat(reports) if reports else flags.new_zeros(0),
+            across,
+            flags.new_zeros(0) if update.fingerprints is None else update.fingerprints,
         ]
-        flat = self.processes.sum_(
-            torch.cat([part.to(self._home, torch.float32) for part in parts])
-        )
-        *gradients, sums, of_processes = flat.split([part.numel() for part in parts])
-        for own_sum, summed in zip(self._sum, gradients, strict=True):
-            own_sum.copy_(summed)
-        window.tokens, window.loss_sum = sums[0], sums[1]
-        halts, fingerprints = of_processes.split(size)
-        allowed = (halts == 0).all() & (fingerprints == fingerprints[0]).all()
-        return torch.cat([sums[2:], of_processes]), allowed
+        window.sizes = [part.numel() for part in parts]
+        record = torch.cat([part.to(torch.float64) for part in parts])
+        window.record, window.arrived = _to_host(record)
 
     def _unread(self) -> int:
         """Return how many of the newest results to leave unread."""
@@ -256,8 +273,11 @@ class GradientWindow(Generic[S]):
             return 0
         if self.spikes is not None or self.processes.size > 1:
             return 1
-        older = list(self._launched)[:-1]
-        arrived = next((i for i, window in enumerate(older) if not window.has_arrived), len(older))
+        arrived = 0
+        for window in list(self._launched)[:-1]:
+            if window.arrived is not None and not window.arrived.query():
+                break
+            arrived += 1
         return min(IN_FLIGHT, len(self._launched) - arrived)
 
     def _read(self, keep: int) -> list[WindowResult[S]]:
@@ -274,13 +294,77 @@ class GradientWindow(Generic[S]):
                     break
                 raise
             self._launched.popleft()
-            result = reading_of(window, self)
+            result = self._result_of(window)
             self.known_steps = result.steps
             if result.applied and self.spikes is not None:
                 assert result.loss is not None and result.grad_norm is not None
                 self.spikes.accept(result.loss, result.grad_norm)
             results.append(result)
         return results
+
+    def _result_of(self, window: LaunchedWindow[S]) -> WindowResult[S]:
+        """Read a window's record, which has arrived."""
+        processes = self.processes
+        result: WindowResult[S] = WindowResult(
+            window.index, window.micro_batches, False, self.known_steps, 0, 0.0, None, None
+        )
+        if window.halt and processes.size == 1:
+            return replace(result, micro_batches=0, halts={0: window.halt})
+        result.refusals, result.limits = list(window.refusals), window.limits
+        if window.record is None:
+            return result
+        values, *parts = (part.tolist() for part in window.record.split(list(window.sizes)))
+        flags, losses, norms, reports, across, states = parts
+        shared = None
+        if processes.size > 1:
+            shared = AcrossProcesses(across, states, processes)
+            if shared.halts:
+                return replace(result, micro_batches=0, refusals=[], halts=shared.halts)
+            shared.check(window.index, self.known_steps)
+        for number, micro in enumerate(window.ran):
+            loss, index, ids = losses[number], micro.index, micro.sample_ids
+            mean = loss / max(1, micro.sums.tokens)
+            record = MicroBatchRecord(window.index, index, ids, mean, norms[number])
+            self.history.append(record)
+            if flags[number]:
+                result.survivors.append(micro.sums)
+                length = len(reports) // len(window.ran)
+                result.reports.append(reports[number * length :][:length])
+            else:
+                kind, detail = "loss", f"loss is {loss}"
+                if math.isfinite(loss):
+                    kind, detail = "gradient", first_bad_norm(micro.norms, self.update.names)
+                result.refusals.append(Refusal(kind, detail, index, ids, processes.index))
+        if shared is not None and shared.refused:
+            # All processes come here, since the number refused is a sum over them.
+            result.refusals = gathered(result.refusals, Refusal, processes)
+        result.refusals.sort(key=lambda r: r.micro_batch or 0)
+        scalars = dict(zip(SCALARS, values, strict=True))
+        result.tokens, result.rate = int(scalars["tokens"]), scalars["rate"]
+        if result.survivors if shared is None else shared.survivors:
+            result.loss, result.grad_norm = scalars["loss"], scalars["norm"]
+            result.applied = bool(scalars["applied"])
+            # survivors without a token are nothing to step on, and no fault
+            if not result.applied and result.tokens:
+                result.refusals.append(self._window_refusal(window, scalars))
+        if result.refusals and window.update is not None:
+            result.snapshot = window.update.snapshot
+        result.steps = int(scalars["steps"])
+        return result
+
+    def _window_refusal(self, window: LaunchedWindow[S], scalars: dict[str, float]) -> Refusal:
+        """Return why a window was refused as a whole."""
+        loss, norm = scalars["loss"], scalars["norm"]
+        assert window.norms is not None and window.update is not None
+        if not scalars["finite_norm"]:
+            names = first_bad_norm(window.norms, self.update.names)
+            return Refusal("norm", f"gradient norm of the window is {norm}: {names}")
+        if scalars["spike"]:
+            assert self.spikes is not None
+            return Refusal("spike", self.spikes.describe(loss, norm, window.limits))
+        bad = window.update.first_bad()
+        said = f"{bad} was not finite after the step; the state before it was restored"
+        return Refusal("update", said)
 
     def _take_back(self, window: LaunchedWindow[S]) -> None:
         """Restore the state before a window that was launched with a process now lost."""
@@ -307,3 +391,28 @@ def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list
         for i, part in zip(members, flats[-1].split(sizes), strict=True):
             views[i] = part.view_as(parameters[i])
     return flats, [views[i] for i in range(len(parameters))]
+
+
+def _stacked(
+    scalars: list[Tensor], home: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return [number of scalars], empty for a process without a micro-batch."""
+    return torch.stack(scalars) if scalars else torch.zeros(0, dtype=dtype, device=home)
+
+
+def _sent(numbers: Sequence[int], home: torch.device) -> Tensor:
+    """Return numbers of the host in fp32 on the device, without waiting for it."""
+    values = torch.tensor(numbers, dtype=torch.float32)
+    return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
+
+
+def _to_host(record: Tensor) -> tuple[Tensor, Any]:
+    """Return the record on the host, and the event to wait for before it is read."""
+    if record.device.type != "cuda":
+        return record, None
+    pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+    pinned.copy_(record, non_blocking=True)
+    arrived = torch.cuda.Event()
+    # the current device may be another one
+    arrived.record(torch.cuda.current_stream(record.device))
+    return pinned, arrived

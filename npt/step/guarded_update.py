@@ -1,4 +1,4 @@
-"""An optimizer step that changes nothing unless all it leaves behind is finite.
+"""An optimizer step that changes nothing unless its whole result is finite.
 
 Parameters and moments are copied, stepped, verified, and put back if one of them is not finite. On
 a CPU the flags are read at once. On a GPU reading a flag would make the host wait, so there a fused
@@ -24,11 +24,11 @@ EXACT = 2**24
 
 @dataclass
 class Update:
-    """What a guarded update did.
+    """The outcome of a guarded update.
 
     applied: scalar bool on the device. snapshot: the state before, None if it is the state now.
-    names, finite: of parameters and moments, and a flag for each. fingerprints: [processes] of what
-    the step left on each process, 0 where it is not finite.
+    names, finite: of parameters and moments, and their flags. fingerprints: [processes] of the
+    state that the step left on each process, 0 if it is not finite.
     """
 
     applied: Tensor
@@ -50,9 +50,6 @@ class GuardedUpdate:
         parameters: the trainable tensors by name.
         optimizer: over exactly these parameters.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
-
-    Raises:
-        ValueError: `late` with an optimizer that does not obey `found_inf`.
     """
 
     def __init__(
@@ -78,15 +75,12 @@ class GuardedUpdate:
             self._make_moments()
 
     def __call__(self, go: Tensor, rate: Tensor, processes: ProcessGroup) -> Update:
-        """Step if `go`, verify, and restore what must not stay.
+        """Step if `go`, verify, and restore the old state if the new one is bad.
 
         Args:
             go: scalar bool on the home device.
             rate: scalar, the learning rate.
-            processes: all processes keep the step, or none does.
-
-        Raises:
-            ProcessError: a process was lost while the states were compared; the step is taken back.
+            processes: all keep the step, or none does, or if one is lost.
         """
         if not self.late and not bool(go):
             return Update(go)
@@ -126,7 +120,7 @@ class GuardedUpdate:
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Put a snapshot back. The optimizer goes on in its tensors: clone one to use it again."""
+        """Put a snapshot back. The optimizer then owns its tensors: clone one to use it again."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             value, state = snapshot[name]
             parameter.copy_(value)

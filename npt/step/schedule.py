@@ -1,6 +1,4 @@
-"""The learning rate as a pure function of the steps applied so far: nothing to advance, so nothing
-to roll back.
-"""
+"""The learning rate as a pure function of applied steps: nothing to advance or to roll back."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import math
 
 
 def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> list[float]:
-    """The learning rate of every step of a run; the last entry holds for all steps behind the
-    table.
+    """Return the learning rate of every step of a run; the last holds for all later steps.
 
     Args:
         peak: the rate that warm-up reaches.
@@ -20,28 +17,23 @@ def rate_table(peak: float, kind: str, warmup_steps: int, total_steps: int | Non
 
 
 def rate_at(step: int, peak: float, kind: str, warmup_steps: int, total_steps: int | None) -> float:
-    """One entry of the table, or where `step` lies behind it the last one."""
+    """Return one entry of the table, or the last one if `step` lies after it."""
     last = total_steps - 1 if total_steps is not None else warmup_steps
     return peak * learning_rate_scale(min(step, last), kind, warmup_steps, total_steps)
 
 
 def kind_of_run(kind: str, total_steps: int | None) -> str:
-    """The schedule that a run can follow: one of unknown length has no end to fall towards."""
+    """Return the schedule a run can follow: one of unknown length has no end to fall towards."""
     return kind if total_steps is not None else "constant"
 
 
 def learning_rate_scale(step: int, kind: str, warmup_steps: int, total_steps: int | None) -> float:
-    """The factor on the peak learning rate for the step after `step` applied ones.
+    """Return the factor on the peak learning rate for the step after `step` applied ones.
 
     Linear warm-up reaches 1 after `warmup_steps` steps; its first step is already above 0, since a
     step at rate 0 moves the optimizer's moments and nothing else. Then `constant`, or `linear` or
-    `cosine` (Loshchilov & Hutter 2017, without restarts) down to 0 behind the last step.
-
-    Args:
-        step: applied steps, from 0.
-        kind: cosine, linear or constant.
-        warmup_steps: length of the warm-up.
-        total_steps: of the run; None where unknown, which only `constant` can do with.
+    `cosine` (Loshchilov & Hutter 2017, without restarts) down to 0 after the last step. Only
+    `constant` needs no `total_steps`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

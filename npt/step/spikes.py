@@ -23,16 +23,13 @@ SPREAD_FLOOR = 0.01
 
 
 class SpikeGuard:
-    """Limits of loss and gradient norm: median + k sigma of the logarithms of the last accepted
-    steps, sigma estimated by the median absolute deviation, so that neither a spike that was let
-    through nor a NaN can drag the limits along.
+    """Limits of loss and gradient norm: median + k sigma of the last accepted steps' logarithms.
 
-    Logarithms, because both are positive and spread over factors: the gradient norms of small
-    windows have a heavy upper tail, which on their own scale reads as spikes and on a logarithmic
-    one does not.
-
-    Args:
-        k: how many robust standard deviations above the median a step may lie.
+    Sigma is estimated by the median absolute deviation, so that neither a spike that was let
+    through nor a NaN can drag the limits along. Logarithms, because both are positive and spread
+    over factors: the gradient norms of small windows have a heavy upper tail, which reads as spikes
+    on their own scale and not on a logarithmic one.
+    `k`: how many robust standard deviations above the median a step may lie.
     """
 
     def __init__(self, k: float):
@@ -40,34 +37,30 @@ class SpikeGuard:
         self._losses: deque[float] = deque(maxlen=HISTORY)
         self._norms: deque[float] = deque(maxlen=HISTORY)
         self.limits = (math.inf, math.inf)
-        """Of loss and gradient norm, as they stand now."""
+        """Of loss and gradient norm, at present."""
 
     def exceeds(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Scalar bool on the tensors' device: above a limit. The limits are plain numbers, so
-        nothing is waited for.
-        """
+        """Return a scalar bool on the tensors' device, without waiting: above a limit."""
         return (loss > self.limits[0]) | (norm > self.limits[1])
 
     def accept(self, loss: float, norm: float) -> None:
-        """Take an applied step into the statistics; a value without a finite logarithm is
-        left out.
-        """
+        """Take an applied step into the statistics, unless it has no finite logarithm."""
         for logarithms, value in ((self._losses, loss), (self._norms, norm)):
             if math.isfinite(value) and value > 0:
                 logarithms.append(math.log(value))
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
     def remembered(self) -> tuple[list[float], list[float]]:
-        """The logarithms of losses and norms that the limits are made of: what `recall` takes."""
+        """Return the logarithms of losses and norms that the limits are made of, for `recall`."""
         return list(self._losses), list(self._norms)
 
     def recall(self, losses: Iterable[float], norms: Iterable[float]) -> None:
-        """Go on from what another guard remembered."""
+        """Continue from what another guard remembered."""
         self._losses, self._norms = deque(losses, maxlen=HISTORY), deque(norms, maxlen=HISTORY)
         self.limits = (self._limit(self._losses), self._limit(self._norms))
 
     def describe(self, loss: float, norm: float, limits: tuple[float, float]) -> str:
-        """What was exceeded, with both values. `limits` are those of the time of the decision."""
+        """Return which of the limits, of the time of the decision, was exceeded, and by what."""
         parts = [
             f"{name} {value:.4g} is above {limit:.4g}"
             for name, value, limit in (

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from functools import reduce
 from operator import add
 
 import torch
 
 from npt.data.batch import Batch
-from npt.distill.strategies import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.errors import NoMemoryError, is_out_of_memory
 
 
 class MicroBatchSplitter:
     """Splits micro-batches into parts of at most `samples` rows.
 
-    samples: at most so many at once. shrunk_to: what `shrink` has brought it to, None if it never
-    did.
+    shrunk_to: the samples that `shrink` has come down to, None if it never was called.
     """
 
     def __init__(self, samples: int):
@@ -48,17 +46,10 @@ class MicroBatchSplitter:
         return min(len(batch.input_ids), self.samples)
 
     def shrink(self, batch: Batch, message: str) -> int:
-        """Halve the parts, after memory ran out for those of `batch`.
-
-        Args:
-            batch: the whole micro-batch.
-            message: what was asked for.
-
-        Returns:
-            How many samples were computed at once.
+        """Halve the parts of a batch after memory ran out; return the samples at once until then.
 
         Raises:
-            NoMemoryError: it was one.
+            NoMemoryError: it was one sample.
         """
         before, length = self.samples_of(batch), batch.input_ids.shape[1]
         if before == 1:
@@ -73,55 +64,37 @@ class MicroBatchSplitter:
 
 def added(parts: Sequence[MicroBatch]) -> MicroBatch:
     """Return the sums of a micro-batch from those of its parts."""
-    if len(parts) == 1:
-        return parts[0]
-    return MicroBatch(
-        **{
-            f.name: reduce(add, [getattr(part, f.name) for part in parts])
-            for f in fields(MicroBatch)
-        }
-    )
+    sums = {f.name: [getattr(part, f.name) for part in parts] for f in fields(MicroBatch)}
+    return MicroBatch(**{name: reduce(add, values) for name, values in sums.items()})
 
 
-@dataclass
-class OutOfMemory:
-    """What `catch_oom` found. message: what was asked for, None if memory did not run out."""
+def oom_message(error: RuntimeError | MemoryError) -> str | None:
+    """Return what was asked for when memory ran out; None for any other error.
 
-    message: str | None = None
-
-
-@contextmanager
-def catch_oom(active: bool = True) -> Iterator[OutOfMemory]:
-    """Catch an out-of-memory error of the block and keep its message; False lets it through.
-
-    Call `free_memory` after the block: within it the error still holds the graph.
+    Call `free_memory` after the handler: within it the error still holds the graph.
     """
-    found = OutOfMemory()
-    try:
-        yield found
-    except (RuntimeError, MemoryError) as error:
-        if not active or not is_out_of_memory(error):
-            raise
-        asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        first = lines[0] if lines else type(error).__name__
-        found.message = f"it asked for {asked[1]} more" if asked else first[:200]
+    if not is_out_of_memory(error):
+        return None
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return f"it asked for {asked[1]} more" if asked else first[:200]
 
 
 def free_memory() -> None:
-    """Free what an error that was caught has held."""
+    """Free the memory that a caught error has held."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
-    """Some rows of a batch, without the columns that are padding in all of them."""
+    """Return some rows of a batch, without the columns that are padding in all of them."""
     filled = batch.attention_mask[rows].any(dim=0).nonzero()
     columns = slice(int(filled[0]), int(filled[-1]) + 1) if len(filled) else slice(None)
     tensors = {name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()}
     if "documents" in tensors and not bool(tensors["documents"].any()):
         del tensors["documents"]
     part = batch.with_rows(tensors, batch.sample_ids[rows])
-    # so that it is on its way to the device while the host goes on
+    # so that it is on its way to the device while the host continues
     return part.pinned() if batch.input_ids.is_pinned() else part

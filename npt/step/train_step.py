@@ -1,6 +1,6 @@
 """One optimizer step, the page to read first: forward, backward, guard, update.
 
-    step = TrainStep(model, drive, config, rates)
+    step = TrainStep(model, strategy, config, rates)
     for window in windows:                  # lists of micro-batches
         for result in step.run(window):     # of this window, or of earlier ones on a GPU
             ...
@@ -12,10 +12,8 @@ clipped, stepped, verified, and restored if anything is not finite (`guarded_upd
 leaves no trace: the run equals, bit for bit, the one that never saw the bad micro-batch.
 
 A base may draw random numbers (dropout, noise). For each micro-batch torch's generators are seeded
-by a name, made of the run's seed, the place of its samples in the data and their ids, and put back
-afterwards: it draws the same numbers whatever was refused before, on whichever process, after a
-resume, and in a replay. Python's and numpy's generators are left alone. Micro-batches without
-sample ids at the same place draw the same numbers.
+by the run's seed, the place of its samples in the data and their ids, and restored afterwards: it
+draws the same numbers whatever was refused before, on any process, after a resume, and in a replay.
 """
 
 from __future__ import annotations
@@ -32,14 +30,15 @@ from npt.adapters.attach import adapter_parameters
 from npt.adapters.sharding import is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
-from npt.distill.strategies import MicroBatch, Strategy
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.random_state import micro_batch_draws
 from npt.step.gradient_window import FAILED, GradientWindow
 from npt.step.guarded_update import GuardedUpdate
 from npt.step.spikes import SpikeGuard
-from npt.step.splitting import MicroBatchSplitter, added, catch_oom, free_memory
+from npt.step.splitting import MicroBatchSplitter, added, free_memory, oom_message
 from npt.step.window_result import WindowResult
 
 ADAM_BETAS = (0.9, 0.999)
@@ -53,21 +52,16 @@ class TrainStep:
         strategy: forward and backward of one micro-batch.
         config: of the current stage; may be replaced between steps.
         rates: learning rate of each applied step; the last one stays.
-        processes: the processes that share each window, micro-batch i on process i modulo their
-            number.
-        splitter: computes micro-batches in parts that fit into memory.
+        processes: share each window, micro-batch i on process i modulo their number.
+        splitter: of micro-batches into parts that fit into memory.
         late: read results a window late or more; default on CUDA.
 
     Attributes:
         interrupted: returns the number of a signal that ends the window, or None.
         observe: a context around forward and backward of a part, given its batch and `index`.
-        on_out_of_memory: told the number of samples and what was asked for; the window then begins
-            again, with smaller parts if they are not single samples that in-flight windows left no
-            room for. None lets the error through.
+        on_out_of_memory: called with the number of samples and the request that failed; the window
+            then begins again, in smaller parts. None lets the error through.
         failure: the error that stops this process, one of several, at the next commit.
-
-    Raises:
-        ConfigError: an adapter tensor is frozen.
     """
 
     def __init__(
@@ -82,6 +76,7 @@ class TrainStep:
         late: bool | None = None,
     ):
         self.model, self.strategy, self.config = model, strategy, config
+        self._sharded = is_sharded(model)
         self.splitter = splitter if splitter is not None else MicroBatchSplitter(config.batch_size)
         parameters = adapter_parameters(model)
         check_unfrozen(parameters)
@@ -108,9 +103,7 @@ class TrainStep:
     def run(self, batches: Sequence[Batch], fingerprint: int = 0) -> list[WindowResult[MicroBatch]]:
         """Make one step from micro-batches [K]; return the results that have become known.
 
-        Args:
-            batches: on the host.
-            fingerprint: of the window's data, compared between processes.
+        The fingerprint of the window's data is compared between processes.
         """
         index = 0
         while index < len(batches) and self.failure is None:
@@ -126,29 +119,34 @@ class TrainStep:
         if index % self.window.processes.size != self.window.processes.index:
             self.window.skip()
             return True
-        # Processes that share a base stay in step: one that stopped inside a layer would not.
-        caught = self.on_out_of_memory is not None and not is_sharded(self.model)
         observe = None if self.observe is None else partial(self.observe, index=index)
+        message = None
         try:
             fault = find_fault(batch, self.model.config.vocab_size)
             if fault is not None:
                 self.window.refuse(fault, batch.sample_ids)
                 return True
-            with catch_oom(caught) as oom:
+            try:
                 self.window.begin()
                 sums = forward_backward(
                     self.model, self.strategy, batch, self.config, self.splitter, observe
                 )
                 self.window.add(sums, batch.sample_ids)
-            if oom.message is not None:
-                self._shrink(batch, oom.message)
-            return oom.message is None
+            except (RuntimeError, MemoryError) as error:
+                # Processes that share a base stay in step: one that stopped inside a layer would
+                # not.
+                if self.on_out_of_memory is not None and not self._sharded:
+                    message = oom_message(error)
+                if message is None:
+                    raise
+            if message is not None:
+                self._shrink(batch, message)
         except Exception as error:
             self.fail(error)
-            return True
+        return message is None or self.failure is not None
 
     def forward_backward(self, batch: Batch) -> MicroBatch:
-        """Return the sums of a micro-batch, unobserved; see the function of this name."""
+        """Return the sums of a micro-batch, unobserved."""
         return forward_backward(self.model, self.strategy, batch, self.config, self.splitter)
 
     def fail(self, error: Exception) -> None:
@@ -183,32 +181,24 @@ def forward_backward(
 ) -> MicroBatch:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
-    Autocast is off, whatever the caller has on, and random numbers are the micro-batch's own.
-
-    Args:
-        model: with adapters attached.
-        strategy: forward and backward.
-        batch: on any device.
-        config: the strategy's settings, and the seed.
-        splitter: into parts that fit into memory; default one part.
-        observe: a context around each part.
+    Autocast is off, and random numbers are the micro-batch's own. `splitter` gives the parts that
+    are computed one after the other, `observe` a context around each.
     """
     device = next(model.parameters()).device
+    parts = [batch]
+    if splitter is not None and len(batch.input_ids) > splitter.samples:
+        parts = splitter.parts(batch)
     draws = micro_batch_draws(config.seed, batch.sample_ids, batch.offset)
     sums = []
     with draws, torch.autocast(device.type, enabled=False):
-        for part in [batch] if splitter is None else splitter.parts(batch):
+        for part in parts:
             with nullcontext() if observe is None else observe(part):
                 sums.append(strategy(model, part.to(device), config))
-    return added(sums)
+    return sums[0] if len(sums) == 1 else added(sums)
 
 
 def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse frozen adapters, which an optimizer would move by its weight decay alone.
-
-    Raises:
-        ConfigError: names the first frozen tensor.
-    """
+    """Refuse frozen adapters, which an optimizer would move by its weight decay alone."""
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""What became of a window of micro-batches: refusals, figures, and what was remembered."""
+"""The result of a window of micro-batches: refusals, figures, and a record of each of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=Sums)
 
 @dataclass(frozen=True)
 class Refusal:
-    """One refused micro-batch or step: what was wrong, and where.
+    """One refused micro-batch or step: its fault and its place.
 
     kind: `data` (refused before any computation), `loss` or `gradient`; for a whole window `norm`,
     `spike` or `update` (parameters or moments after the step). micro_batch: index in the window
@@ -79,7 +79,7 @@ class MicroBatchRecord:
 
 @dataclass
 class WindowResult(Generic[S]):
-    """What became of a window.
+    """The outcome of a window.
 
     index: of the window. micro_batches: their number, including refused ones. steps: applied steps
     so far, including this one. rate: learning rate of the step. loss, grad_norm: mean per surviving
@@ -110,10 +110,8 @@ class WindowResult(Generic[S]):
     def bad_in_a_row(self, before: int) -> tuple[int, int]:
         """Return the longest run of refusals up to this window's end, and the one still open there.
 
-        A micro-batch that counted ends a run; in a window refused as a whole, none counted.
-
-        Args:
-            before: length of the run that was open when the window began.
+        A micro-batch that counted ends a run; in a window refused as a whole, none counted. A run
+        of length `before` was open when the window began.
         """
         if not self.applied:
             return before + len(self.refusals), before + len(self.refusals)
@@ -123,3 +121,15 @@ class WindowResult(Generic[S]):
             run = run + 1 if index in bad else 0
             longest = max(longest, run)
         return longest, run
+
+
+def first_bad_norm(norms: Tensor, names: Sequence[str]) -> str:
+    """Return which of a gradient's tensors is not finite, in words; norms: [P]."""
+    values = norms.tolist()
+    bad = [(n, v) for n, v in zip(names, values, strict=True) if not math.isfinite(v)]
+    if not bad:
+        return (
+            f"every tensor's own norm is finite (largest {max(values):.3g}), their sum of squares"
+            " overflows"
+        )
+    return f"gradient of {bad[0][0]} has norm {bad[0][1]} ({len(bad)} of {len(values)} tensors)"

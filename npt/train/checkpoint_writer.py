@@ -23,14 +23,7 @@ from npt.train.run_setup import RunSetup
 
 
 class CheckpointWriter:
-    """Saves what a run can be resumed from, and its best adapters.
-
-    Args:
-        setup, data: of the run.
-        base: identity of the base.
-        initial: fidelity at the start.
-        folder: of the run.
-    """
+    """Saves the checkpoints of a run, and its best adapters."""
 
     def __init__(
         self,
@@ -44,10 +37,10 @@ class CheckpointWriter:
         self._initial, self._folder = initial, folder
 
     def save(self, loop: Loop, last: bool = False) -> bool:
-        """Write a checkpoint of what all processes have.
+        """Write a checkpoint of all processes' state.
 
         Args:
-            loop: what is saved.
+            loop: to be saved.
             last: the run is over, so nothing would be written later.
 
         Returns:
@@ -71,25 +64,19 @@ class CheckpointWriter:
         try:
             self._folder.save_best(self._setup.model, self._base, figures)
         except (OSError, SafetensorError) as error:
-            self._save_failed(loop, error, f"best: {error}")
-            self._setup.say(
-                f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}"
-            )
+            said = f"the best adapters could not be kept at step {loop.steps}: {error}"
+            self._save_failed(loop, error, f"best: {error}", said)
 
     def rescue(self, loop: Loop, error: BaseException, measure: Callable[[int], None]) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait.
 
-        Args:
-            loop: that ended.
-            error: which ended it.
-            measure: measures the modulation at a step, after too many refusals.
+        After too many refusals the modulation is measured.
         """
-        setup, folder = self._setup, self._folder
+        setup = self._setup
         if isinstance(error, KeyboardInterrupt) and setup.stop.number is not None:
             return
         if not isinstance(error, TooManyRefusalsError):  # the loop has reported that one itself
-            kind, message = type(error).__name__, str(error)[:500]
-            folder.event("error", step=loop.steps, error=kind, message=message)
+            self._report_error(loop, error, str(error))
         # The others are elsewhere: leave out whatever would wait for them.
         if not setup.processes.met_by_all(error):
             setup.processes.leave(error)
@@ -102,11 +89,10 @@ class CheckpointWriter:
             if isinstance(error, TooManyRefusalsError):  # a multiplier at its bound may be why
                 measure(loop.steps)
         except Exception as second:  # the first error is the one to be seen
-            kind, message = type(second).__name__, f"not saved: {second}"[:500]
-            folder.event("error", step=loop.steps, error=kind, message=message)
+            self._report_error(loop, second, f"not saved: {second}")
 
     def _random_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
-        """Return the random state of every process, after comparing what they hold.
+        """Return the random state of every process, after comparing their adapters and moments.
 
         It is this one's alone if the others are gone.
         """
@@ -124,8 +110,8 @@ class CheckpointWriter:
                     ProcessError(
                         f"process {process} holds other adapters or moments than process 0 at step"
                         f" {loop.steps} (checksums {other['held']} and {everyone[0]['held']});"
-                        " nothing was saved: look at the hardware of these processes, then go on"
-                        " with --resume auto"
+                        " nothing was saved: look at the hardware of these processes, then"
+                        " continue with --resume auto"
                     )
                 )
         return {
@@ -157,37 +143,38 @@ class CheckpointWriter:
         def write(path: Path) -> None:
             write_checkpoint(path, self._setup.model, loop.step.window, record, self._base, states)
 
-        folder = self._folder
+        folder, step = self._folder, loop.steps
         try:
-            path = folder.save_checkpoint(loop.steps, write, self._setup.config.save_total_limit)
+            path = folder.save_checkpoint(step, write, self._setup.config.save_total_limit)
         except (OSError, SafetensorError, CheckpointError) as error:
-            standing = folder.checkpoints()
-            good = f"the last good one is {standing[-1]}" if standing else "there is no other"
-            self._save_failed(loop, error, f"{error}; {good}")
-            if last or not standing:
-                raise CheckpointError(
-                    f"no checkpoint could be written at step {loop.steps}: {error}; {good}; make"
-                    " room and go on with --resume"
-                ) from error
-            self._setup.say(
-                f"WARNING: no checkpoint at step {loop.steps}: {error}; {good}, training goes on"
-            )
-            return False
-        folder.event("save", step=loop.steps, folder=str(path.relative_to(folder.path)))
+            older = folder.checkpoints()
+            good = f"the last good one is {older[-1]}" if older else "there is no other"
+            said = None
+            if older and not last:
+                said = f"no checkpoint at step {step}: {error}; {good}, training continues"
+            self._save_failed(loop, error, f"{error}; {good}", said)
+            if said is not None:
+                return False
+            raise CheckpointError(
+                f"no checkpoint could be written at step {step}: {error}; {good}; make room and"
+                " continue with --resume"
+            ) from error
+        folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
         return True
 
-    def _save_failed(self, loop: Loop, error: Exception, message: str) -> None:
+    def _save_failed(self, loop: Loop, error: Exception, message: str, said: str | None) -> None:
         kind = type(error).__name__
         self._folder.event("save_failed", step=loop.steps, error=kind, message=message[:500])
+        if said is not None:
+            self._setup.say(f"WARNING: {said}")
+
+    def _report_error(self, loop: Loop, error: BaseException, message: str) -> None:
+        kind = type(error).__name__
+        self._folder.event("error", step=loop.steps, error=kind, message=message[:500])
 
 
 def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], None]) -> None:
     """Set aside checkpoints that do not verify, and those after the one that is resumed.
-
-    Args:
-    resumed: what was found.
-    folder: of the run.
-    warn: prints a warning and keeps it.
 
     Raises:
         ConfigError: there are others than when the checkpoint was chosen.
@@ -207,4 +194,4 @@ def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], 
         step = int(path.name.removeprefix("step-"))
         if resumed.checkpoint is not None and step > resumed.step:
             aside = folder.set_aside(path, SUPERSEDED).name
-            warn(f"the run goes on from step {resumed.step}; {path.name} is set aside as {aside}")
+            warn(f"the run continues from step {resumed.step}; {path.name} is set aside as {aside}")

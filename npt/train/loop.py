@@ -1,22 +1,24 @@
-"""The training loop: windows through the step, and what is counted, logged and saved."""
+"""The training loop: windows through the step; their results are counted, logged and saved."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from npt.data.loader import Position
+from npt.data.loader import Loaded, Position, Prefetcher
+from npt.distill.local import MicroBatch
 from npt.distill.stages import Stage, stage_at, stages_of
-from npt.distill.strategies import MicroBatch
 from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity
+from npt.runs.signals import StopOnSignal
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep
 from npt.step.window_result import WindowResult
@@ -28,6 +30,18 @@ from npt.train.step_recording import StepRecording
 T = TypeVar("T")
 
 
+def windows_of(coming: Iterator[Loaded], size: int, stop: StopOnSignal) -> Generator[Window]:
+    """Yield windows of so many batches; closing ends the thread that prepares them.
+
+    Windows continue from one epoch into the next; the last one of all may be shorter.
+    """
+    with contextlib.closing(Prefetcher(coming, stop=lambda: stop.number is not None)) as ahead:
+        stream = iter(ahead)
+        while loaded := list(itertools.islice(stream, size)):
+            batches = [each.batch for each in loaded]
+            yield Window(loaded[0].epoch, batches, loaded[-1].position)
+
+
 class Loop:
     """One run of the training loop.
 
@@ -35,7 +49,7 @@ class Loop:
         context: model, settings, and where to report.
         step: makes one step from a window.
         total_steps: of the run, None if unknown.
-        actions: what is done between steps.
+        actions: between steps.
     """
 
     def __init__(
@@ -44,9 +58,12 @@ class Loop:
         self.context, self.step, self.total_steps = context, step, total_steps
         self.config, self.actions = context.config, actions
         self.stages = stages_of(context.config, total_steps)
-        self.recording = StepRecording(
-            context.model, context.folder, context.display, context.config
-        )
+        self.stage = self.stages[0]  # of the next step
+        wanted = self.config.trace_steps is not None or self.config.trace_every is not None
+        self.recording: StepRecording | None = None
+        if wanted and context.processes.main:
+            self.recording = StepRecording(context)
+            step.observe = self.recording.observe
         self.refusals = Refusals(context, step)
         self.steps = self.tokens = self.micro_batches = 0
         self.position = Position()
@@ -62,7 +79,6 @@ class Loop:
         self._epoch = 0
         self._ended = False  # the data are used up, or a process stopped
         step.interrupted = lambda: context.stop.number
-        step.observe = self.recording.observe
         step.on_out_of_memory = self._out_of_memory
 
     def run(self, windows: Iterable[Window]) -> None:
@@ -74,25 +90,27 @@ class Loop:
         """
         context, step = self.context, self.step
         context.model.eval()
-        self.recording.announce()
+        if self.recording is not None:
+            self.recording.announce()
         self._safely(self._evaluate_if_due)  # a signal may have ended this step's evaluation
-        self._metrics.start_clock()
+        self._metrics.since = time.perf_counter()
         coming = iter(windows)
-        # Results end the loop, which all processes have alike and at the same window, never what
-        # one process alone knows.
+        # Only results end the loop, which all processes have alike and at the same window.
         while self._wants_more:
             window = self._safely(partial(next, coming, None))
             if window is None and context.stop.number is not None and step.failure is None:
                 step.window.halt(context.stop.number)
             step.config = self.stage.config
-            self.recording.open(self._coming_step)
+            if self.recording is not None:
+                self.recording.open(self._coming_step)
             self._open[step.window.committed] = window
             batches = [] if window is None else window.batches
             compared = window if context.processes.size > 1 else None
             results = step.run(batches, 0 if compared is None else compared.fingerprint)
-            self._metrics.leave_out(self.recording.take_seconds())
+            if self.recording is not None:
+                self._metrics.since += self.recording.take_seconds()
             self._account(results)
-            # What depends on the state at an exact step must not see the window after it, so wait
+            # Saving and evaluating must see the state of their own step and no later one, so wait
             # for late results; if that window is refused, the wait was in vain.
             if self._is_boundary(self.steps + step.window.in_flight):
                 self.settle()
@@ -105,13 +123,8 @@ class Loop:
         self._account(self.step.window.flush())
 
     @property
-    def stage(self) -> Stage:
-        """The stage of the next step."""
-        return stage_at(self.stages, self.steps)
-
-    @property
     def unsaved(self) -> bool:
-        """Whether anything has happened since the last checkpoint, if only refusals."""
+        """True if anything has happened since the last checkpoint, if only refusals."""
         return self._saved != self.micro_batches
 
     def save(self) -> None:
@@ -126,7 +139,7 @@ class Loop:
             self.actions.save_best(fidelity)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the loop."""
+        """Return the part of a checkpoint that is the loop's."""
         return {
             "step": self.steps,
             "tokens": self.tokens,
@@ -156,20 +169,21 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self._metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None
+        self.stage = stage_at(self.stages, self.steps)
         # another number of steps, or other shares of them
         if state["strategy"] != self.stage.config.strategy:
             self._begin_stage()
 
     @property
     def _wants_more(self) -> bool:
-        """Whether another step is due; `max_steps` or a resumed run may leave none."""
+        """True if another step is due; `max_steps` or a resumed run may leave none."""
         if self._ended:
             return False
         return self.config.max_steps is None or self.steps < self.config.max_steps
 
     @property
     def _coming_step(self) -> int:
-        """What the open window will be, if it is applied."""
+        """The step that the open window will be, if it is applied."""
         return self.steps + self.step.window.in_flight + 1
 
     def _is_boundary(self, step: int) -> bool:
@@ -180,7 +194,7 @@ class Loop:
         return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, shown))
 
     def _safely(self, act: Callable[[], T]) -> T | None:
-        """Do what can fail on this process alone; one of several then stops at the next commit."""
+        """Do an act that may fail on this process alone, which then stops at the next commit."""
         try:
             return act() if self.step.failure is None else None
         except Exception as error:
@@ -197,16 +211,17 @@ class Loop:
             raise processes.everywhere(failure if failure is not None else process_failure(reasons))
 
     def _out_of_memory(self, samples: int, message: str) -> None:
-        """Report that memory ran out, and free what windows in flight keep."""
+        """Report that memory ran out, and free the memory of windows in flight."""
         step, now = self._coming_step, self.step.splitter.samples
         self.context.folder.event(
             "out_of_memory", step=step, samples=samples, samples_at_once=now, message=message
         )
         said = f"out of memory with {samples} samples at once ({message})"
         self.context.say(f"step {step}: {said}; it is begun again with {now}")
-        if self.context.processes.size == 1:  # several meet where results are read
+        if self.context.processes.size == 1:  # several meet at the reading of results
             self.settle()
-        self.recording.open(self._coming_step)
+        if self.recording is not None:
+            self.recording.open(self._coming_step)
 
     def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
         self._known.extend(results)
@@ -235,8 +250,8 @@ class Loop:
     def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
         """Account for every window in flight, then write the post-mortem and raise.
 
-        What is saved from here on bears the step of its weights: that of this window, if it was
-        applied, or of the last one after it.
+        Later checkpoints bear the step of their weights: that of this window, if it was applied, or
+        of the last one after it.
         """
         self.refusals.report_epoch(self._epoch)
         before, stage = self.steps, self.stage
@@ -250,6 +265,7 @@ class Loop:
             self.position = self.position if after is None or known.halts else after.position
             self.micro_batches += known.micro_batches
             self.refusals.by_kind.update(refusal.kind for refusal in known.refusals)
+        self.stage = stage_at(self.stages, self.steps)
         last = (window, result, stage)
         if not result.refusals and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
@@ -266,6 +282,7 @@ class Loop:
             metrics = self._metrics.line(result, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
         self.context.display.step(self.steps, metrics, self.refusals.total)
+        self.stage = stage_at(self.stages, self.steps)
         if self.stage.start == self.steps:
             self._begin_stage()
         since = time.perf_counter()
@@ -275,7 +292,7 @@ class Loop:
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
         # saving, evaluating and showing is not training
-        self._metrics.leave_out(time.perf_counter() - since)
+        self._metrics.since += time.perf_counter() - since
 
     def _begin_stage(self) -> None:
         """Change the strategy; its losses must not be measured by those of the one before."""

@@ -17,25 +17,21 @@ from npt.planning.plan import Planner
 from npt.planning.workload import Workload
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
-from npt.step.splitting import MicroBatchSplitter, catch_oom, free_memory
+from npt.step.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.train.run_setup import RunSetup
 
 T = TypeVar("T")
 
 
 class MemoryFit:
-    """Plans for `--max_memory`, and repeats with fewer samples what did not fit.
-
-    Args:
-        setup: of the run; its splitter is set to what fits.
-    """
+    """Plans for `--max_memory`, and repeats with fewer samples whatever did not fit."""
 
     def __init__(self, setup: RunSetup):
         self._setup = setup
         self.splitter = setup.splitter
         self.evaluation = MicroBatchSplitter(setup.config.batch_size)
         self.folder: RunFolder | None = None
-        self._lacks: list[dict[str, Any]] = []  # of which no folder was told yet
+        self._unreported: list[dict[str, Any]] = []
         self.plan = self._make_plan()
 
     def note(self) -> str | None:
@@ -49,7 +45,7 @@ class MemoryFit:
         return f"--max_memory {config.max_memory}: {at_once}, {peak}{even}"
 
     def recall(self, checkpoint: Checkpoint) -> None:
-        """Do not try again what did not fit in the run that is resumed, under the same limit."""
+        """Begin with the samples that fitted in the resumed run, under the same limit."""
         process, setup = self._setup.processes.index, self._setup
         shrunk_to = dict(enumerate(checkpoint.record.get("samples_at_once", []))).get(process)
         if shrunk_to is not None and "max_memory" not in setup.changed:
@@ -59,11 +55,11 @@ class MemoryFit:
     def fitting(
         self, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
     ) -> T:
-        """Return what `act` returns, with fewer samples at once until it fits.
+        """Return the result of `act`, with fewer samples at once until it fits.
 
         Args:
-            act: computes in parts of `splitter`.
-            splitter: is shrunk.
+            act: computes in parts of `splitter`, which is shrunk.
+            splitter: of the act.
             batch: the largest that is computed.
             name: of the act.
 
@@ -71,30 +67,27 @@ class MemoryFit:
             NoMemoryError: one sample at once is too much.
         """
         while True:
-            # Processes that share a base stay in step: one that stopped inside a layer would not.
-            with catch_oom(not is_sharded(self._setup.model)) as oom:
+            try:
                 return act()
-            assert oom.message is not None
+            except (RuntimeError, MemoryError) as error:
+                message = oom_message(error)
+                # Processes that share a base stay in step: one that stopped inside a layer would
+                # not.
+                if message is None or is_sharded(self._setup.model):
+                    raise
             free_memory()
-            before = splitter.shrink(batch, oom.message)
-            self._setup.say(
-                f"{name}: out of memory with {before} samples at once ({oom.message}); it is begun"
-                f" again with {splitter.samples}"
-            )
-            self._lacks.append(
-                {
-                    "during": name,
-                    "samples": before,
-                    "samples_at_once": splitter.samples,
-                    "message": oom.message,
-                }
-            )
+            before = splitter.shrink(batch, message)
+            now = splitter.samples
+            said = f"{name}: out of memory with {before} samples at once ({message})"
+            self._setup.say(f"{said}; it is begun again with {now}")
+            lack = {"during": name, "samples": before, "samples_at_once": now, "message": message}
+            self._unreported.append(lack)
             self.report()
 
     def report(self) -> None:
-        """Write events for what did not fit, once there is a folder."""
-        while self.folder is not None and self._lacks:
-            self.folder.event("out_of_memory", **self._lacks.pop(0))
+        """Write events for lacks of memory, once there is a folder."""
+        while self.folder is not None and self._unreported:
+            self.folder.event("out_of_memory", **self._unreported.pop(0))
 
     def _make_plan(self) -> MemoryPlan | None:
         """Plan how much is computed at once under `--max_memory`, if it is given.
@@ -102,7 +95,7 @@ class MemoryFit:
         Raises:
             ConfigError: one sample at a time is too much, or the base is not all on one device.
         """
-        setup, model = self._setup, self._setup.model
+        setup, model, teacher = self._setup, self._setup.model, self._setup.teacher
         limit = setup.config.max_memory_bytes
         if limit is None:
             return None
@@ -113,7 +106,6 @@ class MemoryFit:
                 " devices; lower --batch_size"
             )
         adapters = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
-        teacher = setup.teacher
         workload = Workload(
             model.config,
             setup.adapter_config,

@@ -1,28 +1,36 @@
-"""What is computed before the loop: the smoke test and the calibrated start."""
+"""The steps before the loop: smoke test, calibrated start, and the content of `run.json`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from npt.adapters.attach import adapter_parameters, adapter_shapes, attached_config, set_adapters
-from npt.calibration.report import Calibration
+from npt.adapters.attach import (
+    adapter_parameters,
+    adapter_shapes,
+    attached_config,
+    npt_layers,
+    set_adapters,
+)
+from npt.adapters.sharding import is_sharded
+from npt.base.identity import BaseIdentity
+from npt.base.precision import audit_precision, policy_dtype
+from npt.base.quantization_error import product_errors
+from npt.calibration.calibrate import calibrate
+from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
+from npt.runs.run_folder import versions
 from npt.step.splitting import MicroBatchSplitter
-from npt.train.calibrated_start import calibrated_start, where_training_begins
 from npt.train.memory_fit import MemoryFit
-from npt.train.run_data import RunData
+from npt.train.run_data import RunData, is_solved
 from npt.train.run_setup import RunSetup
 from npt.train.smoke import smoke_test
 
 
 class Preparation:
-    """Smoke test and calibrated start of a run, with as many samples at once as fit.
-
-    Args:
-        setup, data, memory: of the run.
-    """
+    """Smoke test and calibrated start of a run, with as many samples at once as fit."""
 
     def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
         self._setup, self._data, self._memory = setup, data, memory
@@ -38,36 +46,56 @@ class Preparation:
         return self._memory.fitting(test, setup.splitter, batch, "the smoke test")
 
     def calibrate(self) -> Calibration | None:
-        """Solve the adapters' start, and give every process the main one's; None if it was not
-        solved.
+        """Solve the adapters' start, and give every process the main one's.
+
+        None if the adapters were loaded or calibrated before; they are left as they are.
         """
-        setup, data = self._setup, self._data
+        setup, config = self._setup, self._setup.config
         if setup.teacher is not None:
             setup.say(
-                "the start is solved against the student's own base; training then goes on to the"
+                "the start is solved against the student's own base; training then takes the"
                 " unquantised teacher"
             )
         # A splitter of its own: the graph goes through the whole teacher, and its lack of memory
         # says little of a micro-batch.
-        splitter = MicroBatchSplitter(min(setup.config.batch_size, setup.splitter.samples))
+        splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
 
         def solve() -> Calibration | None:
-            return calibrated_start(
+            if not is_solved(setup.model):
+                return None
+            calibration = calibrate(
                 setup.model,
                 setup.tokenizer,
-                data.solved_on,
-                setup.config,
+                self._data.solved_on,
+                config.calibration_tokens,
+                inputs=config.calibration_inputs,
+                rounds=config.calibration_rounds,
+                rank_budget=config.rank_budget,
                 batch_size=splitter.samples,
+                seed=config.seed,
                 console=setup.console,
             )
+            print_calibration(calibration, setup.console)
+            return calibration
 
-        found = self._memory.fitting(solve, splitter, data.first_batch(), "the calibration")
+        found = self._memory.fitting(solve, splitter, self._data.first_batch(), "the calibration")
         if found is None:
             return None
-        setup.say(where_training_begins(data.start, found))
+        setup.say(self._begin_of_training(found))
         self._share_start()
         setup.adapter_config = attached_config(setup.model)
         return found
+
+    def _begin_of_training(self, calibration: Calibration) -> str:
+        begun = self._data.start.begun
+        if begun:
+            return f"training begins after the {begun} samples that the start was solved on"
+        mean = sum(calibration.nmse.values()) / len(calibration.nmse)
+        return (
+            "there are too few samples to leave those out that the start was solved on, so the"
+            " first losses are those of tokens that were fitted; of tokens that were not the"
+            f" layers' NMSE is {mean:.4g}"
+        )
 
     def _share_start(self) -> None:
         """Give every process the start of the main one.
@@ -86,3 +114,24 @@ class Preparation:
             tensor = parameters[name].detach().clone() if processes.main else zeros
             tensors[name] = processes.sum_(tensor)
         set_adapters(model, config, tensors)
+
+
+def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:
+    """Return settings, model, precision, device and data of a run, for `run.json`."""
+    model = setup.model
+    return {
+        "settings": setup.all_settings(),
+        "layers": [index for index, _ in npt_layers(model)],
+        "trainable_parameters": sum(p.numel() for p in adapter_parameters(model).values()),
+        "seed": setup.config.seed,
+        **base.as_record(),
+        "other_base": None,
+        "precision": audit_precision(model, policy_dtype(model)).as_dict(),
+        "product_errors": None if is_sharded(model) else product_errors(model),
+        "device": str(setup.device),
+        "deterministic": setup.deterministic,
+        "processes": setup.processes.size,
+        "versions": versions(),
+        "heldout": data.heldout,
+        "sources": [{"name": source.label, "share": source.share} for source in data.sources],
+    }

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressDisplay:
-    """A bar with loss, tokens/s, refusals and the time left; without a terminal, one line per
-    logged step.
+    """A bar with loss, tokens/s, refusals and the time left; without a terminal, lines.
 
     Args:
-        total_steps: of the run; None where unknown (no time left is shown then).
-        console: where to; default standard output.
-        first: steps that were made before, by the run that is gone on with.
+        total_steps: of the run; None if unknown (no time left is shown then).
+        console: where to.
+        first: steps that were made before, by the run that is resumed.
     """
 
     def __init__(self, total_steps: int | None, console: Console, first: int = 0):
@@ -37,7 +36,7 @@ class ProgressDisplay:
             self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
-        """After an applied step; `metrics` on logged steps only."""
+        """Show an applied step; `metrics` on logged steps only."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
         if metrics is None:
@@ -47,28 +46,22 @@ class ProgressDisplay:
             self._bar.update(self._task, figures=f"loss {metrics['loss']:.5f}  {rate}")
             return
         of = "" if self._total is None else f"/{self._total}"
-        figures = (
-            f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e} "
-            f" {rate}"
-        )
-        self.console.print(
-            f"step {step}{of}  {figures}{self._left(step)}", highlight=False, soft_wrap=True
-        )
+        figures = f"grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}  {rate}"
+        line = f"step {step}{of}  loss {metrics['loss']:.5f}  {figures}{self._left(step)}"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
-        """A line above the bar, or among the lines."""
+        """Print a line, above the bar if there is one."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
+        """Stop the bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def _left(self, step: int) -> str:
         if self._total is None:
             return ""
-        seconds = (
-            (time.perf_counter() - self._started)
-            / max(1, step - self._first)
-            * (self._total - step)
-        )
+        passed = time.perf_counter() - self._started
+        seconds = passed / max(1, step - self._first) * (self._total - step)
         return f"  {int(seconds) // 60}:{int(seconds) % 60:02d} left"

@@ -1,4 +1,4 @@
-"""What a run refused: counted, reported, diagnosed, and the end of a run that refuses too much."""
+"""Refusals of a run: counted, reported, diagnosed, and the end of a run with too many."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from npt.data.batch import Batch
 from npt.diagnostics.diagnose import diagnose
+from npt.distill.local import MicroBatch
 from npt.distill.stages import Stage
-from npt.distill.strategies import MicroBatch
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.write import Situation, write_postmortem
 from npt.step.gradient_window import HISTORY
-from npt.step.launched_window import gathered
+from npt.step.shared_window import gathered
 from npt.step.train_step import TrainStep
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import RunContext, Window
@@ -22,16 +22,11 @@ SHARE_COUNTS_FROM = 50
 """Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
 
 DIAGNOSES = 5
-"""Refusals of a run that are diagnosed; what breaks more often breaks in the same place."""
+"""Refusals of a run that are diagnosed; later ones have the same cause as a rule."""
 
 
 class Refusals:
-    """Counts of a run's refused micro-batches and windows.
-
-    Args:
-        context: of the run.
-        step: whose refusals these are.
-    """
+    """Counts of a run's refused micro-batches and windows."""
 
     def __init__(self, context: RunContext, step: TrainStep):
         self._context, self._step = context, step
@@ -45,7 +40,7 @@ class Refusals:
         return self.by_kind.total()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the part of a checkpoint that is the refusals'."""
         return {
             "refused_by_kind": dict(self.by_kind),
             "refused_by_epoch": {str(epoch): count for epoch, count in self.by_epoch.items()},
@@ -61,29 +56,19 @@ class Refusals:
         self.in_a_row, self._diagnoses = state["in_a_row"], state["diagnoses"]
 
     def add(self, window: Window, result: WindowResult[MicroBatch], step: int) -> int:
-        """Count and report a window's refusals; return the longest run of bad micro-batches.
-
-        Args:
-            step: what the window is, or would have been.
-        """
+        """Count and report refusals at a step; return the longest run of bad micro-batches."""
         for refusal in result.refusals:
             self.by_kind[refusal.kind] += 1
             self.by_epoch[window.epoch] += 1
-            self._context.folder.event(
-                "refusal", step=step, epoch=window.epoch, **refusal.as_dict()
-            )
+            values = refusal.as_dict()
+            self._context.folder.event("refusal", step=step, epoch=window.epoch, **values)
             self._context.say(f"refused at step {step}, {refusal}")
             self._diagnose(window.batches, refusal, step)
         longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
         return longest
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
-        """Return why the run must stop, or None.
-
-        Args:
-            longest: run of bad micro-batches.
-            micro_batches: tried so far.
-        """
+        """Return why the run must stop, or None: `longest` run of bad ones of `micro_batches`."""
         c = self._context.config
         if longest >= c.max_consecutive_bad:
             return f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})"
@@ -94,14 +79,10 @@ class Refusals:
 
     def report_epoch(self, epoch: int) -> None:
         """Report an epoch that has ended, if something was refused in it."""
-        count = self.by_epoch.get(epoch, 0)
+        count, kinds = self.by_epoch.get(epoch, 0), dict(self.by_kind)
         if count:
             self._context.folder.event(
-                "epoch",
-                epoch=epoch,
-                refused=count,
-                refused_total=self.total,
-                kinds=dict(self.by_kind),
+                "epoch", epoch=epoch, refused=count, refused_total=self.total, kinds=kinds
             )
 
     def stop(
@@ -115,14 +96,11 @@ class Refusals:
         """Write the post-mortem and raise.
 
         Args:
-            reason: why the run stops.
+            reason: of the stop.
             last: the last window with a refusal, its result and stage.
             accepted: the last window without one.
             steps: applied by now, before that window, and planned.
             counters: of the run.
-
-        Raises:
-            TooManyRefusalsError: always.
         """
         context, (window, result, stage), (now, before, total) = self._context, last, steps
         self._gather_history()
@@ -150,7 +128,7 @@ class Refusals:
         )
         ending = f", the last: {result.refusals[-1]}" if result.refusals else ""
         said = f"stopped at step {now}: {reason}{ending}"
-        bundle = context.processes.first(lambda: self._postmortem(situation))
+        bundle = context.processes.first(lambda: self._write_postmortem(situation))
         context.folder.event("stopped", step=now, reason=reason, **bundle)
         path = context.folder.path
         if bundle["postmortem"] is None:
@@ -162,8 +140,8 @@ class Refusals:
             said += f"; look into it with: npt replay {path / bundle['postmortem']}"
         raise context.processes.everywhere(TooManyRefusalsError(said))
 
-    def _postmortem(self, situation: Situation) -> dict[str, Any]:
-        """Return where the bundle is, or why there is none; the run reports its end either way."""
+    def _write_postmortem(self, situation: Situation) -> dict[str, Any]:
+        """Return the bundle's path, or why there is none; the run reports its end either way."""
         path = self._context.folder.path
         try:
             return {"postmortem": str(write_postmortem(path, situation).relative_to(path))}
@@ -186,13 +164,11 @@ class Refusals:
         self._diagnoses += 1
         if not self._context.processes.main:
             return
+        message = "no bad number in adapters, base or logits now"
         try:
             parts = self._step.splitter.parts(batches[refusal.micro_batch])
             findings = (diagnose(self._context.model, part) for part in parts)
-            finding = next((found for found in findings if found is not None), None)
-            message = (
-                "no bad number in adapters, base or logits now" if finding is None else str(finding)
-            )
+            message = next((str(found) for found in findings if found is not None), message)
         except Exception as error:  # an observer must not end the run that it looks at
             message = f"failed: {type(error).__name__}: {error}"
         self._context.folder.event(

@@ -21,7 +21,7 @@ from npt.base.load import TEACHERS
 from npt.base.precision import quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import BUILTIN
-from npt.distill.loss_weights import layer_weights
+from npt.distill.hidden_losses import layer_weights
 from npt.errors import ConfigError, DataError
 from npt.runs.trackers import check_trackers
 from npt.step.guarded_update import EXACT
@@ -33,12 +33,11 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
 
     Args:
         config: of the adapters.
-        data: what is trained on, if the settings say it.
-        own_teacher: whether the teacher is another model than the student's base.
+        data: to train on, if the settings name them.
+        own_teacher: the teacher is another model than the student's base.
 
     Raises:
-        ConfigError: the adapters keep the attention residual and the base is the teacher, so both
-            are the same from the start.
+        ConfigError: the adapters keep the attention residual and the base is the teacher.
         DataError: the built-in text's held-out files, on which every run is evaluated.
     """
     if config.residual == "keep" and not own_teacher:
@@ -55,15 +54,7 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
 
 
 def check_replay(data: DataConfig, given: bool = False) -> None:
-    """Refuse a share of nothing.
-
-    Args:
-        data: what is trained on.
-        given: whether there are records to replay that `data` does not name.
-
-    Raises:
-        ConfigError: a ratio without a data set to replay.
-    """
+    """Refuse a ratio without a data set to replay, named by `data` or given as records."""
     if data.replay_ratio is not None and data.replay_dataset is None and not given:
         raise ConfigError(
             f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set"
@@ -71,11 +62,7 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
 
 
 def check_samples_shown(config: TrainConfig) -> None:
-    """Refuse to show texts of a student whose base is shared among processes.
-
-    Raises:
-        ConfigError: they are asked for.
-    """
+    """Refuse to show texts of a student whose base is shared among processes."""
     if config.sample_steps is not None:
         raise ConfigError(
             f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it,"
@@ -111,11 +98,7 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
 
 
 def check_window(config: TrainConfig, data: DataConfig, processes: int) -> None:
-    """Refuse windows whose tokens cannot be counted exactly.
-
-    Raises:
-        ConfigError: there may be `EXACT` tokens or more in one.
-    """
+    """Refuse windows of `EXACT` tokens or more, which cannot be counted exactly."""
     samples = config.gradient_accumulation_steps * processes * config.batch_size
     tokens = samples * data.max_length
     if tokens >= EXACT:
@@ -127,7 +110,7 @@ def check_window(config: TrainConfig, data: DataConfig, processes: int) -> None:
 
 
 def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """Return what `run.json` says of a separate teacher, or that there is none.
+    """Return the entries of `run.json` about a separate teacher, or that there is none.
 
     Raises:
         ConfigError: it has other shapes than the student, is quantised, is elsewhere, or has

@@ -1,4 +1,4 @@
-"""What every part of a run shares, and the windows that it trains on."""
+"""The parts that a whole run shares, and the windows that it trains on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunActions:
-    """What a loop does between steps.
+    """Acts of a loop between steps.
 
     evaluate: measure the model as it is. save: write a checkpoint; False if that failed and
     training continues. save_best: keep the adapters as the best so far. show: show the student to
@@ -60,10 +60,10 @@ class RunActions:
 
 @dataclass(frozen=True)
 class Window:
-    """K micro-batches of every process (fewer at the end of the data), the epoch in which the first
-    of them lies, and the position in the data after it.
+    """K micro-batches of every process, fewer at the end of the data.
 
-    Every process has all of them: process i of P computes number i, i + P, ...
+    epoch: in which the first of them lies. position: in the data after it. Every process has all
+    of them: process i of P computes number i, i + P, ...
     """
 
     epoch: int

@@ -1,24 +1,31 @@
-"""The data of a run: sources, held-out samples, where training begins, and its windows."""
+"""The data of a run: sources, held-out samples, where training begins, and its windows.
+
+A calibrated start is solved on the first samples of the first epoch, and training begins after
+them: its first losses would else be those of tokens that were fitted, half of what later ones are.
+If too little would be left, training begins with them all the same.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from npt.adapters.attach import format_layers, npt_layers
+from transformers import LlamaForCausalLM
+
+from npt.adapters.attach import at_random_start, attached_config, format_layers, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.data.batch import Batch, Sample
-from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
+from npt.data.loader import Loaded, Loader, Other, Position
 from npt.data.report import listed_columns, lost, no_sample
+from npt.data.samples import Samples, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
 from npt.runs.resume import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
-from npt.train.calibrated_start import is_solved, leaves_enough, solved_on
+from npt.train.loop import windows_of
 from npt.train.run_checks import check_replay
 from npt.train.run_context import Window
 from npt.train.run_setup import RunSetup
@@ -27,28 +34,26 @@ from npt.train.sources import REPLAY, Source, evaluation_of, open_sources, per_s
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
 
+LEFT_OUT = 0.1
+"""Share of the training data that is left out, at most, because the start was solved on it."""
+
 
 class RunData:
-    """What a run trains and is evaluated on.
+    """The data that a run trains on and is evaluated on.
 
     Args:
         setup: of the run, checked.
-        data, eval_data, replay_data: records, as the Trainer takes them.
+        data: records, as the Trainer takes them.
 
     Attributes:
-        eval_samples: what is evaluated on. heldout: whether training leaves all of them out.
+        eval_samples: for evaluations. heldout: training leaves all of them out.
         start: position at which training begins. solved_on: the samples of a calibrated start.
         total_steps: of the run, None if unknown.
     """
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        data: Iterable[Record] | None,
-        eval_data: Iterable[Record] | None,
-        replay_data: Iterable[Record] | None,
-    ):
+    def __init__(self, setup: RunSetup, data: Iterable[Record] | None):
         self._setup = setup
+        eval_data, replay_data = setup.options.eval_data, setup.options.replay_data
         check_replay(setup.data_config, replay_data is not None)
         if isinstance(data, Mapping):
             raise DataError(
@@ -66,18 +71,8 @@ class RunData:
         self._coming: Iterator[Loaded] = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
-        """Yield windows of K batches for every process; closing ends the thread that prepares them.
-
-        Windows continue from one epoch into the next; the last one of all may be shorter.
-        """
-        stop = self._setup.stop
-        with contextlib.closing(
-            Prefetcher(self._coming, stop=lambda: stop.number is not None)
-        ) as ahead:
-            stream = iter(ahead)
-            while window := list(itertools.islice(stream, self._setup.window_size)):
-                batches = [loaded.batch for loaded in window]
-                yield Window(window[0].epoch, batches, window[-1].position)
+        """Return the windows of the run, each of K batches for every process."""
+        return windows_of(self._coming, self._setup.window_size, self._setup.stop)
 
     def first_batch(self) -> Batch:
         """Return the batch that training starts with, and put it back."""
@@ -93,7 +88,7 @@ class RunData:
         self._setup.agree(base, {**self.identity, **facts})
 
     def note(self) -> str:
-        """Return a line that says what is trained, for how long, and on what it is evaluated."""
+        """Return a line on what is trained, for how long, and the data of its evaluations."""
         kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
         of = "" if self.eval_labels is None else f" ({per_source(self.eval_labels)})"
         if of and not self.heldout:
@@ -107,13 +102,7 @@ class RunData:
         )
 
     def report(self, folder: RunFolder, warn: Callable[[str], None], position: Position) -> None:
-        """Report what became of the records: what was cut, left out or not used.
-
-        Args:
-            folder: for events.
-            warn: prints a warning and keeps it.
-            position: at its end.
-        """
+        """Report which records were cut, left out or not used, at the run's end."""
         turns = [position.other(number)[0] for number in range(len(self.loader.others))]
         read = [self.loader.samples, *(other.samples for other in self.loader.others)]
         for source, samples, begun_again in zip(
@@ -130,29 +119,36 @@ class RunData:
             if begun_again and self._setup.data_config.dataset_mix is not None:
                 self._setup.say(f"{label}: came to its end and was begun again {begun_again} times")
 
+    def count_steps(self, begun: int = 0) -> int | None:
+        """Return the optimizer steps of a run that begins after so many samples, if it is known."""
+        c, size = self._setup.config, self._setup.window_size
+        made, tried = self.counted_from["steps"], self.counted_from["micro_batches"]
+        left = None if c.max_steps is None else max(0, c.max_steps - made)
+        limit = None if left is None else tried + left * size
+        micro_batches = self.loader.count(limit, begun)
+        if micro_batches is None:
+            return c.max_steps
+        steps = made + math.ceil(max(0, micro_batches - tried) / size)
+        return steps if c.max_steps is None else min(steps, c.max_steps)
+
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         """Refuse to read a generator twice."""
         records, epochs = self.sources[0].records, self._setup.config.num_epochs
         if iter(records) is not records:
             return
+        once = "a streamed generator can be read once only"
         if epochs > 1:
-            raise ConfigError(
-                f"--num_epochs is {epochs}, but a streamed generator can be read once only; pass a"
-                " list"
-            )
+            raise ConfigError(f"--num_epochs is {epochs}, but {once}; pass a list")
         if eval_data is None:
-            raise ConfigError(
-                "a streamed generator can be read once only; pass eval_data=... to have something"
-                " to evaluate on"
-            )
+            raise ConfigError(f"{once}; pass eval_data=... to have something to evaluate on")
         if self._setup.adapter_config.init == "calibrated":
             raise ConfigError(
-                "--init calibrated reads training data before the run does, and a streamed"
-                " generator can be read once only; pass a list"
+                "--init calibrated reads training data before the run does, and"
+                f" {once}; pass a list"
             )
 
     def _hold_out(self, eval_data: Iterable[Record] | None) -> None:
-        """Choose what to evaluate on, and what training must leave out."""
+        """Choose evaluation samples, and whether training must leave some out."""
         setup, sources = self._setup, self.sources
         given = eval_data is not None
         from_ = [replace(sources[0], own=eval_data, evaluated=True)] if given else sources
@@ -164,7 +160,7 @@ class RunData:
         self._not_held_out = [
             source.label for source, heldout in zip(from_, held, strict=True) if not heldout
         ]
-        # one sample in twenty of what is replayed is left out in any case
+        # one sample in twenty of the replayed data is left out in any case
         self._leave_out = [not source.evaluated for source in sources]
         if not given:
             self._leave_out = [
@@ -212,29 +208,29 @@ class RunData:
             # Replayed data are there against forgetting; the start need not fit them.
             mixed = setup.data_config.dataset_mix is not None
             loader = self._make_loader(self.sources if mixed else self.sources[:1])
-            self.solved_on, behind = solved_on(
+            self.solved_on, after = _first_samples(
                 loader, setup.config.calibration_tokens, setup.model.config.vocab_size
             )
-            steps = self.count_steps(behind.begun)
-            if leaves_enough(loader.samples, behind, steps, setup.config, setup.window_size):
-                return behind, steps
+            steps = self.count_steps(after.begun)
+            if self._leaves_enough(loader.samples, after, steps):
+                return after, steps
         return Position(), self.count_steps()
 
-    def count_steps(self, begun: int = 0) -> int | None:
-        """Return the optimizer steps of a run that begins after so many samples, if it is known."""
-        c, size = self._setup.config, self._setup.window_size
-        made, tried = self.counted_from["steps"], self.counted_from["micro_batches"]
-        left = None if c.max_steps is None else max(0, c.max_steps - made)
-        limit = None if left is None else tried + left * size
-        micro_batches = self.loader.count(limit, begun)
-        if micro_batches is None:
-            return c.max_steps
-        steps = made + math.ceil(max(0, micro_batches - tried) / size)
-        return steps if c.max_steps is None else min(steps, c.max_steps)
+    def _leaves_enough(self, samples: Samples, after: Position, steps: int | None) -> bool:
+        """Return whether a run can begin after the samples that its start was solved on.
+
+        `max_steps` can be kept, or a tenth of the samples is left out at most.
+        """
+        config = self._setup.config
+        if not samples.sized:  # a stream is long, if it continues at all
+            return next(samples.walk(0, after.place), None) is not None
+        assert steps is not None
+        later = steps * self._setup.window_size * config.batch_size
+        return steps == config.max_steps or after.begun <= LEFT_OUT * (after.begun + later)
 
     def _last_resize(self) -> dict[str, int]:
-        """Return the steps made when the size of a window changed last, and how many micro-batches
-        of the present size those were.
+        """Return the steps made when the size of a window changed last, and the micro-batches of
+        the present size that they make.
         """
         checkpoint, changed = self._setup.checkpoint, self._setup.changed
         if checkpoint is None:
@@ -245,3 +241,28 @@ class RunData:
         if "batch_size" in changed:
             tried = math.ceil(checkpoint.position.drawn / self._setup.config.batch_size)
         return {"steps": checkpoint.step, "micro_batches": tried}
+
+
+def is_solved(model: LlamaForCausalLM) -> bool:
+    """Return whether a run on this model solves its start: asked for, and adapters untouched."""
+    return attached_config(model).init == "calibrated" and at_random_start(model)
+
+
+def _first_samples(loader: Loader, tokens: int, vocab_size: int) -> tuple[list[Sample], Position]:
+    """Return the first samples of the first epoch, of so many tokens, and the position after them.
+
+    Held-out samples are never among them, and equal settings and seeds give equal ones. The loader
+    is not the run's own, whose place must not move.
+    """
+    found: list[Sample] = []
+    position, left = Position(), tokens
+    for (sample,), after in loader.groups(Position(), 1):
+        if after.epoch:
+            break
+        position = replace(after, drawn=0, begun=position.begun + (after.place != position.place))
+        for usable in within([sample], vocab_size):
+            found.append(usable)
+            left -= len(usable.input_ids)
+        if left < 2:  # as calibration stops
+            break
+    return found, position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npt.data.batch import batches
-from npt.evaluation.attribution import Reference, refer
+from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.evaluate import Fidelity, evaluate
 from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData
@@ -11,15 +11,11 @@ from npt.train.run_setup import RunSetup
 
 
 class RunEvaluator:
-    """Measures the student as it is.
-
-    Args:
-        setup, data, memory: of the run.
-    """
+    """Measures the student as it is."""
 
     def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
         self._setup, self._data, self._memory = setup, data, memory
-        self._reference: Reference | None = None  # what a separate teacher says of the samples
+        self._reference: Reference | None = None  # a separate teacher's outputs
 
     def __call__(self) -> Fidelity:
         """Measure the student as it is, with no more samples at once than in training."""
@@ -31,7 +27,7 @@ class RunEvaluator:
         def measure() -> Fidelity:
             at_once = splitter.samples
             if setup.teacher is not None and self._reference is None:
-                self._reference = refer(
+                self._reference = reference_outputs(
                     setup.teacher, samples, batch_size=at_once, pad_id=setup.pad_id
                 )
             return evaluate(

@@ -1,6 +1,4 @@
-"""`report.html` of a run: made at its end, and again whenever it is wanted, from its folder
-alone.
-"""
+"""`report.html` of a run, made from its folder alone, at its end or later."""
 
 from __future__ import annotations
 
@@ -19,9 +17,6 @@ def write_report(run: Path, output: Path | None = None) -> RunRecord:
     Args:
         run: the folder of a run that has ended in any way, or not yet.
         output: where to; default `report.html` in the folder.
-
-    Returns:
-        What was read.
 
     Raises:
         OSError: the page cannot be written.

@@ -1,10 +1,9 @@
-"""What a run is made of: model, settings, processes, and what it resumes."""
+"""The parts of a run: model, settings, processes, and the checkpoint that it resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.batch import pad_id_of
-from npt.distill.strategies import Strategy, drive
+from npt.data.source import Record
+from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.distributed.sharded_base import processes_of
@@ -42,8 +42,13 @@ MAY_DIFFER = ("resume", "output_dir", "model_name", "dataset_name", "replay_data
 
 @dataclass
 class RunOptions:
-    """What few callers give a Trainer; see there. report: write `report.html` and what it shows."""
+    """Options of a Trainer that few callers need; see there.
 
+    report: write `report.html` and the figures for it.
+    """
+
+    eval_data: Iterable[Record] | None = None
+    replay_data: Iterable[Record] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     console: Console | None = None
     processes: ProcessGroup | None = None
@@ -53,15 +58,7 @@ class RunOptions:
 
 
 class RunSetup:
-    """Model, settings and processes of a run, checked.
-
-    Args:
-        model: with adapters attached.
-        tokenizer: of the base.
-        teacher: a model of its own, or None.
-        config, data_config: settings.
-        options: of the Trainer.
-    """
+    """Model, settings and processes of a run, checked; arguments as of the Trainer."""
 
     def __init__(
         self,
@@ -86,11 +83,11 @@ class RunSetup:
             self.console = silent_console()
         self.stop = StopOnSignal()
         self.splitter = MicroBatchSplitter(config.batch_size)
-        self.strategy: Strategy = drive if teacher is None else partial(drive, teacher=teacher)
+        self.strategy: Strategy = strategy_of(config, teacher)
         self.device = next(model.parameters()).device
 
     def check(self) -> None:
-        """Refuse what cannot be trained; find what is resumed, and the run's folder."""
+        """Refuse a run that cannot be trained; find its checkpoint to resume, and its folder."""
         config = self.config
         self.adapter_config = check_model(self.model, config, self.data_config)
         self.teacher_record = teacher_record(self.model, self.teacher)
@@ -113,12 +110,12 @@ class RunSetup:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """What the run resumes from."""
+        """The checkpoint that the run resumes from."""
         return None if self.resumed is None else self.resumed.checkpoint
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run continues in the folder of an earlier one."""
+        """True if the run continues in the folder of an earlier one."""
         return self.resumed is not None and self.resumed.goes_on
 
     @property
@@ -128,7 +125,7 @@ class RunSetup:
 
     @property
     def deterministic(self) -> bool:
-        """Whether every step gives the same bits again, backward of attention included."""
+        """True if every step gives the same bits again, backward of attention included."""
         return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
 
     def say(self, line: str) -> None:
@@ -153,11 +150,7 @@ class RunSetup:
         return {**self.options.settings, **merged, **self.teacher_record, **found}
 
     def description(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what trackers know the run by, next to its settings.
-
-        Args:
-            record: the content of `run.json`.
-        """
+        """Return the description of the run for trackers, from the content of `run.json`."""
         names = ("base_hash", "precision", "versions", "device", "processes")
         recipe = Recipe.of(self.model)
         return {
@@ -168,15 +161,7 @@ class RunSetup:
         }
 
     def agree(self, base: BaseIdentity, facts: Mapping[str, Any]) -> None:
-        """Refuse processes that would not do the same.
-
-        Args:
-            base: of the model.
-            facts: further values that must be equal, by name.
-
-        Raises:
-            ConfigError: names the first difference.
-        """
+        """Refuse processes that would not do the same; `facts` are further values to compare."""
         if self.processes.size == 1:
             return
         plain = plain_settings(self.all_settings())
@@ -197,7 +182,7 @@ class RunSetup:
         )
 
     def _find_resumed(self) -> Resumed | None:
-        """Find what is resumed. The main process looks; the others read what it found."""
+        """Find the run to resume. The main process looks; the others read what it found."""
         if self.config.resume is None:
             return None
         found: list[Resumed] = []

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: checkpoints, adapters, figures, and its report."""
+"""The contents of a run's folder: checkpoints, adapters, figures, and its report."""
 
 from __future__ import annotations
 
@@ -28,23 +28,14 @@ from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_report import write_report
 from npt.train.run_setup import RunSetup
-from npt.train.tracker_samples import Looks
+from npt.train.tracker_samples import TrackerSamples
 
 MODULATION_SAMPLES = 8
-"""Evaluation samples on which the modulation is measured: thousands of multipliers for each of a
-thousand tokens or two.
-"""
+"""Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
 
 
 class RunWriter:
-    """Writes a run's folder, and tells its trackers.
-
-    Args:
-        setup, data: of the run.
-        base: identity of the base.
-        initial: fidelity at the start.
-        folder, trackers: open.
-    """
+    """Writes a run's folder, and tells its trackers."""
 
     def __init__(
         self,
@@ -66,14 +57,9 @@ class RunWriter:
         self._folder.event("warning", message=message)
 
     def begin(self, record: dict[str, Any], other_base: str | None) -> None:
-        """Write what a folder holds before anything else is done.
+        """Write `run.json`, before anything else is done.
 
-        Args:
-            record: the content of `run.json`.
-            other_base: in what the base differs from the resumed run's, if it does.
-
-        Raises:
-            ConfigError: the folder cannot be written, or another process has written to it.
+        `other_base` is the base's difference from the resumed run's, if any.
         """
         setup, folder = self._setup, self._folder
         self._other_base = other_base
@@ -110,13 +96,7 @@ class RunWriter:
     def report_start(
         self, total: int | None, calibration: Calibration | None, memory: MemoryFit
     ) -> None:
-        """Write the first events, and warn of settings that will not do what they say.
-
-        Args:
-            total: steps of the run.
-            calibration: of the start.
-            memory: gets the folder, for its events.
-        """
+        """Write the first events, and warn of settings that will have no effect."""
         setup, config, folder = self._setup, self._setup.config, self._folder
         folder.event(
             "start", device=str(setup.device), total_steps=total, processes=setup.processes.size
@@ -161,7 +141,7 @@ class RunWriter:
             setup.say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
             path = str(checkpoint.folder)
-            setup.say(f"going on from {path} at step {checkpoint.step}")
+            setup.say(f"continuing from {path} at step {checkpoint.step}")
             if self._other_base is not None:
                 self.warn(f"--any_base: {path} was trained on another base: {self._other_base}")
         changed = {name: list(values) for name, values in setup.changed.items()}
@@ -217,7 +197,7 @@ class RunWriter:
         few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples, setup.pad_id)
 
         def measure() -> None:
-            with contextlib.suppress(StoppedError):  # the report does without
+            with contextlib.suppress(StoppedError):  # the report can be made without it
                 found = measure_modulation(setup.model, few, between=setup.stop.check)
                 figures = {"step": step, "heldout": data.heldout, **found.as_dict()}
                 self._folder.write(MODULATION, figures)
@@ -225,17 +205,8 @@ class RunWriter:
         self._observe(MODULATION, measure)
 
     def shows(self) -> Callable[[int], None]:
-        """Return what shows the trackers texts and multipliers of the student at a step."""
-        setup = self._setup
-        looks = Looks(
-            setup.model,
-            setup.tokenizer,
-            self._data.eval_samples,
-            teacher=setup.teacher,
-            batch_size=setup.splitter.samples,
-            pad_id=setup.pad_id,
-            between=setup.stop.check,
-        )
+        """Return a function that logs texts and multipliers of the student at a step."""
+        samples = TrackerSamples(self._setup, self._data.eval_samples)
 
         def show(step: int) -> None:
             if not self._trackers.active:
@@ -243,8 +214,8 @@ class RunWriter:
             try:
                 # the loop looks at the signal itself
                 with undisturbed(), contextlib.suppress(StoppedError):
-                    self._trackers.modulation(looks.modulation(MODULATION_SAMPLES), step)
-                    self._trackers.texts(looks.texts(), step)
+                    self._trackers.modulation(samples.modulation(MODULATION_SAMPLES), step)
+                    self._trackers.texts(samples.texts(), step)
             except Exception as error:  # an observer must not end the run that it looks at
                 message = f"{type(error).__name__}: {error}"
                 said = f"no texts and histograms for the trackers at step {step}: {message}"

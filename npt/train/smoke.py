@@ -1,5 +1,4 @@
-"""The smoke test: one batch forward and backward under anomaly detection, before a run spends its
-first hour.
+"""The smoke test: one batch forward and backward under anomaly detection, before a long run.
 
 It proves on the real model, data and settings that the batch has ids inside the vocabulary and a
 token to predict in every row, that the loss is finite, that every adapter tensor gets a finite,
@@ -10,6 +9,7 @@ its loss. Weights, optimizer and random state are as before afterwards.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,16 +18,17 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
-from npt.distill.strategies import MicroBatch, Strategy
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
 from npt.random_state import kept_random_state, micro_batch_draws
 
 DESCENT_STEPS = 3
 
-# Small enough that a step follows the gradient, whatever learning rate the run is going to use;
-# large enough that what it gains (1e-3 of the loss and more on the models tried) stands far above
-# fp32 rounding.
 DESCENT_RATE = 1e-4
+"""Small enough that a step follows the gradient, whatever learning rate the run is going to use;
+large enough that its gain (1e-3 of the loss and more on the models tried) is far above fp32
+rounding."""
 
 
 @kept_random_state()
@@ -37,30 +38,43 @@ def smoke_test(
     """Run the test on `batch`; return the verdict as one line.
 
     Raises:
-        SmokeTestError: what failed, by name, and what to do.
+        SmokeTestError: the part that failed, by name, and a remedy.
     """
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
-        raise SmokeTestError(
-            f"smoke test: the first batch cannot be used: {fault}; check the data and the tokenizer"
-        )
-    _check_targets(batch)
+        raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
+    # a label after its first position
+    targets = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=-1)
+    for row, count in enumerate(targets.tolist()):
+        if count == 0:
+            raise _failure(
+                f"sample {batch.sample_ids[row]} has no token to predict; check prompts, truncation"
+                " and padding"
+            )
     parameters = adapter_parameters(model)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
+    batch = batch.to(next(model.parameters()).device)
+
+    def compute() -> MicroBatch:
+        # With the same random numbers each time: a base that draws would have another loss after
+        # the steps for that alone.
+        with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
+            return strategy(model, batch, config)
+
     try:
-        loss = _forward_and_backward(model, batch, strategy, config)
+        loss = _forward_and_backward(compute)
         _check_gradients(model, parameters)
-        after = _descend(model, batch, strategy, config, parameters)
+        after = _descend(compute, parameters)
     finally:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(before[name])
                 parameter.grad = None
     if not after < loss:
-        raise SmokeTestError(
-            f"smoke test: {DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
+        raise _failure(
+            f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
             f" {after:.6g}; the gradient does not point downhill, so loss and gradient disagree"
         )
     return (
@@ -70,72 +84,42 @@ def smoke_test(
     )
 
 
-def _check_targets(batch: Batch) -> None:
-    """Every row needs a token to predict: a label behind its first position."""
-    targets = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=-1)
-    for row, count in enumerate(targets.tolist()):
-        if count == 0:
-            raise SmokeTestError(
-                f"smoke test: sample {batch.sample_ids[row]} has no token to predict; check"
-                " prompts, truncation and padding"
-            )
+def _failure(message: str) -> SmokeTestError:
+    return SmokeTestError(f"smoke test: {message}")
 
 
-def _descend(
-    model: PreTrainedModel,
-    batch: Batch,
-    strategy: Strategy,
-    config: TrainConfig,
-    parameters: dict[str, nn.Parameter],
-) -> float:
-    """The loss per token after DESCENT_STEPS Adam steps on this batch; the gradients of the first
-    are in place.
-    """
-    batch = batch.to(next(model.parameters()).device)
+def _descend(compute: Callable[[], MicroBatch], parameters: dict[str, nn.Parameter]) -> float:
+    """Return the loss per token after DESCENT_STEPS Adam steps from the gradients in place."""
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
     loss = float("nan")
     for _ in range(DESCENT_STEPS):
         optimizer.step()
         optimizer.zero_grad()
-        loss = float(_computed(model, batch, strategy, config).loss) / batch.tokens
+        sums = compute()
+        loss = float(sums.loss) / sums.tokens
     return loss
 
 
-def _computed(
-    model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig
-) -> MicroBatch:
-    """With the same random numbers each time: a base that draws would have another loss after the
-    steps for that alone.
-    """
-    with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
-        return strategy(model, batch, config)
-
-
-def _forward_and_backward(
-    model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig
-) -> float:
-    """The loss per token, with the gradients left in place."""
-    device = next(model.parameters()).device
+def _forward_and_backward(compute: Callable[[], MicroBatch]) -> float:
+    """Return the loss per token, with the gradients left in place."""
     try:
         with warnings.catch_warnings():
             # Anomaly mode announces itself, and a fault with the forward's traceback; the error
             # below says it in a line.
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=True):
-                sums = _computed(model, batch.to(device), strategy, config)
+                sums = compute()
     except RuntimeError as error:
         if "nan" not in str(error).lower():
             raise
         first = str(error).splitlines()[0]
-        raise SmokeTestError(
-            f"smoke test: backward produced NaN ({first}); lower --additive_scale, or start with"
-            " --safe_mode"
+        raise _failure(
+            f"backward produced NaN ({first}); lower --additive_scale, or start with --safe_mode"
         ) from error
     loss = float(sums.loss) / sums.tokens
     if loss - loss != 0.0:  # NaN or infinite
-        raise SmokeTestError(
-            f"smoke test: the loss of the first batch is {loss}; the base or an adapter holds"
-            " non-finite values"
+        raise _failure(
+            f"the loss of the first batch is {loss}; the base or an adapter holds non-finite values"
         )
     return loss
 
@@ -145,27 +129,20 @@ def _check_gradients(model: PreTrainedModel, parameters: dict[str, nn.Parameter]
     for name, parameter in parameters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):
             if name not in silent:
-                raise SmokeTestError(
-                    f"smoke test: {name} gets no gradient; it would never be trained"
-                )
+                raise _failure(f"{name} gets no gradient; it would never be trained")
         elif not bool(torch.isfinite(parameter.grad).all()):
-            raise SmokeTestError(
-                f"smoke test: the gradient of {name} is not finite; start with --safe_mode"
-            )
+            raise _failure(f"the gradient of {name} is not finite; start with --safe_mode")
     for name, parameter in model.named_parameters():
         if name not in parameters and (parameter.requires_grad or parameter.grad is not None):
-            raise SmokeTestError(
-                f"smoke test: the frozen tensor {name} would be trained; attach the adapters with"
-                " npt.attach"
+            raise _failure(
+                f"the frozen tensor {name} would be trained; attach the adapters with npt.attach"
             )
 
 
 def _expected_silent(model: PreTrainedModel) -> set[str]:
-    """A's whose B and M are all zero: by the chain rule they get no gradient before these have
-    moved.
-    """
-    silent: set[str] = set()
-    for index, layer in npt_layers(model):
-        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()]):
-            silent.add(f"model.layers.{index}.npt.A")
-    return silent
+    """Return each A whose B and M are all zero: by the chain rule it gets no gradient yet."""
+    return {
+        f"model.layers.{index}.npt.A"
+        for index, layer in npt_layers(model)
+        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()])
+    }

@@ -41,7 +41,7 @@ class Source:
     """A data set of a run.
 
     label: in messages. share: of all samples. config: how it is read. records: empty until it is
-    opened. own: held-out records of its own. evaluated: whether the run is evaluated on it.
+    opened. own: held-out records of its own. evaluated: the run is evaluated on it.
     """
 
     label: str
@@ -113,10 +113,7 @@ def open_sources(
 
     Args:
         config: names them, and how they are read.
-        data, replay_data: records to take instead of what `config` names.
-
-    Raises:
-        DataError, ConfigError: as `open_source`; records given next to a mixture.
+        data, replay_data: records to take instead.
     """
     mixed = config.dataset_mix is not None
     if mixed and (data is not None or replay_data is not None):
@@ -145,12 +142,7 @@ def open_sources(
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
-    """Return the settings without columns that the first record of a source lacks.
-
-    Args:
-        config: the settings for all sources of a run.
-        records: of this one; iterable more than once.
-    """
+    """Return a run's settings without columns that the first record of a source lacks."""
     usual = DataConfig.text_column
     if config.prompt_column is None and config.text_column == usual:
         return config
@@ -169,14 +161,7 @@ def samples_of(
 ) -> list[Samples]:
     """Return the samples of every source, each in an order of its own.
 
-    Args:
-        sources: of a run.
-        tokenizer: of the base model.
-        seed: of the run.
-        held: of each source, whether its held-out samples are left out.
-
-    Raises:
-        DataError: nothing comes of one, by its label.
+    held: of each source, its held-out samples are left out.
     """
     from npt.data.samples import Samples  # the command line reads this file without torch
 
@@ -197,8 +182,10 @@ def samples_of(
 def evaluation_of(
     sources: Sequence[Source], tokenizer: Any, count: int, vocab_size: int
 ) -> tuple[list[Sample], list[str], list[bool]]:
-    """Return `count` evaluation samples of the sources by their shares, one of each at least; the
-    label of each sample's source; and of each source whether its samples are held out."""
+    """Return `count` evaluation samples of the sources by their shares, one of each at least.
+
+    Also the label of each sample's source, and for each source if its samples are held out.
+    """
     from npt.evaluation.heldout import evaluation_samples
 
     samples: list[Sample] = []

@@ -10,33 +10,24 @@ from typing import Any
 import torch
 
 from npt.adapters.attach import npt_layers
+from npt.distill.local import REPORTED, MicroBatch
 from npt.distill.stages import Stage, stage_at
-from npt.distill.strategies import REPORTED, MicroBatch
 from npt.step.window_result import WindowResult
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
 
 
 class StepMetrics:
-    """Makes the lines of `metrics.jsonl`; knows tokens and time since the last one.
+    """Makes the lines of `metrics.jsonl`.
 
-    Args:
-        context: of the run.
-        stages: of the run.
+    since: time of the last line; time that was not spent on training is added to it.
+    logged_tokens: up to that line.
     """
 
     def __init__(self, context: RunContext, stages: Sequence[Stage]):
         self._processes, self._stages = context.processes, stages
         self._layers = [index for index, _ in npt_layers(context.model)]
-        self._since, self.logged_tokens = time.perf_counter(), 0
-
-    def start_clock(self) -> None:
-        """Measure time from now on."""
-        self._since = time.perf_counter()
-
-    def leave_out(self, seconds: float) -> None:
-        """Leave out time that was not spent on training."""
-        self._since += seconds
+        self.since, self.logged_tokens = time.perf_counter(), 0
 
     def line(
         self, result: WindowResult[MicroBatch], steps: int, tokens: int, refusals: Refusals
@@ -69,11 +60,11 @@ class StepMetrics:
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "tokens": tokens,
-            "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
+            "tokens_per_second": (tokens - self.logged_tokens) / (now - self.since),
             "refused_total": refusals.total,
             **{f"refused.{kind}": count for kind, count in sorted(refusals.by_kind.items())},
         }
-        self._since, self.logged_tokens = now, tokens
+        self.since, self.logged_tokens = now, tokens
         if config.logit_kl_weight:
             count = total["scored"]
             metrics[f"loss_{config.logit_loss}"] = total["logit"] / count if count else math.nan

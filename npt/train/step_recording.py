@@ -1,8 +1,7 @@
-"""Recording chosen steps of a run: the recorder around a micro-batch, and what is said of it. It
-steers nothing.
+"""The records of `--trace_steps` and `--trace_every`. They steer nothing.
 
-Whatever goes wrong with the recorder is said and ends nothing; the micro-batch is computed once in
-any case.
+A failure of the recorder is reported and ends nothing; the micro-batch is computed once in any
+case.
 """
 
 from __future__ import annotations
@@ -11,61 +10,42 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.diagnostics.recorder.recording import Recording, describe
-from npt.runs.run_folder import RunFolder
-from npt.train.progress import ProgressDisplay
+from npt.train.run_context import RunContext
 
 
 class StepRecording:
-    """The records of `--trace_steps` and `--trace_every`: of each chosen step the first micro-batch
-    that is computed, on process 0.
+    """Records the first micro-batch that the main process computes of each chosen step."""
 
-    Args:
-        model: what is recorded.
-        folder, display: where to report.
-        config: which steps.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        folder: RunFolder,
-        display: ProgressDisplay,
-        config: TrainConfig,
-    ):
-        self._model = model
-        self._folder, self._display = folder, display
-        self._recording = Recording(folder.path / "trace", config.trace_steps, config.trace_every)
-        self._wanted = config.trace_steps is not None or config.trace_every is not None
+    def __init__(self, context: RunContext):
+        self._model, self._folder, self._display = context.model, context.folder, context.display
+        config = context.config
+        self._recording = Recording(
+            self._folder.path / "trace", config.trace_steps, config.trace_every
+        )
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         self._seconds = 0.0
 
     def announce(self) -> None:
-        """Say what will be recorded, if anything."""
-        if self._wanted:
-            self._display.say(str(self._recording))
+        """Say what will be recorded."""
+        self._display.say(str(self._recording))
 
     def open(self, step: int) -> None:
-        """A window begins that will be `step` if it is applied."""
-        self._step = (
-            step if self._wanted and self._recording.wants(step) and _process() == 0 else None
-        )
+        """Begin a window that will be `step` if it is applied."""
+        self._step = step if self._recording.wants(step) else None
 
     @contextmanager
     def observe(self, batch: Batch, index: int) -> Iterator[None]:
         """Record forward and backward of this micro-batch, if it is the one to record."""
-        recorder = self._recorder(batch)
-        if recorder is None:
+        step, self._step = self._step, None
+        recorder = None if step is None else self._recorder(batch, step)
+        if recorder is None or step is None:
             yield
             return
-        step, self._step = self._step or 0, None
         try:
             yield
         finally:
@@ -73,12 +53,13 @@ class StepRecording:
         self._keep(recorder, step, index)
 
     def take_seconds(self) -> float:
-        """Seconds spent on reading and writing records since this was asked for the last time."""
+        """Return the seconds spent on records since this was asked for the last time."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def draw(self) -> None:
-        """Pictures of what was recorded, however the run ended."""
+        """Draw pictures of the records, however the run ended."""
+        files: list[str] = []
         try:
             pictures = self._recording.draw()
         except Exception as error:  # an observer must not end the run that it looks at
@@ -86,30 +67,22 @@ class StepRecording:
                 f"the records in {self._recording.folder} could not be drawn:"
                 f" {type(error).__name__}: {error}"
             )
-            self._folder.event("pictures", files=[], message=message)
         else:
             if not pictures:
                 return
             message = f"pictures of the recorded steps: {', '.join(str(path) for path in pictures)}"
-            self._folder.event(
-                "pictures",
-                files=[str(path.relative_to(self._folder.path)) for path in pictures],
-                message=message,
-            )
-        self._display.say(message)
+            files = [str(path.relative_to(self._folder.path)) for path in pictures]
+        self._report("pictures", message, files=files)
 
-    def _recorder(self, batch: Batch) -> Recorder | None:
+    def _recorder(self, batch: Batch, step: int) -> Recorder | None:
         """Return a recorder that is on, or None."""
-        step = self._step
-        if step is None:
-            return None
         self._recording.begin(step)
         try:
-            valid = batch.attention_mask.bool() if batch.padded else None
-            recorder = Recorder(self._model, valid=valid)
+            recorder = Recorder(
+                self._model, valid=batch.attention_mask.bool() if batch.padded else None
+            )
             recorder.__enter__()
         except Exception as error:
-            self._step = None
             self._failed(step, error)
             return None
         return recorder
@@ -121,31 +94,24 @@ class StepRecording:
                 warnings.simplefilter("ignore")  # the event tells what was skipped
                 record = recorder.record(step, index)
             path = self._recording.keep(record)
-            line, file = describe(record, path), str(path.relative_to(self._folder.path))
-            self._folder.event(
+            self._report(
                 "trace",
+                describe(record, path),
                 step=step,
                 micro_batch=index,
                 rank=0,
-                file=file,
+                file=str(path.relative_to(self._folder.path)),
                 rows=len(record.rows),
                 skipped=recorder.skipped,
-                message=line,
             )
-            self._display.say(line)
         except Exception as error:
             self._failed(step, error)
         self._seconds += time.perf_counter() - working_since
 
     def _failed(self, step: int, error: Exception) -> None:
         message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
-        self._folder.event("trace", step=step, rank=0, file=None, message=message)
+        self._report("trace", message, step=step, rank=0, file=None)
+
+    def _report(self, kind: str, message: str, **values: Any) -> None:
+        self._folder.event(kind, **values, message=message)
         self._display.say(message)
-
-
-def _process() -> int:
-    return (
-        torch.distributed.get_rank()
-        if torch.distributed.is_available() and torch.distributed.is_initialized()
-        else 0
-    )

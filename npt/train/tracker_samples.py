@@ -1,60 +1,34 @@
-"""What trackers are shown every so many steps: texts of student and teacher, and how far the
-multipliers have moved.
-"""
+"""Samples of a student in training for trackers: texts next to the teacher's, and multipliers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from npt.data.batch import IGNORE_INDEX, Sample, batches
 from npt.evaluation.generate import Decoding, write
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.view import mode_view
+from npt.train.run_setup import RunSetup
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 24, 32
 
 Row = tuple[str, str, str]
-"""A prompt, what the student writes after it, and what the teacher does."""
+"""A prompt, the student's continuation of it, and the teacher's."""
 
 
-class Looks:
-    """Looks at a student that is being trained, and leaves everything as it was, the random state
-    included.
+class TrackerSamples:
+    """Texts and multipliers of a student; everything stays as it was, the random state included.
 
     Args:
-        model: the student, whose base is the teacher.
-        tokenizer: of the base.
+        setup: of the run; a signal ends the sampling.
         samples: evaluation samples; the first few begin the texts.
-        teacher: a teacher of its own.
-        batch_size: samples at once.
-        pad_id: of padding.
-        between: called before every text and batch; what it raises ends the look.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        samples: Sequence[Sample],
-        *,
-        teacher: PreTrainedModel | None,
-        batch_size: int,
-        pad_id: int,
-        between: Callable[[], None],
-    ):
-        self._model, self._tokenizer, self._teacher, self._between = (
-            model,
-            tokenizer,
-            teacher,
-            between,
-        )
-        self._samples, self._batch_size, self._pad_id = samples, batch_size, pad_id
-        self._positions = (
-            getattr(model.config, "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
-        )
+    def __init__(self, setup: RunSetup, samples: Sequence[Sample]):
+        self._setup, self._samples = setup, samples
+        longest = getattr(setup.model.config, "max_position_embeddings", None)
+        self._positions = longest or PROMPT_TOKENS + NEW_TOKENS
         self._taught: list[str] | None = None  # the teacher's texts stay as they are
 
     def texts(self) -> list[Row]:
@@ -64,15 +38,14 @@ class Looks:
             NumericalError: logits that are not finite.
         """
         prompts = [prompt for sample in self._samples if (prompt := self._prompt(sample))][:PROMPTS]
+        model, teacher = self._setup.model, self._setup.teacher
         if self._taught is None:
-            teacher = (
-                self._teacher if self._teacher is not None else mode_view(self._model, "teacher")
-            )
+            teacher = mode_view(model, "teacher") if teacher is None else teacher
             self._taught = [self._written(teacher, prompt) for prompt in prompts]
-        student = mode_view(self._model, "student")
+        student = mode_view(model, "student")
         return [
             (
-                self._tokenizer.decode(list(prompt), skip_special_tokens=True),
+                self._setup.tokenizer.decode(list(prompt), skip_special_tokens=True),
                 self._written(student, prompt),
                 taught,
             )
@@ -81,19 +54,17 @@ class Looks:
 
     def modulation(self, samples: int) -> Modulation:
         """Measure the modulation on the first so many samples."""
-        return measure_modulation(
-            self._model,
-            batches(self._samples[:samples], self._batch_size, self._pad_id),
-            between=self._between,
-        )
+        setup = self._setup
+        few = batches(self._samples[:samples], setup.splitter.samples, setup.pad_id)
+        return measure_modulation(setup.model, few, between=setup.stop.check)
 
     def _written(self, model: Any, prompt: Sequence[int]) -> str:
-        self._between()
+        self._setup.stop.check()
         new = min(NEW_TOKENS, self._positions - len(prompt))
-        return write(model, self._tokenizer, prompt, Decoding(max_new_tokens=new)).text
+        return write(model, self._setup.tokenizer, prompt, Decoding(max_new_tokens=new)).text
 
     def _prompt(self, sample: Sample) -> tuple[int, ...]:
-        """The beginning of its first document, in front of what is to be learnt of it."""
+        """Return the beginning of a sample's first document, before the tokens to be learnt."""
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         scored = sample.labels is not None and next(
             (i for i, label in enumerate(sample.labels) if label != IGNORE_INDEX), len(ids)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_parameters, attached_config
@@ -22,7 +21,6 @@ from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.stages import stages_of
-from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
@@ -33,13 +31,12 @@ from npt.step.schedule import rate_table
 from npt.step.train_step import TrainStep, check_unfrozen
 from npt.train.loop import Loop
 from npt.train.memory_fit import MemoryFit
-from npt.train.preparation import Preparation
+from npt.train.preparation import Preparation, run_record
 from npt.train.progress import ProgressDisplay
 from npt.train.run_checks import check_trainable
 from npt.train.run_context import RunActions, RunContext
 from npt.train.run_data import RunData
 from npt.train.run_evaluation import RunEvaluator
-from npt.train.run_record import run_record
 from npt.train.run_setup import RunOptions, RunSetup
 from npt.train.run_writer import RunWriter
 from npt.train.sources import mixture_line
@@ -47,10 +44,10 @@ from npt.train.sources import mixture_line
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The outcome of a run.
 
-    refused: micro-batches and windows. heldout: whether `fidelity` is of held-out text; False if
-    there was too little of it. signal: number of the signal that ended the run early, if one did.
+    refused: micro-batches and windows. heldout: `fidelity` is of held-out text; False if there was
+    too little of it. signal: number of the signal that ended the run early, if one did.
     """
 
     folder: Path
@@ -78,35 +75,40 @@ class TrainResult:
 class Trainer:
     """Distils the attached adapters of `model` from the model itself, or from a separate teacher.
 
-    What can be refused is refused before the run folder is made. Each of several processes makes a
-    Trainer with the same arguments; they share every window, and the main one writes.
+    Settings and data that cannot work are refused before the run folder is made. Each of several
+    processes makes a Trainer with the same arguments; they share every window, and the main one
+    writes.
 
     Args:
         model: from `npt.load_base`, with `npt.attach` done.
         tokenizer: of the base model.
         data: records ({"text"}, {"prompt", "completion"} or {"input_ids"}): a list, a `datasets`
-            object, a generator; None for what `data_config` names.
+            object, a generator; None for the data set that `data_config` names.
         config: training settings.
         data_config: how `data` is cut to samples.
-        eval_data: held-out records. Default: the built-in text's own held-out files if `data` is
-            None and names it, else one sample in twenty of `data`, which training then leaves out.
-        replay_data: records mixed in against forgetting, `replay_ratio` of all samples, over and
-            over. They may be of another form than `data`. Default: what `data_config` names, if
-            anything.
         teacher: from `npt.load_teacher`, an unquantised model to learn from; default the student's
             own base.
-        settings: further settings to record in `run.json`.
-        console: where to report; default standard output.
-        processes: the processes that train together; default those that a launcher started with
-            this one, or this one alone.
-        any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
-            `run.json` say in what the two differ.
-        trackers: from `start_trackers`, of this run; default the configuration's, which then start
-            before the smoke test.
+        options: any of
+            eval_data: held-out records. Default: the built-in text's own held-out files if `data`
+                is None and names it, else one sample in twenty of `data`, which training then
+                leaves out.
+            replay_data: records mixed in against forgetting, `replay_ratio` of all samples, over
+                and over. They may be of another form than `data`. Default: the data set that
+                `data_config` names, if any.
+            settings: further settings to record in `run.json`.
+            console: where to report; default standard output.
+            processes: the processes that train together; default those that a launcher started
+                with this one, or this one alone.
+            any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
+                `run.json` say in what the two differ.
+            trackers: from `start_trackers`, of this run; default the configuration's, which then
+                start before the smoke test.
+            report: write `report.html` and the figures for it; default True.
 
     Raises:
         ConfigError, DataError: settings or data that cannot work.
         ProcessError: another process failed or was lost.
+        TypeError: an option that does not exist.
     """
 
     def __init__(
@@ -117,23 +119,19 @@ class Trainer:
         config: TrainConfig | None = None,
         *,
         data_config: DataConfig | None = None,
-        eval_data: Iterable[Record] | None = None,
-        replay_data: Iterable[Record] | None = None,
         teacher: PreTrainedModel | None = None,
-        settings: dict[str, Any] | None = None,
-        console: Console | None = None,
-        processes: ProcessGroup | None = None,
-        any_base: bool = False,
-        trackers: Trackers | None = None,
+        **options: Any,
     ):
+        unknown = set(options) - {field.name for field in fields(RunOptions)}
+        if unknown:
+            raise TypeError(f"npt.Trainer has no option {', '.join(sorted(unknown))}")
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        options = RunOptions(settings or {}, console, processes, any_base, trackers)
-        self.setup = RunSetup(model, tokenizer, teacher, config, data_config, options)
+        self.setup = RunSetup(model, tokenizer, teacher, config, data_config, RunOptions(**options))
         with self.setup.processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
             self.setup.check()
-            self.data = RunData(self.setup, data, eval_data, replay_data)
+            self.data = RunData(self.setup, data)
             self.stages = stages_of(config, self.data.total_steps)
             self.memory = MemoryFit(self.setup)
         self.calibration: Calibration | None = None
@@ -171,22 +169,17 @@ class Trainer:
         self._trained = True
         setup = self.setup
         setup.stop.at_once = True  # until the loop there is nothing to save
-        with setup.processes.member(), setup.stop:
+        with setup.processes.member(), setup.stop, contextlib.ExitStack() as stack:
             self._check_numbers()
             self.data.agree(self.base)  # all have read the checkpoint, before its folder changes
-            with contextlib.ExitStack() as stack:
-                trackers = setup.options.trackers
-                if trackers is None:
-                    trackers = stack.enter_context(
-                        start_trackers(
-                            setup.processes,
-                            setup.config,
-                            setup.folder_path,
-                            resume_at=setup.resume_step,
-                        )
-                    )
-                self._prepare()
-                result = self._run(trackers)
+            trackers = setup.options.trackers
+            if trackers is None:
+                folder, at = setup.folder_path, setup.resume_step
+                started = start_trackers(setup.processes, setup.config, folder, resume_at=at)
+                trackers = stack.enter_context(started)
+            self._prepare()
+            result = self._run(trackers)
+            stack.close()
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
             setup.processes.wait()
@@ -195,7 +188,7 @@ class Trainer:
     def _check_numbers(self) -> None:
         """Refuse non-finite numbers and another base; read the state to resume, if any."""
         setup = self.setup
-        # Training does not draw from it; what else does draws the same in every process.
+        # Training does not draw from it; anything else that does draws the same in every process.
         torch.manual_seed(setup.config.seed)
         parameters = adapter_parameters(setup.model)
         check_unfrozen(parameters)
@@ -207,14 +200,13 @@ class Trainer:
         self.other_base: str | None = None
         if setup.checkpoint is None:
             return
-        if setup.options.any_base:
+        any_base = setup.options.any_base
+        if any_base:
             self.other_base = setup.checkpoint.base_mismatch(self.base)
-        self._state = setup.checkpoint.state(
-            setup.model, self.base, check_base=not setup.options.any_base
-        )
+        self._state = setup.checkpoint.state(setup.model, self.base, check_base=not any_base)
 
     def _prepare(self) -> None:
-        """Do what comes before the run has a folder: smoke test, start, first evaluation."""
+        """Make smoke test, start and first evaluation, before the run has a folder."""
         setup, resumed = self.setup, self.setup.checkpoint
         # A resumed run has passed the smoke test, and may next meet a batch that it will refuse.
         preparation = Preparation(setup, self.data, self.memory)
@@ -247,9 +239,9 @@ class Trainer:
         if setup.processes.main:
             folder = RunFolder(setup.folder_path, resume_at=setup.resume_step)
         writer = RunWriter(setup, self.data, self.base, self.initial, folder, trackers)
+        status = 1
         try:
             writer.begin(self.record, self.other_base)
-            status = 1
             try:
                 writer.report_start(self.total_steps, self.calibration, self.memory)
                 result = self._train(self._make_loop(folder, trackers, writer), writer)
@@ -269,15 +261,13 @@ class Trainer:
 
     def _make_loop(self, folder: RunFolder, trackers: Trackers, writer: RunWriter) -> Loop:
         """Return the loop, in the state that is resumed, if any."""
-        setup, c = self.setup, self.setup.config
+        setup, c, total = self.setup, self.setup.config, self.total_steps
         first = 0 if setup.resumed is None else setup.resumed.step
-        display = ProgressDisplay(self.total_steps, setup.console, first=first)
+        display = ProgressDisplay(total, setup.console, first=first)
         context = RunContext(
             setup.model, c, folder, trackers, display, setup.stop, self.record, setup.processes
         )
-        rates = rate_table(
-            c.learning_rate, self.setup.schedule(self.total_steps), c.warmup_steps, self.total_steps
-        )
+        rates = rate_table(c.learning_rate, setup.schedule(total), c.warmup_steps, total)
         step = TrainStep(
             setup.model,
             setup.strategy,
@@ -293,7 +283,7 @@ class Trainer:
             lambda fidelity: saves.save_best(loop, fidelity),
             writer.shows() if c.sample_steps else None,
         )
-        loop = Loop(context, step, self.total_steps, actions)
+        loop = Loop(context, step, total, actions)
         if setup.checkpoint is not None and self._state is not None:
             self._state.restore(step.window)
             loop.load_state(setup.checkpoint.record, saved=setup.goes_on)
@@ -326,16 +316,16 @@ class Trainer:
             if loop.unsaved:
                 writer.checkpoints.save(loop, last=True)
         finally:
-            loop.recording.draw()  # pictures can wait until all is saved
-        number = self._signal()
-        fidelity = None
-        if number is not None:
+            if loop.recording is not None:
+                loop.recording.draw()  # pictures can wait until all is saved
+        number, fidelity = self._signal(), None
+        if number is None:
+            fidelity, number = self._finish(loop, writer, seconds)
+        else:
             setup.say(
                 f"stopped by signal {number} at step {loop.steps}; the adapters are saved below"
                 f" {folder.path / CHECKPOINTS}"
             )
-        else:
-            fidelity, number = self._finish(loop, writer, seconds)
         return TrainResult(
             folder=folder.path,
             steps=loop.steps,

@@ -19,7 +19,7 @@ from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import logit_losses
 from npt.distill.logit_losses import chunk_rows, row_loss, through_head
-from npt.distill.strategies import end_to_end
+from npt.distill.own_stream import end_to_end
 from npt.evaluation import greedy as partings
 from npt.evaluation import metrics
 from npt.evaluation.generate import Decoding, prompt_ids, write
@@ -79,10 +79,10 @@ def test_a_loss_casts_each_head_once_and_has_the_same_bits(
     loss = row_loss(TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, logit_loss=logit_loss))
     other = targets if logit_loss == "cross_entropy" else taught
     with Casts(head) as casts:
-        total, _ = through_head(head, loss, rows, other, V, teacher_head=guide)
+        total = through_head(head, loss, rows, other, V, teacher_head=guide)
         (grad,) = torch.autograd.grad(total, rows)
     assert casts.count == (2 if own and logit_loss != "cross_entropy" else 1)  # of four chunks
-    expected, _ = through_head(dense[head], loss, rows, other, V, teacher_head=dense[guide])
+    expected = through_head(dense[head], loss, rows, other, V, teacher_head=dense[guide])
     assert torch.equal(total, expected)
     assert torch.equal(grad, torch.autograd.grad(expected, rows)[0])
 

@@ -30,7 +30,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.runs.resume import changed_settings
 from npt.tools.sweep.settings import Settings
-from npt.train.run_record import run_record
+from npt.train.preparation import run_record
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2
 

@@ -706,7 +706,7 @@ def test_a_run_is_taken_up_exactly_from_the_command_line(
     capsys.readouterr()
     assert run(tmp_path / "part", *constant, "--max_steps", "2", "--resume", "auto") == 0
     out = capsys.readouterr().out
-    assert "going on from" in out and "max_steps was 1, is 2" in out and "smoke test" not in out
+    assert "continuing from" in out and "max_steps was 1, is 2" in out and "smoke test" not in out
     assert checkpoint_of(tmp_path / "part", 2) == checkpoint_of(tmp_path / "whole", 2)
     read = [
         json.loads((tmp_path / name / "fidelity.json").read_text()) for name in ("whole", "part")

@@ -138,16 +138,16 @@ PARTS = (
     "post_attention_layernorm",
 )
 HOOKS: dict[str, Callable[[Any], Any]] = {
-    **{f"behind {part}": behind(part) for part in PARTS},
-    **{f"in front of {part}": in_front(part) for part in PARTS},
-    "behind the layer": lambda layer: layer.register_forward_hook(
+    **{f"after {part}": behind(part) for part in PARTS},
+    **{f"before {part}": in_front(part) for part in PARTS},
+    "after the layer": lambda layer: layer.register_forward_hook(
         lambda _, __, output: wavy(output)
     ),
-    "in front of the layer": lambda layer: layer.register_forward_pre_hook(
+    "before the layer": lambda layer: layer.register_forward_pre_hook(
         lambda _, args: (wavy(args[0]), *args[1:])
     ),
-    "gradient behind down_proj": doubled_gradient,
-    "in place behind down_proj": in_place,
+    "gradient after down_proj": doubled_gradient,
+    "in place after down_proj": in_place,
 }
 
 
@@ -172,9 +172,7 @@ def test_a_hook_that_changes_a_value_is_part_of_loss_and_gradient(
 
 @every_strategy
 @pytest.mark.parametrize("part", ["mlp.act_fn", "mlp.down_proj", "mlp"])
-def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(
-    fresh, padded, strategy, part
-):
+def test_observers_see_it_and_gradients_pass_them(fresh, padded, strategy, part):
     model = student(fresh())
     behind(part)(layer := decoder_layers(model)[WHERE])
     alone = trained(model, padded, strategy)
@@ -186,7 +184,7 @@ def test_it_is_part_of_what_an_observer_is_shown_and_of_the_gradient_beside_him(
 
 
 @every_strategy
-def test_hooks_that_are_said_to_look_only_see_everything_and_change_no_bit(fresh, padded, strategy):
+def test_hooks_that_only_look_see_everything_and_change_no_bit(fresh, padded, strategy):
     model = student(fresh())
     unseen = trained(model, padded, strategy)
     seen = []
@@ -209,7 +207,7 @@ class Negated(nn.Module):
 @every_strategy
 @every_form
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_what_is_put_around_an_mlp_projection_is_part_of_loss_and_gradient(
+def test_a_wrapped_mlp_projection_is_part_of_loss_and_gradient(
     fresh, unchanged, padded, strategy, form, part
 ):
     model, before = student(fresh(), form), unchanged(form, padded, strategy)
@@ -255,9 +253,7 @@ def test_a_lora_of_peft_trains_as_the_same_one_merged(load_model, padded, strate
 
 
 @every_strategy
-def test_a_lora_of_peft_on_a_packed_base_trains_as_its_forward_computes(
-    load_model, padded, strategy
-):
+def test_a_peft_lora_on_a_packed_base_trains_as_its_forward_computes(load_model, padded, strategy):
     model = student(lora(load_model("nf4"), ["gate_proj", "down_proj"]).get_base_model())
     assert_same(trained(model, padded, strategy), by_modules(model, padded, strategy))
 
@@ -287,9 +283,7 @@ def test_a_replaced_forward_that_training_would_leave_out_is_refused(
 
 
 @every_strategy
-def test_a_model_that_accelerate_has_dispatched_and_let_go_trains_to_the_same_bits(
-    load_model, padded, strategy
-):
+def test_a_model_accelerate_once_dispatched_trains_to_the_same_bits(load_model, padded, strategy):
     expected = trained(student(load_model("nf4")), padded, strategy)
     model = load_model("nf4")
     for module in model.modules():

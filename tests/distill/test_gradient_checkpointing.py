@@ -26,7 +26,8 @@ from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import drive
 from npt.errors import ConfigError
 from npt.planning.measure import peak_bytes
 from npt.step.splitting import MicroBatchSplitter, added
@@ -51,7 +52,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def student(load_model: Any, form: NPTConfig, **arguments: Any) -> Any:
-    """The random Llama with its adapters moved away from the start, where M is 0 and B tiny."""
+    """The random Llama with its adapters moved away from the start (M of 0, a tiny B)."""
     model = load_model(**arguments)
     npt.attach(model, form)
     generator = torch.Generator().manual_seed(5)
@@ -84,7 +85,7 @@ def assert_identical(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def calls_of(model: Any) -> list[int]:
-    """How often each layer's attention was computed, kept up to date."""
+    """Return counts of each layer's attention, kept up to date."""
     counts = [0] * len(decoder_layers(model))
     for index, layer in enumerate(decoder_layers(model)):
 
@@ -137,9 +138,7 @@ def test_the_same_bits_in_every_way_of_computing_a_layer(load_model, batch, way)
     assert_identical(checkpointed, plain)
 
 
-def test_each_layer_that_gradients_pass_is_computed_once_more_and_no_other(
-    load_model, batch
-) -> None:
+def test_only_layers_that_gradients_pass_are_computed_once_more(load_model, batch) -> None:
     model = student(load_model, NPTConfig(rank=4, layers="1,3"))
     counts = calls_of(model)
     plain, checkpointed = both()
@@ -218,8 +217,8 @@ def test_numbers_drawn_in_forward_are_drawn_again(load_model, batch) -> None:
 
 
 def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
-    """h in front of it and the teacher's output, in place of what its operations keep. Of a
-    teacher's h nothing is asked here.
+    """The layer's h and the teacher's output, instead of the tensors that its operations keep. A
+    teacher's h is not asked for here.
     """
     rows, length, width = 2, 64, 64
     state = rows * length * width * 4
@@ -242,14 +241,14 @@ def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
             peaks[kind].append(peak_bytes(partial(drive, model, batch, config), "cpu").added)
     per_layer = {kind: more - less for kind, (less, more) in peaks.items()}
     # Beside the states there are that of the random numbers and a few scalars. The adapters'
-    # gradients come behind the peak.
+    # gradients come after the peak.
     assert 0 <= per_layer[True] - 2 * state - torch.get_rng_state().nbytes < 256
     assert per_layer[False] > 15 * state
 
 
 def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch) -> None:
-    """Where h has no graph, as in front of the first converted layer, the MLP is one operation with
-    memory of its own.
+    """If h has no graph, as before the first converted layer, the MLP is one operation with memory
+    of its own.
     """
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
     made: list[StorageWeakRef] = []
@@ -389,9 +388,7 @@ def test_of_stages_only_the_end_to_end_one_has_it() -> None:
     ]
 
 
-def test_a_run_that_is_resumed_with_it_says_so_and_ends_as_one_without_it(
-    load_model, tmp_path
-) -> None:
+def test_a_run_resumed_with_it_says_so_and_ends_as_one_without(load_model, tmp_path) -> None:
     settings = {"strategy": "end_to_end", "logit_kl_weight": 0.5, "scheduler_type": "constant"}
     runs = Runs(load_model(), tmp_path, data=lambda: records(6), settings=settings)
     runs.run("whole")

@@ -14,26 +14,18 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from npt.config import LOSSES, TrainConfig
-from npt.distill.hidden_losses import (
-    SumAndCount,
-    cosine,
-    direction,
-    hidden_loss,
-    mse,
-    nmse,
-    smooth_l1,
-)
+from npt.distill.hidden_losses import cosine, direction, hidden_loss, mse, nmse_per_token, smooth_l1
 
 N, D = 5, 7
 BETA, WEIGHT = 0.3, 0.25
 
-FUNCTIONS: dict[str, Callable[..., SumAndCount]] = {
-    "nmse": lambda o, t, h, **k: nmse(o, t, **k),
-    "nmse_update": nmse,
-    "direction": lambda o, t, h, **k: direction(o, t, **k),
-    "mse": lambda o, t, h, **k: mse(o, t, **k),
-    "smooth_l1": lambda o, t, h, **k: smooth_l1(o, t, BETA, **k),
-    "cosine": lambda o, t, h, **k: cosine(o, t, WEIGHT, **k),
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "nmse": lambda o, t, h: nmse_per_token(o, t),
+    "nmse_update": nmse_per_token,
+    "direction": lambda o, t, h: direction(o, t),
+    "mse": lambda o, t, h: mse(o, t),
+    "smooth_l1": lambda o, t, h: smooth_l1(o, t, BETA),
+    "cosine": lambda o, t, h: cosine(o, t, WEIGHT),
 }
 every = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -68,18 +60,16 @@ def reference(name: str, o: list[float], t: list[float], h: list[float]) -> floa
     }[name]
 
 
-def summed(name: str, o: Tensor, t: Tensor, h: Tensor) -> float:
-    return sum(
-        reference(name, *rows) for rows in zip(o.tolist(), t.tolist(), h.tolist(), strict=True)
-    )
+def expected(name: str, o: Tensor, t: Tensor, h: Tensor) -> list[float]:
+    return [reference(name, *rows) for rows in zip(o.tolist(), t.tolist(), h.tolist(), strict=True)]
 
 
-def value(of: SumAndCount) -> float:
-    return of[0].item()
+def value(of: Tensor) -> float:
+    return of.sum().item()
 
 
 def gradient_of(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
-    return torch.autograd.grad(FUNCTIONS[name](o, t, h)[0], o)[0]
+    return torch.autograd.grad(FUNCTIONS[name](o, t, h).sum(), o)[0]
 
 
 # --- values and gradients
@@ -91,21 +81,21 @@ def gradient_of(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_the_formulas_in_fp32_whatever_the_input(name, scale, dtype) -> None:
     o, t, h = states(scale=scale, dtype=dtype)
-    total, count = FUNCTIONS[name](o, t, h)
-    assert (total.dtype, total.shape, count) == (torch.float32, (), N)
-    # fp32 sums of 35 terms; squares of 300 and more overflow fp16, so a computation in the input's
+    found = FUNCTIONS[name](o, t, h)
+    assert (found.dtype, found.shape) == (torch.float32, (N,))
+    # fp32 sums of 7 terms; squares of 300 and more overflow fp16, so a computation in the input's
     # dtype would show.
-    assert total.item() == pytest.approx(summed(name, o, t, h), rel=1e-5)
+    assert found.tolist() == pytest.approx(expected(name, o, t, h), rel=1e-5)
     assert torch.isfinite(gradient_of(name, o, t, h)).all()
 
 
 @every
 def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name) -> None:
     o, t, h = states(dtype=torch.float64)
-    total, _ = FUNCTIONS[name](o, t, h)
-    assert total.dtype == torch.float64
-    assert total.item() == pytest.approx(summed(name, o, t, h), rel=1e-12)
-    assert torch.autograd.gradcheck(lambda o: FUNCTIONS[name](o, t, h)[0], o)
+    found = FUNCTIONS[name](o, t, h)
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx(expected(name, o, t, h), rel=1e-12)
+    assert torch.autograd.gradcheck(lambda o: FUNCTIONS[name](o, t, h), o)
 
 
 def analytic(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
@@ -132,21 +122,20 @@ def analytic(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
 @every
 def test_gradients_are_the_ones_written_by_hand(name) -> None:
     o, t, h = states(seed=3)
-    expected = analytic(name, o.detach().double(), t.double(), h.double())
+    by_hand = analytic(name, o.detach().double(), t.double(), h.double())
     # the fp32 defaults: nothing cancels for random states
-    torch.testing.assert_close(gradient_of(name, o, t, h), expected.float())
+    torch.testing.assert_close(gradient_of(name, o, t, h), by_hand.float())
 
 
 @every
-def test_the_setting_names_the_function(name) -> None:
+def test_the_setting_names_the_function_and_a_weight_its_token(name) -> None:
     assert set(LOSSES) == set(FUNCTIONS)
     own = {"smooth_l1": {"smooth_l1_beta": BETA}, "cosine": {"cosine_weight": WEIGHT}}.get(name, {})
+    config = TrainConfig(loss=name, **own)
     o, t, h = states()
-    weights = torch.linspace(0.5, 2, N)
-    assert torch.equal(
-        hidden_loss(TrainConfig(loss=name, **own), o, t, h, weights)[0],
-        FUNCTIONS[name](o, t, h, weights=weights)[0],
-    )
+    per_token, weights = FUNCTIONS[name](o, t, h), torch.linspace(0.5, 2, N)
+    assert torch.equal(hidden_loss(config, o, t, h), per_token.sum())
+    assert torch.equal(hidden_loss(config, o, t, h, weights), (weights * per_token).sum())
 
 
 # --- what counts
@@ -155,10 +144,10 @@ def test_the_setting_names_the_function(name) -> None:
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name, dtype) -> None:
+def test_no_tokens_give_zero_and_a_gradient_of_zeros(name, dtype) -> None:
     o, t, h = states(rows=0, dtype=dtype)
-    total, count = FUNCTIONS[name](o, t, h)
-    assert (total.item(), count) == (0.0, 0)
+    total = FUNCTIONS[name](o, t, h).sum()
+    assert total.item() == 0.0
     total.backward()
     assert o.grad.shape == (0, D)
 
@@ -166,45 +155,26 @@ def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name, dtype
 @every
 @given(seed=st.integers(0, 10**6), data=st.data())
 @settings(deadline=None, max_examples=20, derandomize=True)
-def test_order_and_split_of_the_tokens_change_nothing_and_a_changed_token_does(
-    name, seed, data
-) -> None:
+def test_order_and_split_change_nothing_and_a_changed_token_does(name, seed, data) -> None:
     rows = data.draw(st.integers(2, 9))
     o, t, h = states(seed, rows)
-    whole, gradient = FUNCTIONS[name](o, t, h), gradient_of(name, o, t, h)
+    whole, gradient = FUNCTIONS[name](o, t, h).sum(), gradient_of(name, o, t, h)
     order = torch.tensor(data.draw(st.permutations(range(rows))))
     at = data.draw(st.integers(0, rows))
     parts = [FUNCTIONS[name](o[index], t[index], h[index]) for index in (order[:at], order[at:])]
-    assert sum(count for _, count in parts) == whole[1]
-    total = parts[0][0] + parts[1][0]
+    total = parts[0].sum() + parts[1].sum()
     # an fp32 sum of at most 9 positive terms in another order
-    torch.testing.assert_close(total, whole[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0)
     # vector and single kernels round differently
     torch.testing.assert_close(torch.autograd.grad(total, o)[0], gradient, rtol=1e-6, atol=0)
     changed = o.detach().clone().requires_grad_()
     row = data.draw(st.integers(0, rows - 1))
     with torch.no_grad():
         changed[row] += torch.randn(D, generator=torch.Generator().manual_seed(seed + 1))
-    assert not torch.equal(FUNCTIONS[name](changed, t, h)[0], whole[0])
+    assert not torch.equal(FUNCTIONS[name](changed, t, h).sum(), whole)
     moved = (gradient_of(name, changed, t, h) != gradient).any(dim=-1)
     # of its own row alone; smooth L1's may stay, at its bound
     assert not moved[torch.arange(rows) != row].any()
-
-
-@every
-def test_a_weight_multiplies_its_token_alone(name) -> None:
-    o, t, h = states()
-    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])  # powers of two: nothing is rounded
-    total, count = FUNCTIONS[name](o, t, h, weights=weights)
-    assert count == N  # tokens, not their weight
-    assert torch.equal(
-        torch.autograd.grad(total, o)[0], weights[:, None] * gradient_of(name, o, t, h)
-    )
-    singles = [
-        w * value(FUNCTIONS[name](o[i : i + 1], t[i : i + 1], h[i : i + 1]))
-        for i, w in enumerate(weights.tolist())
-    ]
-    assert total.item() == pytest.approx(sum(singles), rel=1e-6)  # fp32 sums
 
 
 @every
@@ -212,7 +182,7 @@ def test_the_teacher_gets_no_gradient(name) -> None:
     o, t, h = states()
     t.requires_grad_()
     h.requires_grad_()
-    FUNCTIONS[name](o, t, h)[0].backward()
+    FUNCTIONS[name](o, t, h).sum().backward()
     assert t.grad is None and h.grad is None and o.grad.any()
 
 
@@ -230,7 +200,7 @@ def test_states_of_zeros_have_finite_losses_and_gradients(name, zero) -> None:
     )
     h = t.clone() if zero == "update" else h
     o.requires_grad_()
-    assert torch.isfinite(FUNCTIONS[name](o, t, h)[0])
+    assert torch.isfinite(FUNCTIONS[name](o, t, h)).all()
     assert torch.isfinite(gradient_of(name, o, t, h)).all()
 
 
@@ -245,11 +215,11 @@ def test_equal_states_have_no_loss_and_no_gradient(name) -> None:
 @every
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("who", ["student", "teacher"])
-def test_a_bad_number_shows_in_the_loss_and_in_no_other_tokens_gradient(name, bad, who) -> None:
+def test_a_bad_number_shows_in_the_loss_of_its_token_alone(name, bad, who) -> None:
     o, t, h = states()
     with torch.no_grad():
         (o if who == "student" else t)[2, 3] = bad
-    assert not torch.isfinite(FUNCTIONS[name](o, t, h)[0])
+    assert not torch.isfinite(FUNCTIONS[name](o, t, h)[2])
     others = [0, 1, 3, 4]
     clean, t_clean, h_clean = states()
     assert torch.equal(
@@ -258,7 +228,7 @@ def test_a_bad_number_shows_in_the_loss_and_in_no_other_tokens_gradient(name, ba
 
 
 @every
-def test_states_whose_square_overflows_are_never_reported_as_agreement(name) -> None:
+def test_states_whose_square_overflows_never_count_as_agreement(name) -> None:
     """Sizes of 1e20 are finite, their squares are not."""
     _, t, h = states()
     total = value(FUNCTIONS[name](-1e20 * t, 1e20 * t, h))
@@ -270,14 +240,13 @@ def test_direction_is_blind_to_length_and_the_others_are_not() -> None:
     o = (t + 0.3 * h).requires_grad_()
     twice = (2 * o).detach().requires_grad_()
     # Scaled by a power of two, nothing is rounded differently.
-    assert torch.equal(direction(twice, t)[0], direction(o, t)[0])
+    assert torch.equal(direction(twice, t), direction(o, t))
     assert torch.equal(2 * gradient_of("direction", twice, t, h), gradient_of("direction", o, t, h))
     for name in set(FUNCTIONS) - {"direction"}:
         assert value(FUNCTIONS[name](twice, t, h)) > 1.5 * value(FUNCTIONS[name](o, t, h)), name
-    # A student twice as long as its teacher, perfect by `direction`, is as far off as one that says
-    # nothing.
+    # A student twice as long as its teacher, perfect by `direction`, is as far off as one of zeros.
     assert value(direction(2 * t, t)) == 0.0
-    assert value(nmse(2 * t, t)) == pytest.approx(N)
+    assert value(nmse_per_token(2 * t, t)) == pytest.approx(N)
 
 
 def test_the_direction_gradient_never_changes_the_length() -> None:
@@ -294,14 +263,14 @@ def test_the_update_form_asks_the_same_of_a_layer_that_adds_little() -> None:
     for size in (1.0, 1e-3):
         t = h + size * update
         o = t + 0.1 * size * error
-        share = value(nmse(o, t, h))
+        share = value(nmse_per_token(o, t, h))
         assert share == pytest.approx(
             float((0.01 * error.square().sum(-1) / update.square().sum(-1)).sum()), rel=1e-9
         )
-        assert (value(nmse(o, t)) < 1e-4 * share) == (size == 1e-3)
+        assert (value(nmse_per_token(o, t)) < 1e-4 * share) == (size == 1e-3)
 
 
-def test_smooth_l1_pulls_no_harder_at_an_outlier_and_is_mse_below_beta() -> None:
+def test_smooth_l1_is_mse_below_beta_and_bounded_at_outliers() -> None:
     o, t, h = states(seed=7)
     with torch.no_grad():
         o[1, 2] = 1e4
@@ -313,8 +282,24 @@ def test_smooth_l1_pulls_no_harder_at_an_outlier_and_is_mse_below_beta() -> None
 
 def test_cosine_mixes_nmse_and_angle() -> None:
     o, t, _ = states(seed=8)
-    assert torch.equal(cosine(o, t, 0.0)[0], nmse(o, t)[0])
+    assert torch.equal(cosine(o, t, 0.0), nmse_per_token(o, t))
     assert value(cosine(o, t, 1.0)) == pytest.approx(value(direction(o, t)) * D / 2, rel=1e-6)
     assert value(cosine(torch.zeros_like(t), t, WEIGHT)) == pytest.approx(
         N * (1 - WEIGHT / 2), rel=1e-6
     )
+
+
+@given(seed=st.integers(0, 10**6), power=st.integers(-20, 20))
+@settings(deadline=None, max_examples=20, derandomize=True)
+def test_nmse_does_not_depend_on_the_scale_of_the_states(seed, power) -> None:
+    o, t, _ = states(seed)
+    scale = 2.0**power  # a power of two, so that scaling rounds nothing
+    assert torch.equal(nmse_per_token(scale * o, scale * t), nmse_per_token(o, t))
+
+
+def test_nmse_is_one_for_a_student_of_zeros_and_tokens_do_not_mix() -> None:
+    o, t, _ = states()
+    o = torch.zeros_like(o)
+    torch.testing.assert_close(nmse_per_token(o, t), torch.ones(N))
+    o[2] = float("nan")
+    assert nmse_per_token(o, t).isnan().tolist() == [False, False, True, False, False]

@@ -1,7 +1,6 @@
-"""What must not matter to loss and gradients does not: where padding stands and how much, the order
-and split of a batch, packing.
+"""Loss and gradients do not depend on padding, the order and split of a batch, or packing.
 
-Through the strategies as they are, on a 4-bit base. What has to matter, a token that is real, does.
+Through the strategies as they are, on a 4-bit base. A token that is real does matter.
 """
 
 from __future__ import annotations

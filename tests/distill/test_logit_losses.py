@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from npt.config import LOGIT_LOSSES, TrainConfig
 from npt.distill import logit_losses
-from npt.distill.hidden_losses import SumAndCount
 from npt.distill.logit_losses import (
     forward_kl,
     jsd,
+    kl_of_logs,
     reverse_kl,
     row_loss,
     through_head,
@@ -32,11 +32,11 @@ from npt.distill.logit_losses import (
 N, D, V = 5, 6, 11
 W = 0.3
 
-DIVERGENCES: dict[str, Callable[..., SumAndCount]] = {
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jsd": jsd,
-    "jsd 0.3": lambda s, t, temperature=1.0, **k: jsd(s, t, temperature, W, **k),
+    "jsd 0.3": lambda s, t, temperature=1.0: jsd(s, t, temperature, W),
 }
 every = pytest.mark.parametrize("name", DIVERGENCES)
 
@@ -71,12 +71,12 @@ def reference(name: str, student: Tensor, teacher: Tensor, temperature: float = 
     return temperature**2 * value
 
 
-def value(of: SumAndCount) -> float:
-    return of[0].item()
+def value(of: Tensor) -> float:
+    return of.sum().item()
 
 
 def gradient_of(name: str, s: Tensor, t: Tensor, temperature: float = 1.0) -> Tensor:
-    return torch.autograd.grad(DIVERGENCES[name](s, t, temperature)[0], s)[0]
+    return torch.autograd.grad(DIVERGENCES[name](s, t, temperature).sum(), s)[0]
 
 
 # --- values and gradients
@@ -88,10 +88,10 @@ def gradient_of(name: str, s: Tensor, t: Tensor, temperature: float = 1.0) -> Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_the_formulas_in_fp32_whatever_the_input(name, temperature, dtype) -> None:
     s, t = logits(dtype=dtype)
-    total, count = DIVERGENCES[name](s, t, temperature)
-    assert (total.dtype, total.shape, count) == (torch.float32, (), N)
+    found = DIVERGENCES[name](s, t, temperature)
+    assert (found.dtype, found.shape) == (torch.float32, (N,))
     expected = reference(name, s.detach(), t, temperature).item()
-    assert total.item() == pytest.approx(expected, rel=1e-5, abs=LEFT_OVER * temperature**2)
+    assert value(found) == pytest.approx(expected, rel=1e-5, abs=LEFT_OVER * temperature**2)
     assert torch.isfinite(gradient_of(name, s, t, temperature)).all()
 
 
@@ -99,12 +99,12 @@ def test_values_are_the_formulas_in_fp32_whatever_the_input(name, temperature, d
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name, temperature) -> None:
     s, t = logits(dtype=torch.float64)
-    total, _ = DIVERGENCES[name](s, t, temperature)
-    assert total.dtype == torch.float64
-    assert total.item() == pytest.approx(
+    found = DIVERGENCES[name](s, t, temperature)
+    assert found.dtype == torch.float64
+    assert value(found) == pytest.approx(
         reference(name, s.detach(), t, temperature).item(), rel=1e-12
     )
-    assert torch.autograd.gradcheck(lambda s: DIVERGENCES[name](s, t, temperature)[0], s)
+    assert torch.autograd.gradcheck(lambda s: DIVERGENCES[name](s, t, temperature), s)
 
 
 def test_the_forward_kls_gradient_is_t_times_q_minus_p() -> None:
@@ -128,21 +128,18 @@ def test_a_kl_goes_from_its_first_distribution_to_its_second() -> None:
 
 
 @every
-def test_a_weight_multiplies_its_token_alone_and_the_teacher_gets_no_gradient(name) -> None:
+def test_the_teacher_gets_no_gradient(name) -> None:
     s, t = logits()
     t.requires_grad_()
-    weights = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])  # powers of two: nothing is rounded
-    total, count = DIVERGENCES[name](s, t, weights=weights)
-    total.backward()
-    assert count == N and t.grad is None
-    torch.testing.assert_close(s.grad, weights[:, None] * gradient_of(name, s, t))
+    DIVERGENCES[name](s, t).sum().backward()
+    assert t.grad is None and s.grad.any()
 
 
 @every
-def test_no_tokens_give_zero_a_count_of_zero_and_a_gradient_of_zeros(name) -> None:
+def test_no_tokens_give_zero_and_a_gradient_of_zeros(name) -> None:
     s, t = logits(rows=0)
-    total, count = DIVERGENCES[name](s, t)
-    assert (total.item(), count) == (0.0, 0)
+    total = DIVERGENCES[name](s, t).sum()
+    assert total.item() == 0.0
     total.backward()
     assert s.grad.shape == (0, V)
 
@@ -180,7 +177,7 @@ def test_the_jsd_is_bounded_and_symmetric_at_one_half(seed, scale, weight) -> No
     )
 
 
-def test_the_jsd_reaches_log_2_where_nothing_is_shared_and_its_ends_are_the_kls() -> None:
+def test_the_jsd_reaches_log_2_and_its_ends_are_the_kls() -> None:
     apart = torch.tensor([[100.0, 0.0]])
     assert value(jsd(apart, apart.flip(-1))) == pytest.approx(math.log(2), rel=1e-6)
     s, t = logits(dtype=torch.float64)
@@ -204,7 +201,7 @@ def test_at_high_temperature_only_the_differences_of_logits_count(name) -> None:
     assert value(DIVERGENCES[name](s, t, 1e4)) == pytest.approx(limit, rel=1e-3)
 
 
-def test_at_low_temperature_a_kl_counts_how_far_the_first_choice_is_from_being_one() -> None:
+def test_at_low_temperature_a_kl_counts_the_distance_of_first_choices() -> None:
     s = torch.tensor([[1.0, 3.0, 0.0], [0.0, 2.0, 1.0]])
     t = torch.tensor([[4.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
     # The teacher's choice has 2 less than the student's own in row 0 and is the student's own in
@@ -240,16 +237,14 @@ def extreme(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @every
 @pytest.mark.parametrize("temperature", [0.05, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extreme_logits_and_low_temperatures_give_finite_values_and_gradients(
-    name, temperature, dtype
-) -> None:
+def test_extreme_logits_and_low_temperatures_stay_finite(name, temperature, dtype) -> None:
     s, t = extreme(dtype)
     assert math.isfinite(value(DIVERGENCES[name](s, t, temperature)))
     gradient = gradient_of(name, s, t, temperature)
     assert torch.isfinite(gradient).all() and gradient.any()
 
 
-def test_the_plain_reverse_kl_has_a_finite_value_and_nan_gradients_there() -> None:
+def test_the_plain_reverse_kl_is_finite_with_nan_gradients() -> None:
     s, t = logits(scale=10.0)
     plain = plain_reverse_kl(s, t, 0.05)
     assert torch.isfinite(plain) and torch.autograd.grad(plain, s)[0].isnan().any()
@@ -275,7 +270,7 @@ def test_where_the_value_is_finite_the_gradient_is(name, seed, power, temperatur
             for which, tensor in ((0, s), (1, t)):
                 if side in (which, 2):
                     tensor[:, column] = -math.inf
-    found = DIVERGENCES[name](s, t, temperature)[0]
+    found = DIVERGENCES[name](s, t, temperature).sum()
     assert not found.isnan()
     if torch.isfinite(found):
         assert torch.isfinite(torch.autograd.grad(found, s)[0]).all()
@@ -314,21 +309,48 @@ def test_a_nan_among_the_logits_is_never_masked_away(name, who) -> None:
     assert not gradient_of(name, s, t)[:3].isnan().any()
 
 
+def test_the_impossible_adds_nothing_unless_one_side_excludes_it() -> None:
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.25, 0.25]])
+    q = torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.25, 0.25], [0.5, 0.5, 0.0]])
+    found = kl_of_logs(p.log(), q.log()).tolist()
+    expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), 0.5 * math.log(2), math.inf]
+    assert found == pytest.approx(expected, rel=1e-6)  # fp32
+
+
+def test_the_impossible_makes_no_nan_gradient_on_either_side() -> None:
+    for excluded in ((0,), (1,), (0, 1)):
+        both = [x.detach().clone() for x in logits(seed=5, rows=2)]
+        for side in excluded:
+            both[side][0, 3] = -math.inf
+        for side in (0, 1):
+            leaves = [x.clone().requires_grad_(i == side) for i, x in enumerate(both)]
+            found = kl_of_logs(*(torch.log_softmax(x, -1) for x in leaves))
+            finite = torch.isfinite(found)
+            assert finite.tolist() == [excluded != (1,), True] and not found.isnan().any()
+            gradient = torch.autograd.grad(found[finite].sum(), leaves[side])[0]
+            assert torch.isfinite(gradient[finite]).all()
+
+
+def test_the_kl_of_certain_and_opposite_distributions_is_finite() -> None:
+    p, q = torch.full((1, V), -200.0), torch.full((1, V), -200.0)
+    p[0, 0], q[0, 1] = 200.0, 200.0
+    assert value(forward_kl(q, p)) == pytest.approx(400.0)
+
+
 # --- cross-entropy
 # --------------------------------------------------------------------------------------------------
 
 
-def test_cross_entropy_of_rows_is_minus_the_log_of_the_targets_probability() -> None:
+def test_cross_entropy_is_minus_the_log_of_the_targets_probability() -> None:
     s, _ = logits()
     targets = torch.tensor([3, 0, V - 1, 5, 5])
-    total, count = token_cross_entropy(s, targets)
-    expected = -sum(
-        torch.softmax(s.detach().double()[i], -1)[target].log().item()
+    expected = [
+        -torch.softmax(s.detach().double()[i], -1)[target].log().item()
         for i, target in enumerate(targets)
-    )
-    assert (total.item(), count) == (pytest.approx(expected, rel=1e-6), N)
+    ]
+    assert token_cross_entropy(s, targets).tolist() == pytest.approx(expected, rel=1e-6)
     wide = s.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda s: token_cross_entropy(s, targets)[0], wide)
+    assert torch.autograd.gradcheck(lambda s: token_cross_entropy(s, targets), wide)
 
 
 # --- through the head
@@ -356,8 +378,8 @@ def config_for(name: str) -> TrainConfig:
 def plain(name: str, s: Tensor, other: Tensor, weights: Tensor) -> Tensor:
     """The loss that `config_for(name)` asks for, of whole logits."""
     if name == "cross_entropy":
-        return token_cross_entropy(s, other, weights=weights)[0]
-    return DIVERGENCES["jsd 0.3" if name == "jsd" else name](s, other, 2.0, weights=weights)[0]
+        return (weights * token_cross_entropy(s, other)).sum()
+    return (weights * DIVERGENCES["jsd 0.3" if name == "jsd" else name](s, other, 2.0)).sum()
 
 
 def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
@@ -378,12 +400,12 @@ through = pytest.mark.parametrize("name", LOGIT_LOSSES)
 @through
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk", [1, V, 3 * V, 7 * V, 1000 * V])
-def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(
+def test_value_and_gradient_do_not_depend_on_the_chunk(
     head, monkeypatch, name, chunk, weighted
 ) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", chunk)
     student, other, weights = head_states(name)
-    total, count = through_head(
+    total = through_head(
         head, row_loss(config_for(name)), student, other, V, weights if weighted else None
     )
     expected = plain(
@@ -392,7 +414,6 @@ def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(
         other if name == "cross_entropy" else head(other),
         weights if weighted else torch.ones(10),
     )
-    assert count == 10
     # The default fp32 tolerances: log_softmax and a sum over 11 words, nothing ill-conditioned.
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(
@@ -401,14 +422,12 @@ def test_value_and_gradient_are_those_of_whole_logits_whatever_the_chunk(
 
 
 @through
-def test_no_more_logits_than_a_chunk_exist_at_once_and_none_is_computed_twice(
-    head, monkeypatch, name
-) -> None:
+def test_logits_exist_for_a_chunk_at_a_time_and_are_computed_once(head, monkeypatch, name) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
     rows: list[int] = []
     head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
     student, other, _ = head_states(name)
-    through_head(head, row_loss(config_for(name)), student, other, V)[0].backward()
+    through_head(head, row_loss(config_for(name)), student, other, V).backward()
     assert max(rows) == 3
     # student, teacher; forward alone
     assert sum(rows) == (1 if name == "cross_entropy" else 2) * 10
@@ -422,7 +441,7 @@ def test_a_head_that_is_trained_has_its_gradient(monkeypatch, name) -> None:
     student, other, weights = head_states(name)
     given_ = [*head.parameters(), student]
     found = torch.autograd.grad(
-        through_head(head, row_loss(config_for(name)), student, other, V, weights)[0], given_
+        through_head(head, row_loss(config_for(name)), student, other, V, weights), given_
     )
     taught = other if name == "cross_entropy" else head(other).detach()
     expected = torch.autograd.grad(plain(name, head(student), taught, weights), given_)
@@ -430,22 +449,20 @@ def test_a_head_that_is_trained_has_its_gradient(monkeypatch, name) -> None:
         torch.testing.assert_close(one, another)  # the default fp32 tolerances, as above
 
 
-def test_a_gradient_is_there_for_whoever_asks_and_nothing_is_kept_for_who_does_not(head) -> None:
+def test_a_gradient_is_kept_only_if_it_is_wanted(head) -> None:
     student, other, _ = head_states("kl")
     loss = row_loss(config_for("kl"))
-    total = through_head(head, loss, student, other, V)[0]
+    total = through_head(head, loss, student, other, V)
     (3.0 * total).backward()
-    (once,) = torch.autograd.grad(through_head(head, loss, student, other, V)[0], student)
+    (once,) = torch.autograd.grad(through_head(head, loss, student, other, V), student)
     torch.testing.assert_close(student.grad, 3.0 * once, rtol=1e-6, atol=0)  # one product, rounded
     with torch.no_grad():
-        assert torch.equal(through_head(head, loss, student, other, V)[0], total)
-    assert not through_head(head, loss, student.detach(), other, V)[0].requires_grad
+        assert torch.equal(through_head(head, loss, student, other, V), total)
+    assert not through_head(head, loss, student.detach(), other, V).requires_grad
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still there, and the most there ever
-    were.
-    """
+    """Bytes of the living tensors that operations made, and the most there ever were."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +497,7 @@ def test_logits_of_all_tokens_never_exist_even_once(monkeypatch, name) -> None:
         """In units of [N, V] in fp32."""
         monkeypatch.setattr(logit_losses, "CHUNK", chunk)
         with Alive() as alive:
-            through_head(head, row_loss(config_for(name)), student, other, vocabulary)[0].backward()
+            through_head(head, row_loss(config_for(name)), student, other, vocabulary).backward()
         student.grad = None
         return alive.peak / (4 * rows * vocabulary)
 
@@ -494,18 +511,16 @@ def test_the_teacher_gets_no_gradient_through_the_head(head, name) -> None:
     student, other, _ = head_states(name)
     if other.is_floating_point():
         other.requires_grad_()
-    through_head(head, row_loss(config_for(name)), student, other, V)[0].backward()
+    through_head(head, row_loss(config_for(name)), student, other, V).backward()
     assert other.grad is None and student.grad.any()
 
 
 @through
-def test_no_states_give_zero_a_count_of_zero_and_a_gradient_of_zeros(head, name) -> None:
+def test_no_states_give_zero_and_a_gradient_of_zeros(head, name) -> None:
     student, other, weights = head_states(name, rows=0)
     for given_weights in (None, weights):
-        total, count = through_head(
-            head, row_loss(config_for(name)), student, other, V, given_weights
-        )
-        assert (total.item(), count) == (0.0, 0)
+        total = through_head(head, row_loss(config_for(name)), student, other, V, given_weights)
+        assert total.item() == 0.0
         assert torch.autograd.grad(total, student)[0].shape == (0, D)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from npt.config import TrainConfig
-from npt.distill.loss_weights import disagreement_weights, layer_weights
+from npt.distill.hidden_losses import disagreement_weights, layer_weights
 from npt.errors import ConfigError
 
 D = 6
@@ -81,9 +81,7 @@ def test_weights_are_half_one_and_half_the_share_of_the_disagreement() -> None:
     data=st.data(),
 )
 @settings(deadline=None, max_examples=40, derandomize=True)
-def test_a_documents_weights_have_mean_1_and_depend_on_the_document_alone(
-    lengths, seed, data
-) -> None:
+def test_a_documents_weights_have_mean_1_and_depend_on_it_alone(lengths, seed, data) -> None:
     o, t, n = rows(seed, lengths)
     weights = disagreement_weights(o, t, n)
     assert weights.dtype == torch.float32 and float(weights.min()) >= 0.5

@@ -20,7 +20,8 @@ from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import drive
 
 # fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24
 # times their square root, carried through four layers. Relative to the largest entry, because
@@ -42,7 +43,7 @@ def form_id(config: NPTConfig) -> str:
     return f"{config.modulation}-{'+'.join(config.targets)}-{config.layers}-{config.residual}"
 
 
-# Every loss and weight once, beside the default.
+# Every loss and weight once, next to the default.
 HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "nmse_update": {"loss": "nmse_update"},
     "direction": {"loss": "direction"},
@@ -303,7 +304,7 @@ def reference(
         taught = forward(base, batch)
     with watching(model) as student:
         learnt = forward(model, batch)
-    # transformers' own collection of states, on both models: the last entry is behind the final
+    # transformers' own collection of states, on both models: the last entry is after the final
     # norm.
     for index in range(len(base.model.layers) - 1):
         assert torch.equal(taught.hidden_states[index + 1], teacher.out[index])
@@ -526,9 +527,7 @@ def test_sums_carry_no_graph_and_the_same_batch_gives_the_same_bits(student, bat
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(
-    student, batch, name
-) -> None:
+def test_the_loss_is_nmse_plus_weighted_energy_plus_weighted_kl(student, batch, name) -> None:
     config = config_for(name, 0.5)
     sums, _ = run(student, batch, config)
     expected = (
@@ -547,7 +546,7 @@ def test_the_loss_is_nmse_plus_weighted_regularisation_plus_weighted_kl(
     [("nf4", FORMS[0]), (None, FORMS[0]), ("nf4", FORMS[2])],
     ids=["nf4", "none", "some"],
 )
-def test_every_adapter_tensor_gets_a_gradient_and_frozen_tensors_keep_every_bit(
+def test_adapters_get_gradients_and_frozen_tensors_keep_every_bit(
     load_model, batch, name, quantization, form
 ) -> None:
     before = load_model(quantization).state_dict()
@@ -626,7 +625,7 @@ every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
 @every
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4), data=st.data())
 @settings(deadline=None, max_examples=2, derandomize=True)
-def test_padding_order_and_split_of_a_batch_change_nothing_and_a_changed_token_does(
+def test_padding_order_and_split_change_nothing_a_changed_token_does(
     student, name, own, lengths, data
 ) -> None:
     some = samples(4, lengths)
@@ -672,9 +671,7 @@ def test_garbage_at_padding_changes_no_bit_of_any_loss(student, name, own) -> No
         assert_identical(run(student, batch, config), clean)
 
 
-def test_labels_that_do_not_count_leave_the_loss_on_the_logits_and_nothing_else(
-    student, batch
-) -> None:
+def test_uncounted_labels_leave_the_loss_on_the_logits_only(student, batch) -> None:
     """A prompt: hidden states of all its tokens count, predictions of its tokens do not."""
     labels = batch.labels.clone()
     labels[:, :4] = IGNORE_INDEX
@@ -699,7 +696,7 @@ def test_no_label_that_counts_means_no_loss_on_the_logits(student, batch) -> Non
         assert_same_result(run(student, unlabelled, config_for("end_to_end", 0.7, **own)), without)
 
 
-def test_a_bad_number_at_a_position_that_predicts_nothing_is_still_seen(student, batch) -> None:
+def test_a_bad_number_at_an_unscored_position_is_still_seen(student, batch) -> None:
     """The last token of a row is no longer scored; its hidden state counts as any other's."""
     last = int(batch.input_ids[0, -1])
     assert int((batch.input_ids == last).sum()) == 1
@@ -723,7 +720,7 @@ def alone(**own: Any) -> TrainConfig:
     [*((own, False) for own in LOGIT_LOSSES.values()), (LOGIT_LOSSES["weighted kl"], True)],
     ids=[*LOGIT_LOSSES, "recomputed"],
 )
-def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_for_bit(
+def test_without_a_hidden_weight_the_loss_is_the_logit_loss(
     student, batch, own, checkpointing
 ) -> None:
     sums, gradients = run(student, batch, alone(gradient_checkpointing=checkpointing, **own))
@@ -745,9 +742,7 @@ def test_without_a_weight_on_hidden_states_the_loss_is_that_of_the_logits_bit_fo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_and_its_gradient_are_linear_in_the_weight_of_hidden_states(
-    student, batch, name
-) -> None:
+def test_loss_and_gradient_are_linear_in_the_hidden_weight(student, batch, name) -> None:
     kl = 0.5 if name == "end_to_end" else 0.0
     one, two, three = (
         run(student, batch, config_for(name, kl, hidden_weight=weight))
@@ -770,12 +765,12 @@ def test_the_loss_and_its_gradient_are_linear_in_the_weight_of_hidden_states(
 @pytest.mark.parametrize(
     ("own", "rounds"), [({}, 2), ({"logit_loss": "cross_entropy"}, 1)], ids=["kl", "cross_entropy"]
 )
-def test_without_a_weight_on_hidden_states_the_teacher_runs_for_the_logits_alone(
+def test_without_a_hidden_weight_the_teacher_runs_for_logits_only(
     student, batch, monkeypatch, own, rounds
 ) -> None:
     """A loss against the text needs no teacher at all; none compares hidden states."""
     monkeypatch.setattr(
-        "npt.distill.strategies._layer_loss", lambda *_: pytest.fail("hidden states are compared")
+        "npt.distill.local.hidden_loss", lambda *_: pytest.fail("hidden states are compared")
     )
     calls: list[int] = []
     for index in range(1, 4):

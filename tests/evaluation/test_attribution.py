@@ -14,7 +14,7 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import DataError
-from npt.evaluation.attribution import refer
+from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.evaluate import evaluate
 
 
@@ -99,7 +99,7 @@ def test_a_reference_of_which_the_model_is_gone_gives_the_same(
     student, load_model, base, tokenizer, batch_size
 ) -> None:
     alone = load_model(None)
-    reference = refer(alone, samples(), batch_size=3, pad_id=2)
+    reference = reference_outputs(alone, samples(), batch_size=3, pad_id=2)
     del alone
     found = evaluate(
         student, tokenizer, samples(), unquantized=reference, batch_size=batch_size
@@ -135,11 +135,11 @@ def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:
 
 
 def test_a_reference_of_other_samples_is_refused(student, base, tokenizer) -> None:
-    reference = refer(base, samples()[:3])
+    reference = reference_outputs(base, samples()[:3])
     with pytest.raises(DataError, match="other samples"):
         evaluate(student, tokenizer, samples(), unquantized=reference)
     with pytest.raises(DataError, match=r"999.*sample there"):
-        refer(base, [Sample("there", (5, 999))])
+        reference_outputs(base, [Sample("there", (5, 999))])
 
 
 def test_an_unquantised_base_that_says_nan_is_reported_as_nan(

@@ -31,9 +31,9 @@ from faults.patterns import Case
 from npt.adapters import trained
 from npt.base import linear
 from npt.data import encoding
-from npt.distill import strategies
+from npt.distill import local, own_stream
 from npt.evaluation import greedy
-from npt.step import launched_window, train_step
+from npt.step import gradient_window, train_step
 from npt.step.gradient_window import GradientWindow
 
 
@@ -175,9 +175,9 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_tw
 
 
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
-    explain = launched_window._first_bad
+    explain = gradient_window.first_bad_norm
     careless = lambda norms, names: explain(norms.flip(0), names)  # noqa: E731
-    monkeypatch.setattr(launched_window, "_first_bad", careless)
+    monkeypatch.setattr(gradient_window, "first_bad_norm", careless)
     verdict = judged(at_once("gradient-nan")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
 
@@ -195,7 +195,7 @@ def test_a_case_that_raises_has_failed_and_says_what() -> None:
 
 @pytest.mark.parametrize("id", ["foreign-lora", "foreign-hook", "foreign-hook-whole"])
 def test_parts_of_others_that_training_leaves_out_are_harm(monkeypatch, id) -> None:
-    for module in (trained, strategies):
+    for module in (trained, local):
         monkeypatch.setattr(module, "may_change", lambda module: False)
     monkeypatch.setattr(trained, "is_plain_linear", lambda module: True)
     monkeypatch.setattr(
@@ -221,14 +221,15 @@ def test_a_bundle_without_documents_is_harm(monkeypatch) -> None:
 
 
 def test_a_teacher_that_is_handed_the_students_masks_is_harm(monkeypatch) -> None:
-    honest, first = strategies.open_stream, []
+    honest, first = local.open_stream, []
 
     def shared(model, batch):
         stream = honest(model, batch)
         first.append(stream.masks)
         return replace(stream, masks=first[0])
 
-    monkeypatch.setattr(strategies, "open_stream", shared)
+    for module in (local, own_stream):
+        monkeypatch.setattr(module, "open_stream", shared)
     verdict = judged(at_once("sight-attention")).verdict
     assert not verdict.passed and "from an eager teacher" in verdict.detail
 

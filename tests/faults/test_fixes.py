@@ -29,13 +29,12 @@ from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import is_attached
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.distill import hidden_losses as losses
-from npt.distill import strategies
+from npt.distill import local, own_stream
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
 from npt.step import train_step
-from npt.step.gradient_window import GradientWindow
+from npt.step.gradient_window import GradientWindow, MicroBatchFlags
 from npt.step.guarded_update import norms_of
-from npt.step.launched_window import MicroBatchFlags
 from npt.train.step_metrics import StepMetrics
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "verify_fixes.py"
@@ -175,7 +174,7 @@ def nmse(form: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Sabotage
         return form((output - target).square().sum(dim=-1), target.square().sum(dim=-1))
 
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
-        for module in (strategies, losses):  # the figure, and the loss
+        for module in (local, losses):  # the figure, and the loss
             patch.setattr(module, "nmse_per_token", careless)
 
     return sabotage
@@ -252,23 +251,24 @@ def blank_first_row(mask: torch.Tensor, valid: torch.Tensor | None) -> torch.Ten
 
 def leaking(patch: pytest.MonkeyPatch, base: Base) -> None:
     """The content of a row, padding or not, moves the stream of the others by a little."""
-    honest = strategies.open_stream
+    honest = local.open_stream
 
     def careless(model: Any, batch: Any) -> Any:
         made = honest(model, batch)
         leak = model.model.embed_tokens(batch.input_ids).mean(dim=(0, 1))
         return replace(made, hidden=made.clean(made.hidden + leak))
 
-    patch.setattr(strategies, "open_stream", careless)
+    for module in (local, own_stream):
+        patch.setattr(module, "open_stream", careless)
 
 
 def counting_padding(patch: pytest.MonkeyPatch, base: Base) -> None:
-    honest = strategies._Sums.micro_batch
+    honest = local.Sums.micro_batch
 
     def careless(self: Any) -> Any:
         return replace(honest(self), tokens=self._batch.input_ids.numel())
 
-    patch.setattr(strategies._Sums, "micro_batch", careless)
+    patch.setattr(local.Sums, "micro_batch", careless)
 
 
 def noisy(patch: pytest.MonkeyPatch, base: Base) -> None:

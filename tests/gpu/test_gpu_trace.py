@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npt
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,8 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.adapters.fused import unfused
 from npt.diagnostics.recorder.statistics import summarise
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.replay import replay
 from npt.step.gradient_window import GradientWindow

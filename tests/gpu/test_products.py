@@ -48,7 +48,7 @@ def test_bf16_products_of_packed_weights_have_bf16s_error_and_train() -> None:
     model.zero_grad()
     ids = torch.randint(3, 2048, (2, 40))
     from npt.data.batch import batch_from_tensors
-    from npt.distill.strategies import local
+    from npt.distill.local import local
 
     sums = local(
         model,

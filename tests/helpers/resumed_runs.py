@@ -23,7 +23,7 @@ import npt
 from faults.runs import NoTokenizer
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.distill.strategies import MicroBatch
+from npt.distill.local import MicroBatch
 from npt.train.trainer import Trainer, TrainResult
 
 RARE = 99

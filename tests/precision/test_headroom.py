@@ -34,7 +34,7 @@ from npt.errors import ConfigError, ModelError
 from npt.files import to_json
 from precision import headroom
 from precision.figures import CHECKPOINTS, Extent, PrecisionComparison, VariantFigures
-from precision.headroom import compare_precision, measure, refer
+from precision.headroom import compare_precision, measure, reference_outputs
 from precision.table import SHOWN, print_precision
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "compare_precision.py"
@@ -73,7 +73,7 @@ def assert_exact(variant: VariantFigures) -> None:
 
 
 def test_fp32_against_itself_is_exactly_zero(load_model, batch) -> None:
-    assert_exact(measure(load_model(None), refer(load_model(None), [batch, batch])))
+    assert_exact(measure(load_model(None), reference_outputs(load_model(None), [batch, batch])))
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4"])
@@ -84,7 +84,7 @@ def test_a_4_bit_base_has_the_error_of_its_dequantised_weights(
     with torch.no_grad():
         for name, module in quantized_linears(packed):
             dense.get_submodule(name).weight.copy_(dense_weight(module))
-    reference = refer(load_model(None), [batch])
+    reference = reference_outputs(load_model(None), [batch])
     of_packed, of_dense = measure(packed, reference), measure(dense, reference)
     assert of_packed.quantization == quantization and of_dense.quantization is None
     for one, other in zip(of_packed.layers, of_dense.layers, strict=True):
@@ -98,7 +98,7 @@ def test_a_4_bit_base_has_the_error_of_its_dequantised_weights(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> None:
     plain, half = load_model(None), in_dtype(load_model(None), dtype)
-    measured = measure(half, refer(plain, [batch]))
+    measured = measure(half, reference_outputs(plain, [batch]))
     valid = batch.attention_mask.bool()
     with torch.no_grad():
         hidden, running = open_stream(plain, batch), open_stream(half, batch)
@@ -121,7 +121,7 @@ def test_the_error_of_an_early_layer_is_not_counted_again_later(load_model, batc
     worse = load_model(None)
     with torch.no_grad():
         worse.model.layers[1].mlp.down_proj.weight.mul_(1.1)
-    measured = measure(worse, refer(load_model(None), [batch]))
+    measured = measure(worse, reference_outputs(load_model(None), [batch]))
     assert [layer.update.mean > 0 for layer in measured.layers] == [False, True, False, False]
     assert [layer.residual.mean > 0 for layer in measured.layers] == [False, True, True, True]
 
@@ -132,7 +132,7 @@ def test_the_error_of_an_early_layer_is_not_counted_again_later(load_model, batc
 
 def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -> None:
     plain = amplified(load_model(None), 1, 2.0**14)
-    reference = refer(plain, [batch])
+    reference = reference_outputs(plain, [batch])
     in_fp32 = measure(plain, reference)
     bits = in_fp32.layers[1].checkpoints["product"].headroom(torch.float16)
     assert bits < 0 and in_fp32.tightest(torch.float16) == (1, "product", bits)
@@ -155,7 +155,7 @@ def test_the_layer_whose_product_overflows_in_fp16_is_named(load_model, batch) -
 
 
 def test_4_bit_in_fp16_overflows_in_a_layer_that_fp32_carries(load_model, batch) -> None:
-    reference = refer(load_model(None), [batch])
+    reference = reference_outputs(load_model(None), [batch])
 
     def measured(dtype: torch.dtype) -> VariantFigures:
         model = load_model("nf4")
@@ -174,7 +174,7 @@ def test_a_weight_that_is_not_finite_is_said_of_fp32_as_well(load_model, batch) 
     model = load_model(None)
     with torch.no_grad():
         model.model.layers[2].self_attn.v_proj.weight[3, 3] = math.nan
-    measured = measure(model, refer(model, [batch]))
+    measured = measure(model, reference_outputs(model, [batch]))
     first = measured.first_non_finite
     assert first is not None and first[:2] == (2, "v")
     assert measured.failing_layers == (2, 3)  # fp32's own stream is not finite after it
@@ -203,7 +203,7 @@ def test_headroom_of_nothing_and_of_what_is_not_finite() -> None:
 def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
     """A layer written out by hand, attention logits by repeating the key heads."""
     model = load_model(None)
-    measured = measure(model, refer(model, [batch]))
+    measured = measure(model, reference_outputs(model, [batch]))
     stream = open_stream(model, batch)
     valid = batch.attention_mask.bool()
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
 def test_no_hook_is_left_and_nothing_is_changed(load_model, batch) -> None:
     model = load_model("nf4")
     before, logits = npt.base_hash(model), model(batch.input_ids).logits
-    measure(model, refer(model, [batch]))
+    measure(model, reference_outputs(model, [batch]))
     assert npt.base_hash(model) == before and torch.equal(model(batch.input_ids).logits, logits)
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
@@ -259,7 +259,7 @@ def test_no_hook_is_left_and_nothing_is_changed(load_model, batch) -> None:
 
 def test_no_hook_is_left_when_a_pass_fails(load_model, batch, monkeypatch) -> None:
     model = load_model(None)
-    reference = refer(model, [batch])
+    reference = reference_outputs(model, [batch])
 
     def broken(*_: Any) -> None:
         raise RuntimeError("boom")
@@ -275,7 +275,9 @@ def test_no_hook_is_left_when_a_pass_fails(load_model, batch, monkeypatch) -> No
 
 
 def all_figures(batch: Batch, load_model: Any) -> dict[str, Any]:
-    measured = measure(in_dtype(load_model(None), torch.bfloat16), refer(load_model(None), [batch]))
+    measured = measure(
+        in_dtype(load_model(None), torch.bfloat16), reference_outputs(load_model(None), [batch])
+    )
     return json.loads(to_json(measured.as_dict()))
 
 
@@ -287,7 +289,7 @@ def test_what_stands_at_padding_changes_no_bit(load_model, batch) -> None:
 
 def test_a_padding_token_whose_embedding_is_nan_is_nobodys_business(load_model, batch) -> None:
     model = load_model(None)
-    reference = refer(model, [batch])
+    reference = reference_outputs(model, [batch])
     broken = load_model(None)
     with torch.no_grad():
         broken.model.embed_tokens.weight[2] = math.nan
@@ -305,8 +307,8 @@ def samples() -> list[Sample]:
 
 @pytest.mark.parametrize(("side", "length"), [("left", None), ("right", 14), ("left", 14)])
 def test_where_and_how_much_padding_there_is_does_not_matter(load_model, side, length) -> None:
-    reference = refer(load_model(None), [collate(samples(), 2)])
-    other = refer(load_model(None), [collate(samples(), 2, side=side, length=length)])
+    reference = reference_outputs(load_model(None), [collate(samples(), 2)])
+    other = reference_outputs(load_model(None), [collate(samples(), 2, side=side, length=length)])
     one, two = (measure(load_model("nf4"), r) for r in (reference, other))
     for a, b in zip(one.layers, two.layers, strict=True):
         # Attention over another number of keys adds in another order: fp32 rounding, on errors of
@@ -319,9 +321,11 @@ def test_where_and_how_much_padding_there_is_does_not_matter(load_model, side, l
 
 
 def test_samples_one_by_one_give_the_figures_of_a_batch(load_model) -> None:
-    together = measure(load_model("nf4"), refer(load_model(None), [collate(samples(), 2)]))
+    together = measure(
+        load_model("nf4"), reference_outputs(load_model(None), [collate(samples(), 2)])
+    )
     single = measure(
-        load_model("nf4"), refer(load_model(None), [collate([s], 2) for s in samples()])
+        load_model("nf4"), reference_outputs(load_model(None), [collate([s], 2) for s in samples()])
     )
     for a, b in zip(together.layers, single.layers, strict=True):
         # other kernels at other shapes: fp32 rounding
@@ -332,7 +336,8 @@ def test_samples_one_by_one_give_the_figures_of_a_batch(load_model) -> None:
 def test_a_batch_without_padding_and_one_of_two_tokens_are_taken(load_model) -> None:
     ids = torch.tensor([[5, 6]])
     measured = measure(
-        load_model("nf4"), refer(load_model(None), [batch_from_tensors(ids, torch.ones_like(ids))])
+        load_model("nf4"),
+        reference_outputs(load_model(None), [batch_from_tensors(ids, torch.ones_like(ids))]),
     )
     assert measured.figures.tokens == 1 and measured.first_non_finite is None
 

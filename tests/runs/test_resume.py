@@ -481,9 +481,11 @@ def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
         "step-00000003.superseded",
     ]
     warnings = [e["message"] for e in events(run, "warning")]
-    for step, warning in zip((2, 3), warnings, strict=True):
-        name = f"step-0000000{step}"
-        assert warning.endswith(f" from step 1; {name} is set aside as {name}.superseded")
+    assert warnings == [
+        f"the run continues from step 1; step-0000000{step} is set aside as"
+        f" step-0000000{step}.superseded"
+        for step in (2, 3)
+    ]
     assert [line["step"] for line in lines(run, "metrics")] == [1, 2]
 
 

@@ -26,7 +26,7 @@ from npt.runs import manifest as manifest_module
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import SIGNALS, StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.train import preparation, run_record
+from npt.train import preparation
 from npt.train import trainer as trainer_module
 
 NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
@@ -197,7 +197,7 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
     "the smoke test": (preparation, "smoke_test", 0),
     "the first evaluation": (evaluate_module, "_compare", 0),
     "the middle of the first evaluation": (evaluate_module, "_compare_layers", 1),
-    "the audit": (run_record, "audit_precision", 0),
+    "the audit": (preparation, "audit_precision", 0),
     "the folder": (RunFolder, "__init__", 0),
     "its first file": (RunFolder, "write", 0),
 }

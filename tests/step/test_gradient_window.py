@@ -58,7 +58,7 @@ class World:
         self._run(gradients, torch.tensor(1.5 + seed), tokens, f"good-{seed}")
 
     def bad(self, kind: str, seed: int = 99) -> None:
-        """A micro-batch that has to be refused."""
+        """Add a micro-batch that must be refused."""
         if kind == "data":
             self.transaction.refuse("token id 999 outside the vocabulary", ("broken",))
             return
@@ -85,7 +85,7 @@ class World:
 
     def _run(self, gradients: dict[str, Tensor], loss: Tensor, tokens: int, sample_id: str) -> None:
         def fill() -> Sums:
-            # As backward does: added in place to the gradient that is there.
+            # As backward does: added in place to the present gradient.
             for name, parameter in self.parameters.items():
                 parameter.grad += gradients[name]
             return Sums(loss, tokens)
@@ -177,7 +177,7 @@ def warmed_up(windows: int, **arguments: Any) -> World:
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_window_with_a_bad_micro_batch_equals_the_window_that_never_saw_it(
+def test_a_window_equals_the_one_that_never_saw_its_bad_micro_batch(
     kind, position, steps_before
 ) -> None:
     world, twin = warmed_up(steps_before), warmed_up(steps_before)
@@ -292,7 +292,7 @@ def test_an_overflow_that_no_tensor_shows_alone_changes_nothing() -> None:
     assert_equal_bits(state_of(world), state_of(twin))
 
 
-def test_an_overflow_that_no_tensor_shows_alone_costs_only_its_own_micro_batch() -> None:
+def test_an_overflow_of_the_sum_costs_its_own_micro_batch_only() -> None:
     world, twin = World(), World()
     world.good(1)
     overflow_only_together(world)
@@ -307,7 +307,7 @@ def test_an_overflow_that_no_tensor_shows_alone_costs_only_its_own_micro_batch()
 
 
 class Sabotaged(torch.optim.AdamW):
-    """AdamW that writes `value` behind its step, once armed: into the weight, a moment or the step
+    """AdamW that writes `value` after its step, once armed: into the weight, a moment or the step
     count of one tensor.
     """
 
@@ -359,7 +359,7 @@ def test_a_learning_rate_that_overflows_the_weights_is_taken_back(steps_before, 
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_moment_that_was_poisoned_before_stops_every_step_and_stays_as_it_was(poison) -> None:
+def test_a_poisoned_moment_stops_every_step_and_stays(poison) -> None:
     world = warmed_up(2)
     world.optimizer.state[world.parameters["layer.A"]]["exp_avg"][0, 0] = poison
     before = state_of(world)
@@ -407,9 +407,7 @@ def test_the_summed_gradient_is_divided_once_by_the_surviving_tokens() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e6, 1e15])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.01])
-def test_a_large_gradient_is_clipped_to_the_norm_and_keeps_its_direction(
-    size, max_grad_norm
-) -> None:
+def test_a_large_gradient_is_clipped_and_keeps_its_direction(size, max_grad_norm) -> None:
     world = World(sgd, max_grad_norm)
     world.good(1, tokens=1, size=size)
     gradients, result = moved(world, lambda: world.commit(1.0))
@@ -617,9 +615,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
         ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else f"equal {s}"
     ),
 )
-def test_windows_of_one_two_and_eight_micro_batches_make_the_same_step_of_every_loss(
-    load_model, settings, equal
-) -> None:
+def test_windows_of_1_2_and_8_micro_batches_make_the_same_step(load_model, settings, equal) -> None:
     some = eight_samples(equal)
     config = TrainConfig(regularization_lambda=0.1, **settings)
     start = {

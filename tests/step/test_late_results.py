@@ -23,7 +23,7 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.data.batch import Batch
 from npt.errors import NoMemoryError, TooManyRefusalsError
-from npt.step import launched_window as module
+from npt.step import gradient_window as module
 from npt.step.gradient_window import IN_FLIGHT, GradientWindow
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep
@@ -158,9 +158,7 @@ def test_where_waiting_could_decide_something_it_is_one_window(shared):
     st.lists(st.sampled_from(["good", "good", "bad"]), min_size=1, max_size=8),
     st.lists(st.integers(0, 4), min_size=1, max_size=8),
 )
-def test_however_late_results_are_read_bits_and_results_are_those_of_results_read_at_once(
-    windows, slow
-):
+def test_results_read_late_equal_results_read_at_once(windows, slow):
     weights, told, *_ = run(windows, late=False)
     late_weights, late_told, *_ = run(windows, slow=slow)
     assert late_told == told
@@ -208,9 +206,7 @@ def poisoning(model: nn.Module, call: int) -> Callable[[int, Batch], None]:
     return act
 
 
-def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_together(
-    late_runs, monkeypatch
-):
+def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatch):
     """The record of the second window arrives with those of the third and the fourth, while the
     fifth is on its way.
     """
@@ -243,7 +239,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights_though_results_came_t
     assert stopped["step"] == 4
 
 
-def test_an_error_between_results_that_came_together_loses_none_of_them(late_runs, monkeypatch):
+def test_an_error_between_late_results_loses_none_of_them(late_runs, monkeypatch):
     runs, made = late_runs([0, 2, 0, 0, 0, 0])
     log, seen = loop_module.Loop._log, []
 
@@ -260,7 +256,7 @@ def test_an_error_between_results_that_came_together_loses_none_of_them(late_run
     assert runs.outcome("run").state["step"] == 5
 
 
-def test_what_windows_in_flight_keep_is_freed_before_one_sample_is_found_to_be_too_much(late_runs):
+def test_memory_in_flight_is_freed_before_one_sample_is_too_much(late_runs):
     runs, made = late_runs([NEVER])
     lacked: list[int] = []
 
@@ -276,9 +272,7 @@ def test_what_windows_in_flight_keep_is_freed_before_one_sample_is_found_to_be_t
     ] == [(1, 1)] * 3
 
 
-def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_every_step_saved(
-    late_runs,
-):
+def test_one_sample_too_large_ends_the_run_with_every_step_saved(late_runs):
     runs, made = late_runs([NEVER])
 
     def act(number: int, batch: Batch) -> None:
@@ -292,7 +286,7 @@ def test_one_sample_that_is_too_much_with_nothing_in_flight_ends_the_run_with_ev
 
 @pytest.mark.parametrize("slow", [[2, 0, 0, 1], [NEVER]])
 def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs, monkeypatch, slow):
-    """Once a window is launched its sums can not be read any more: behind them there may be windows
+    """Once a window is launched its sums cannot be read any more: after them there may be windows
     that nobody has waited for.
     """
     lines = {}

@@ -30,7 +30,7 @@ from npt.data.loader import Loader
 from npt.data.samples import Samples
 from npt.diagnostics.diagnose import diagnose
 from npt.distill.strategies import STRATEGIES
-from npt.evaluation.attribution import refer
+from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.modulation import measure_modulation
 from npt.postmortem import restore
 from npt.postmortem.replay import replay
@@ -43,7 +43,7 @@ DRAWING = Setting(change=let_draw)
 
 
 def drawn(generator_state: dict[str, torch.Tensor]) -> bool:
-    """Whether anything has been drawn since."""
+    """Return whether anything has been drawn since."""
     return any(
         not torch.equal(state, generator_state[name]) for name, state in random_state().items()
     )
@@ -136,9 +136,7 @@ def test_seed_and_place_in_the_data_name_other_numbers() -> None:
     assert len(found) == 4
 
 
-def test_every_batch_of_every_epoch_has_a_place_of_its_own_and_keeps_it_in_a_run_that_is_taken_up(
-    tmp_path,
-) -> None:
+def test_every_batch_has_its_own_place_and_keeps_it_on_resume(tmp_path) -> None:
     samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
     loader = Loader(samples, 2, 0, epochs=2)
     loaded = list(loader.batches())
@@ -172,7 +170,7 @@ PASSES: dict[str, Callable[[Run], Any]] = {
         s.model, DRAWING.batch((0, 0)), STRATEGIES["local"], s.config
     ),
     "an evaluation": lambda s: npt.evaluate(s.model, NoTokenizer(), samples_of(2, 8)),
-    "a reference": lambda s: refer(s.model, samples_of(2, 8)),
+    "a reference": lambda s: reference_outputs(s.model, samples_of(2, 8)),
     "the modulation's measure": lambda s: measure_modulation(s.model, [DRAWING.batch((0, 0))]),
     "the calibration": lambda s: npt.calibrate(
         s.model, NoTokenizer(), samples_of(24, 16), tokens=384, rounds=0
@@ -243,7 +241,7 @@ def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> N
     assert [line["loss"] for line in one.metrics] == [line["loss"] for line in other.metrics]
 
 
-def test_a_drawing_run_that_is_interrupted_and_taken_up_is_the_run_that_was_not(runs) -> None:
+def test_a_resumed_drawing_run_equals_the_uninterrupted_one(runs) -> None:
     runs.run("whole")
     for process in range(20):
         if runs.run("parts", at(7 + process % 3), resume="auto").signal is None:

@@ -23,7 +23,7 @@ def test_the_step_after_warm_up_has_the_full_rate(kind, warmup) -> None:
     assert learning_rate_scale(warmup, kind, warmup, 20) == 1.0
 
 
-def test_cosine_and_linear_pass_the_middle_at_a_half_and_end_at_zero_behind_the_last_step() -> None:
+def test_falling_schedules_pass_a_half_midway_and_end_at_zero() -> None:
     for kind in ("cosine", "linear"):
         assert learning_rate_scale(12, kind, 4, 20) == pytest.approx(0.5)
         # cos(pi) is rounded
@@ -47,9 +47,7 @@ def test_constant_stays_at_one_and_needs_no_length() -> None:
 @kinds
 @given(warmup=st.integers(0, 30), total=st.integers(1, 60))
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_every_step_of_a_run_has_a_rate_in_zero_to_one_rising_then_falling(
-    kind, warmup, total
-) -> None:
+def test_rates_lie_in_zero_to_one_and_rise_then_fall(kind, warmup, total) -> None:
     scales = [learning_rate_scale(s, kind, warmup, total) for s in range(total)]
     assert all(0.0 < s <= 1.0 for s in scales)
     peak = min(warmup, total)
@@ -60,7 +58,7 @@ def test_every_step_of_a_run_has_a_rate_in_zero_to_one_rising_then_falling(
 @kinds
 @given(step=st.integers(0, 200))
 @settings(deadline=None, max_examples=20, derandomize=True)
-def test_a_run_longer_than_planned_never_gets_a_negative_or_rising_rate(kind, step) -> None:
+def test_a_run_longer_than_planned_gets_no_negative_or_rising_rate(kind, step) -> None:
     assert 0.0 <= learning_rate_scale(step, kind, 5, 20) <= 1.0
     if step >= 20 and kind != "constant":
         # cos(pi) is rounded

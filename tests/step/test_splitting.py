@@ -29,15 +29,15 @@ from npt.adapters.attach import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
-from npt.distill.strategies import MicroBatch, drive
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
-from npt.step.splitting import MicroBatchSplitter, added, catch_oom, free_memory
+from npt.step.splitting import MicroBatchSplitter, added, free_memory, oom_message
 from npt.step.train_step import forward_backward
 from npt.train.trainer import Trainer
 
 IMPOSSIBLE = 1 << 50
-"""Bytes, more than any address space has: what asking for them raises is what torch raises where
-memory is full.
+"""Bytes, more than any address space has: asking for them raises torch's error of full memory.
 """
 
 
@@ -92,7 +92,7 @@ def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_the_parts_of_a_pinned_batch_are_pinned_as_well(batch, monkeypatch, pinned) -> None:
-    """Where there is no GPU nothing can be: it is asked for, for every tensor of every part."""
+    """Without a GPU nothing can be pinned; it is asked for, for every tensor of every part."""
     asked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append(tensor) or tensor)
@@ -164,9 +164,7 @@ def test_halving_ends_at_one_sample_and_then_says_what_to_lower(rows, expected) 
 
 
 @pytest.mark.parametrize(("kind", "said"), [("cpu", f"{IMPOSSIBLE} bytes"), ("cuda", "2.00 GiB")])
-def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_alive(
-    kind, said
-) -> None:
+def test_a_failed_allocation_is_told_and_leaves_nothing_alive(kind, said) -> None:
     alive: list[weakref.ref] = []
 
     def act() -> None:
@@ -175,24 +173,22 @@ def test_a_failed_allocation_is_told_with_what_was_asked_for_and_leaves_nothing_
         alive.extend(weakref.ref(tensor) for tensor in (large, graph))
         ask(kind)
 
-    with catch_oom() as oom:
+    message = None
+    try:
         act()
+    except (RuntimeError, MemoryError) as error:
+        message = oom_message(error)
     free_memory()
-    assert oom.message is not None and said in oom.message
+    assert message is not None and said in message
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_other_errors_pass_and_results_come_back() -> None:
-    with catch_oom() as oom:
-        pass
-    assert oom.message is None
+def test_other_errors_are_no_lack_of_memory() -> None:
     quoting = NoMemoryError(
         "out of memory with one sample of 9 tokens at once (CUDA error: out of memory)"
     )
     for error in (RuntimeError("size mismatch"), ValueError("CUDA error: out of memory"), quoting):
-        assert not is_out_of_memory(error)
-        with pytest.raises(type(error)), catch_oom():
-            raise error
+        assert not is_out_of_memory(error) and oom_message(error) is None
     assert is_out_of_memory(MemoryError())
 
 
@@ -212,15 +208,11 @@ def test_other_errors_pass_and_results_come_back() -> None:
         ),
     ],
 )
-def test_a_library_without_room_for_itself_lacks_memory_to_training_and_to_the_command_line(
-    said, monkeypatch, capsys
-) -> None:
+def test_a_library_without_room_for_itself_lacks_memory(said, monkeypatch, capsys) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError(said)
 
-    with catch_oom() as oom:
-        fail()
-    assert oom.message is not None
+    assert oom_message(RuntimeError(said)) is not None
     monkeypatch.setattr("npt.cli.doctor._check_flags", fail)
     assert main(["doctor", "--plan"]) == 2
     err = capsys.readouterr().err
@@ -264,9 +256,7 @@ def runs(base: nn.Module, tmp_path: Path) -> Callable[..., Runs]:
 
 
 def lacking(*calls: int, kind: str = "cuda", more_than: int = 1) -> Act:
-    """Memory does not do for these calls of the strategy, where they are of more than so many
-    samples.
-    """
+    """Let memory run out in these calls of the strategy, if they have more than so many samples."""
 
     def act(number: int, batch: Batch) -> None:
         if number in calls and len(batch.input_ids) > more_than:
@@ -301,16 +291,16 @@ def in_parts(trainer: Trainer, samples: int) -> Trainer:
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], steps: int) -> None:
-    """The same but for the order in which gradients were summed: fp32 sums differ by 1e-7 of
-    themselves, and Adam divides by the gradient's size, so where it is nearly 0 that may turn a
-    step by a good part of the learning rate, 1e-2."""
+    """Assert equality but for the order in which gradients were summed: fp32 sums differ by 1e-7
+    of themselves, and Adam divides by the gradient's size, so near 0 that may turn a step by a good
+    part of the learning rate, 1e-2."""
     for name, value in one.items():
         if value.dtype == torch.float32:
             difference = (value - other[name]).abs()
             assert difference.median() < 1e-6 and difference.max() < 1e-3 * steps, name
 
 
-def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_parts(runs) -> None:
+def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
     """In its second micro-batch: what was computed of the window before it is computed again."""
     here = runs(data=lambda: records(8), settings={"strategy": "propagated"})
     here.run("lacking", lacking(1, kind="cpu"))
@@ -323,7 +313,7 @@ def test_a_run_that_lacks_memory_in_its_first_window_is_the_run_with_smaller_par
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_memory_that_runs_out_in_backward_leaves_no_gradient_behind(runs, strategy) -> None:
+def test_memory_that_runs_out_in_backward_leaves_no_gradient(runs, strategy) -> None:
     here = runs(data=lambda: records(8))
     in_backward(here.trainer("lacking", strategy=strategy), 1).train()
     in_parts(here.trainer("parts", strategy=strategy), 1).train()
@@ -371,7 +361,7 @@ def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
     ] == [(8, 4), (4, 2), (2, 1)]
 
 
-def test_a_run_that_is_killed_after_halving_goes_on_with_what_it_was_halved_to(runs) -> None:
+def test_a_run_killed_after_halving_resumes_with_the_halved_size(runs) -> None:
     here = runs(data=lambda: records(12))
     here.run("whole", lacking(2))
     assert (
@@ -389,10 +379,8 @@ def at_kill(number: int, call: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_refusals_are_counted_once_and_at_their_place_whatever_is_begun_again(runs) -> None:
-    """Windows of three, in which something is refused in front of the call that memory does not do
-    for.
-    """
+def test_refusals_are_counted_once_if_a_window_begins_again(runs) -> None:
+    """Windows of three, with a refusal before the call in which memory runs out."""
     here = runs(
         data=lambda: with_faults(records(24)),
         settings={"batch_size": 2, "gradient_accumulation_steps": 3},
@@ -448,7 +436,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
     assert here.outcome("lacking").state["samples_at_once"] == [2]
 
 
-# --- beside the loop
+# --- outside the loop
 # -------------------------------------------------------------------------------------------------
 
 

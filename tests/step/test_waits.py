@@ -54,7 +54,7 @@ def step_without_waiting(model: Any, form: str, **settings: Any) -> None:
 
 
 def mask_waits(model: Any) -> bool:
-    """Whether transformers' own making of a causal mask waits."""
+    """Return whether transformers' own making of a causal mask waits."""
     with simulated_cuda():
         hidden = torch.zeros(2, 5, model.config.hidden_size, device="cuda")
         try:

@@ -24,7 +24,7 @@ from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Sample
 from npt.errors import ConfigError
-from npt.train import calibrated_start as starting
+from npt.train import preparation as starting
 from npt.train.trainer import Trainer
 
 
@@ -172,7 +172,7 @@ def order_of(trainer: Trainer) -> list[str]:
 
 
 @pytest.mark.parametrize(("stream", "inputs"), [(False, "propagated"), (True, "teacher")])
-def test_training_begins_behind_the_samples_that_the_start_was_solved_on(
+def test_training_begins_after_the_samples_of_the_solved_start(
     build, calls, stream, inputs
 ) -> None:
     more = {"eval_data": texts(2, seed=1), "data": Stream(texts(60))} if stream else {}
@@ -182,7 +182,7 @@ def test_training_begins_behind_the_samples_that_the_start_was_solved_on(
     assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
     said = trainer.setup.console.file.getvalue()
     assert (
-        said.count(f"training begins behind the {len(given)} samples that the start was solved on")
+        said.count(f"training begins after the {len(given)} samples that the start was solved on")
         == 1
     )
     (event,) = [
@@ -193,7 +193,7 @@ def test_training_begins_behind_the_samples_that_the_start_was_solved_on(
     assert event["passed_over"] == len(given)
 
 
-def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(build, calls) -> None:
+def test_a_sample_outside_the_vocabulary_is_skipped(build, calls) -> None:
     data = [
         {"input_ids": [3 + (7 * i + j) % 100 for j in range(20)], "id": f"r{i}"} for i in range(60)
     ]
@@ -212,9 +212,7 @@ def test_a_sample_outside_the_vocabulary_is_passed_over_with_those_around_it(bui
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls, stream) -> None:
-    """A list keeps nine tenths of its steps at least; of a stream nothing is known but that
-    something comes behind them.
-    """
+    """A list keeps nine tenths of its steps at least; a stream must only continue after them."""
     few = texts(14)
     trainer = build(
         Stream(few) if stream else few,
@@ -227,14 +225,14 @@ def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls,
     assert seen == order_of(trainer) and trainer.total_steps in (7, None)
     said = trainer.setup.console.file.getvalue()
     assert (
-        "begins behind" not in said
+        "begins after" not in said
         and said.count("the first losses are those of tokens that were fitted") == 1
     )
     mean = sum(trainer.calibration.nmse.values()) / 2
     assert f"of tokens that were not the layers' NMSE is {mean:.4g}" in said
 
 
-def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(build, calls) -> None:
+def test_only_the_first_epoch_leaves_calibration_samples_out(build, calls) -> None:
     trainer = build(
         texts(80),
         eval_data=texts(2, seed=1),
@@ -255,9 +253,7 @@ def test_an_epoch_that_is_long_enough_leaves_them_out_and_later_ones_do_not(buil
     )
 
 
-def test_a_random_start_is_not_calibrated_and_training_begins_at_the_first_sample(
-    build, calls
-) -> None:
+def test_a_random_start_trains_from_the_first_sample(build, calls) -> None:
     trainer = build(form={"init": "random"})
     assert seen_by(trainer) == order_of(trainer)[:4]
     assert not calls and trainer.calibration is None
@@ -297,7 +293,7 @@ def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path)
     )
 
 
-def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(
+def test_calibrated_or_loaded_adapters_are_trained_as_they_are(
     build, load_model, calls, tokenizer, tmp_path
 ) -> None:
     solved, loaded = load_model(), load_model()
@@ -311,9 +307,7 @@ def test_adapters_that_were_calibrated_or_loaded_are_trained_as_they_are(
     assert not calls
 
 
-def test_a_resumed_run_is_not_calibrated_again_and_ends_as_the_one_that_went_through(
-    build, calls, tmp_path
-) -> None:
+def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
     """Two runs of the same seed that are each solved for themselves, one of them in two parts."""
     whole = build(
         max_steps=2, save_steps=1, output_dir=str(tmp_path / "whole"), scheduler_type="constant"

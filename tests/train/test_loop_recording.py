@@ -26,7 +26,8 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.step import train_step as step_module
 from npt.step.train_step import TrainStep
@@ -95,9 +96,7 @@ def act_before(
     act: Callable[[int, nn.Module, Batch], None],
     after: bool = False,
 ) -> None:
-    """The local strategy, with `act(number of the call, model, batch)` done before it, or behind
-    it.
-    """
+    """The local strategy, with `act(number of the call, model, batch)` before or after it."""
     original = STRATEGIES["local"]
     calls = iter(range(10**6))
 
@@ -213,9 +212,7 @@ def test_of_a_window_only_the_first_micro_batch_is_watched(build, monkeypatch) -
     assert watched == [False, False, False, True, False, False]
 
 
-def test_where_the_first_micro_batch_cannot_be_computed_the_second_is_recorded(
-    build, monkeypatch
-) -> None:
+def test_if_the_first_micro_batch_fails_the_second_is_recorded(build, monkeypatch) -> None:
     numbers = iter(range(100))
     monkeypatch.setattr(
         step_module,
@@ -295,9 +292,7 @@ def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
     assert metrics(plain) == metrics(traced)
 
 
-def test_where_results_come_late_a_record_bears_the_step_that_its_window_became(
-    build, monkeypatch
-) -> None:
+def test_with_late_results_a_record_bears_its_windows_step(build, monkeypatch) -> None:
     monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=True))
     seen: list[tuple[str, ...]] = []
     act_before(

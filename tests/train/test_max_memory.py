@@ -62,9 +62,7 @@ def planned(trainer: Any) -> Any:
     return made[0]
 
 
-def test_a_limited_run_sees_the_same_samples_in_the_same_windows_and_learns_the_same(
-    runs: Runs, limit: Any
-) -> None:
+def test_a_memory_limit_changes_neither_windows_nor_learning(runs: Runs, limit: Any) -> None:
     seen: dict[str, list[Any]] = {}
     sizes: dict[str, list[int]] = {}
     for name, more in (("free", {}), ("limited", {"max_memory": limit(2)})):
@@ -101,9 +99,7 @@ def test_the_plan_is_on_record(runs: Runs, limit: Any) -> None:
     assert events(runs.place / "run", "out_of_memory") == []
 
 
-def test_a_run_that_goes_on_under_another_limit_goes_on_in_the_same_data(
-    runs: Runs, limit: Any
-) -> None:
+def test_a_run_resumed_under_another_limit_keeps_its_data(runs: Runs, limit: Any) -> None:
     seen: list[str] = []
     runs.run("free", lambda number, batch: seen.extend(batch.sample_ids))
     again: list[str] = []
@@ -129,9 +125,7 @@ def test_a_run_that_goes_on_under_another_limit_goes_on_in_the_same_data(
     ]
 
 
-def test_a_lack_of_memory_is_remembered_under_the_same_limit_and_forgotten_under_another(
-    runs: Runs, limit: Any
-) -> None:
+def test_lack_of_memory_is_remembered_under_the_same_limit_only(runs: Runs, limit: Any) -> None:
     size = limit(4)
 
     def act(number: int, batch: Batch) -> None:

@@ -185,7 +185,7 @@ OTHERS: dict[str, tuple[str, str, Callable[[Any], None]]] = {
         for j, rows in enumerate(BATCHES)
     ],
 )
-def test_a_teacher_that_attends_otherwise_teaches_what_it_computes_by_itself(
+def test_a_teacher_with_other_attention_teaches_its_own_outputs(
     pair, other, rows, strategy
 ) -> None:
     model, teacher = pair(*OTHERS[other])

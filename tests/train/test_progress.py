@@ -19,7 +19,7 @@ def console(terminal: bool, width: int = 200) -> Console:
 
 
 def text(console: Console) -> str:
-    """What was written, without colours and cursor movements."""
+    """Return the text written, without colours and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
@@ -42,7 +42,7 @@ def test_without_a_terminal_each_logged_step_is_one_plain_line(width) -> None:
 
 
 def test_a_run_that_goes_on_has_no_steps_of_its_own_before_it(monkeypatch) -> None:
-    """Ten of a hundred steps took ten seconds, whoever made the fifty in front of them."""
+    """Ten of a hundred steps took ten seconds, whoever made the fifty before them."""
     clock = iter([0.0, 10.0])
     monkeypatch.setattr("npt.train.progress.time.perf_counter", lambda: next(clock))
     out = console(False)

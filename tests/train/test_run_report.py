@@ -51,7 +51,7 @@ def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
     assert text(folder) == before  # the folder alone is enough
 
 
-def test_a_run_that_gives_up_has_a_report_with_its_refusals_and_its_post_mortem(here) -> None:
+def test_a_run_that_gives_up_has_a_report_with_its_refusals(here) -> None:
     def poisoned() -> list[dict[str, Any]]:
         made = records(6)
         for record in made[1:]:
@@ -67,7 +67,7 @@ def test_a_run_that_gives_up_has_a_report_with_its_refusals_and_its_post_mortem(
     assert (folder / "modulation.json").is_file()  # a multiplier at its bound may be why
 
 
-def test_a_run_that_is_stopped_by_a_signal_has_a_report_and_keeps_its_status(here) -> None:
+def test_a_run_stopped_by_a_signal_has_a_report_and_its_status(here) -> None:
     result = here.run("run", at(3))
     assert result.exit_status == 128 + signal.SIGTERM
     assert "Ended by signal 15" in text(result.folder)
@@ -99,9 +99,7 @@ def test_a_resumed_run_has_one_report_of_all_its_steps(here) -> None:
     )
 
 
-def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(
-    here, monkeypatch
-) -> None:
+def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch) -> None:
     whole = here.run("whole", max_steps=3)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -123,7 +121,7 @@ def test_a_report_that_cannot_be_written_is_warned_of_and_changes_nothing(
     assert not (result.folder / "report.html").exists()
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(here, monkeypatch) -> None:
+def test_an_unwritable_report_does_not_hide_why_the_run_ended(here, monkeypatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

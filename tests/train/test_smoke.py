@@ -16,7 +16,8 @@ from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.errors import SmokeTestError
 from npt.train.smoke import smoke_test
 
@@ -168,7 +169,7 @@ def test_an_adapter_tensor_that_is_frozen_is_named(load_model, batch) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 128, 10**9])
-def test_token_ids_outside_the_vocabulary_are_stopped_before_anything_runs(
+def test_token_ids_outside_the_vocabulary_stop_before_anything_runs(
     load_model, bad, monkeypatch
 ) -> None:
     model = attached(load_model)

@@ -110,7 +110,7 @@ def test_losses_and_gradients_are_those_of_one_device(models, batch, way, layers
 
 
 def trained(model: Any, out: Path, **config: Any) -> dict[str, Tensor]:
-    """Weights behind a run of two steps, and its figures."""
+    """Weights after a run of two steps, and its figures."""
     kept: dict[str, Tensor] = {}
     settings = {
         "batch_size": 2,
@@ -141,9 +141,7 @@ def trained(model: Any, out: Path, **config: Any) -> dict[str, Tensor]:
 ADAPTERS = NPTConfig(rank=4, layers="1-3", additive_scale=1.0)
 
 
-def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(
-    models, tmp_path, monkeypatch
-) -> None:
+def test_a_run_on_two_devices_equals_one_and_resumes_from_it(models, tmp_path, monkeypatch) -> None:
     # as on a GPU
     monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True))
     for model in models:
@@ -164,7 +162,7 @@ def test_a_run_on_two_devices_is_that_on_one_and_goes_on_from_its_checkpoint(
     assert all(torch.equal(value, found[name]) for name, value in resumed.items())
 
 
-def test_a_nan_on_the_second_device_is_refused_there_and_leaves_no_trace(
+def test_a_nan_on_the_second_device_is_refused_without_a_trace(
     models, tmp_path, monkeypatch
 ) -> None:
     local, calls = STRATEGIES["local"], iter(range(1000))
@@ -237,7 +235,7 @@ def test_a_spread_student_learns_from_a_teacher_on_one_device(
         assert_near(found[1].loss, found[0].loss, "loss")
 
 
-def test_modulation_is_measured_on_every_device_and_calibration_refused(
+def test_modulation_is_measured_on_all_devices_calibration_refused(
     load_model, batch, tokenizer
 ) -> None:
     model = load_model()

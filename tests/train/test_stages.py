@@ -107,9 +107,7 @@ def here(load_model: Any, tmp_path: Path) -> Runs:
     )
 
 
-def test_each_step_is_driven_by_its_stage_and_the_run_says_when_the_next_begins(
-    here, monkeypatch
-) -> None:
+def test_each_step_is_of_its_stage_and_the_next_is_announced(here, monkeypatch) -> None:
     driven: list[str] = []
     for name, strategy in list(strategies_module.STRATEGIES.items()):
 
@@ -163,9 +161,7 @@ def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any)
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
-def test_a_kept_residual_learns_from_the_unquantised_base_what_quantisation_has_cost(
-    here, llama_folder, precision
-) -> None:
+def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder, precision) -> None:
     adapter = {"rank": 8, "residual": "keep", "layers": "all"}
     result = taught(
         here, "run", precision, llama_folder, adapter=adapter, max_steps=40, num_epochs=20
@@ -249,9 +245,7 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
 # -----------------------------------------------------------------------------------------------
 
 
-def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(
-    here, monkeypatch
-) -> None:
+def test_a_boundary_moved_on_resume_begins_with_fresh_limits(here, monkeypatch) -> None:
     """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits
     of `local` would refuse.
     """
@@ -272,8 +266,8 @@ def test_a_boundary_that_moves_on_resume_begins_its_stage_with_fresh_limits(
     assert result.steps == 20 and result.refused == 0
 
 
-def test_a_post_mortem_at_a_boundary_is_of_the_stage_that_drove_its_window(here) -> None:
-    """The window behind step 1 is applied but for one bad micro-batch, which ends the run: `local`
+def test_a_post_mortem_at_a_boundary_is_of_its_windows_stage(here) -> None:
+    """The window after step 1 is applied but for one bad micro-batch, which ends the run: `local`
     drove it, and the next stage is due.
     """
     data = records(16)

@@ -1,4 +1,4 @@
-"""The trainer: what a run leaves behind, what it computes, what it survives and what stops it."""
+"""The trainer: a run's files, its results, the faults that it survives and those that stop it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.distill.strategies import STRATEGIES, MicroBatch
+from npt.distill.local import MicroBatch
+from npt.distill.strategies import STRATEGIES
 from npt.errors import (
     CheckpointError,
     ConfigError,
@@ -296,9 +297,7 @@ def test_what_is_logged_saved_and_evaluated_at_which_step(build) -> None:
     assert [e["step"] for e in events(result.folder, "evaluation")] == [2]
 
 
-def test_the_result_says_what_the_run_came_to_and_data_that_lose_nothing_are_not_warned_of(
-    build,
-) -> None:
+def test_the_result_sums_up_the_run_without_a_warning(build) -> None:
     data = texts(6)
     trainer = build(data)
     before = weights(trainer)
@@ -322,7 +321,7 @@ def test_the_result_says_what_the_run_came_to_and_data_that_lose_nothing_are_not
         trainer.train()
 
 
-def test_evaluation_before_and_after_are_of_the_model_before_and_after(build, tokenizer) -> None:
+def test_evaluations_are_of_the_model_before_and_after(build, tokenizer) -> None:
     trainer = build(texts(8))
     before = npt.evaluate(trainer.setup.model, tokenizer, EVAL, max_length=MAX_LENGTH)
     result = trainer.train()
@@ -388,7 +387,7 @@ def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
                 assert line[key] == pytest.approx(expected[key], rel=1e-4), key
 
 
-def test_the_loss_of_the_first_step_is_the_strategys_sum_over_its_tokens(build) -> None:
+def test_the_first_loss_is_the_strategys_sum_over_its_tokens(build) -> None:
     trainer = build(texts(2), regularization_lambda=0.2)
     sums = STRATEGIES["local"](
         trainer.setup.model, trainer.data.first_batch(), trainer.setup.config
@@ -425,7 +424,7 @@ def test_every_kind_of_loss_trains_and_is_logged_beside_its_figures(build, confi
         assert logit == ({f"loss_{config['logit_loss']}"} if "logit_loss" in config else set())
 
 
-def test_the_loss_on_the_logits_is_logged_as_a_mean_per_predicted_token(build) -> None:
+def test_the_logit_loss_is_logged_per_predicted_token(build) -> None:
     """Every token but a text's first is predicted; the loss itself divides by all valid tokens."""
     data = texts(4)
     shapes = [{"batch_size": 4}, {"batch_size": 1, "gradient_accumulation_steps": 4}]
@@ -492,9 +491,7 @@ def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> No
         ({"batch_size": 5, "max_steps": 3, "num_epochs": 9}, 3, [1] * 3),
     ],
 )
-def test_epochs_and_max_steps_end_the_run_and_the_last_window_may_be_shorter(
-    build, monkeypatch, config, steps, windows
-) -> None:
+def test_epochs_and_max_steps_end_the_run(build, monkeypatch, config, steps, windows) -> None:
     trainer = build(texts(10), **config)
     assert trainer.total_steps == steps
     seen: list[int] = []
@@ -527,9 +524,7 @@ def test_epochs_see_the_same_samples_in_another_order(build) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_ids_outside_the_vocabulary_cost_their_micro_batch_and_are_reported_with_the_sample(
-    build,
-) -> None:
+def test_ids_outside_the_vocabulary_cost_their_micro_batch(build) -> None:
     data = [*texts(5), record("broken", [5, 999, 7])]
     trainer = build(data, batch_size=1)
     result = trainer.train()
@@ -574,7 +569,7 @@ def windows_of(seed: int, bad: str | None) -> list[Window]:
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 @pytest.mark.parametrize("bad", ["ids", "nan"])
-def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(
+def test_a_run_equals_the_one_that_never_saw_its_bad_micro_batches(
     build, monkeypatch, strategy, bad
 ) -> None:
     random_states, trainers, results = [], [], []
@@ -589,7 +584,7 @@ def test_a_run_with_bad_micro_batches_equals_the_run_that_never_saw_them(
             strategy=strategy,
             eval_data=[record("e", [9, 8, 7]), record("f", [6, 5])],
         )
-        if bad == "nan":  # a base that breaks behind the check of it
+        if bad == "nan":  # a base that breaks after its check
             monkeypatch.setattr(trainer_module, "base_fault", lambda model: None)
             trainer.setup.model.model.embed_tokens.weight.data[3] = math.nan
         torch.manual_seed(0)
@@ -669,7 +664,7 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
 
 
 def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monkeypatch) -> None:
-    """The optimizer's second step writes NaN; the run goes on as if that window had never been."""
+    """The optimizer's second step writes NaN; the run is as if that window had never been."""
 
     class Once(torch.optim.AdamW):
         calls = 0
@@ -690,9 +685,7 @@ def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monk
     assert rates == pytest.approx([1e-2, 1e-2 * 0.75])
 
 
-def test_the_same_failure_before_the_first_step_is_found_by_the_smoke_test_and_nothing_is_written(
-    build,
-) -> None:
+def test_the_smoke_test_finds_the_failure_before_anything_is_written(build) -> None:
     trainer = build([record("broken", [5, 999, 7])], smoke_test=True)
     with pytest.raises(SmokeTestError) as caught:
         trainer.train()
@@ -800,7 +793,7 @@ def test_a_stream_with_max_steps_has_a_length(build) -> None:
     assert events(result.folder, "warning") == []
 
 
-def test_a_list_and_a_stream_of_it_hold_out_the_same_samples_and_never_train_on_them(build) -> None:
+def test_a_list_and_a_stream_of_it_hold_out_the_same_samples(build) -> None:
     for data, streaming in ((texts(80), False), (Stream(80), True)):
         trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")
         held_out = {sample.id for sample in trainer.data.eval_samples}
@@ -847,7 +840,7 @@ def prompts(count: int) -> list[dict[str, str]]:
     ]
 
 
-def test_what_became_of_the_records_is_recorded_and_what_was_lost_is_said(build) -> None:
+def test_lost_records_are_reported_and_recorded(build) -> None:
     trainer = build(prompts(12))
     result = trainer.train()
     (event,) = events(result.folder, "data")
@@ -883,9 +876,7 @@ def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build) -> None
             trainer.train()
 
 
-def test_a_run_on_the_logits_alone_reports_no_hidden_states_and_its_page_does_without(
-    build, real_reports
-) -> None:
+def test_a_run_on_the_logits_alone_reports_no_hidden_states(build, real_reports) -> None:
     trainer = build(
         strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2, smoke_test=True
     )
@@ -1062,7 +1053,7 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
 
 def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokenizer) -> None:
     """Each waits for the other, and no clock is asked: the second block's tokenising begins when
-    training has begun, and training goes on when that is done."""
+    training has begun, and training continues when that is done."""
     monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
     training, tokenised = threading.Event(), threading.Event()
     original = type(tokenizer).__call__
@@ -1124,7 +1115,7 @@ def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) 
 
 
 def test_a_run_stopped_by_a_signal_equals_the_run_that_ended_there(build, monkeypatch) -> None:
-    """The micro-batch that it came in front of is finished, and so is a window of one."""
+    """The next micro-batch is still finished, and so is a window of one."""
     ended = build(texts(16), folder="ended", scheduler_type="constant", max_steps=3)
     ended.train()
     replace_strategy(
@@ -1188,7 +1179,7 @@ def test_results_that_come_late_leave_the_same_run(build, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("where", ["base", "adapter"])
-def test_a_number_that_is_not_finite_is_named_before_anything_is_written(build, where) -> None:
+def test_a_nonfinite_number_is_named_before_anything_is_written(build, where) -> None:
     trainer = build()
     if where == "base":
         trainer.setup.model.model.layers[2].mlp.up_proj.weight.quant_state.state2.absmax[0] = (
@@ -1207,9 +1198,7 @@ def test_a_number_that_is_not_finite_is_named_before_anything_is_written(build, 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_data_that_break_mid_run_leave_a_checkpoint_of_the_step_it_names(
-    build, monkeypatch, late
-) -> None:
+def test_data_that_break_mid_run_leave_a_checkpoint_of_that_step(build, monkeypatch, late) -> None:
     """Four good windows, then an error: what is saved are the weights of step 4, however late its
     result is known.
     """
@@ -1285,3 +1274,8 @@ def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build, load
             for path in (expected, folder / "metrics.jsonl")
         ]
         assert losses[0] == losses[1]
+
+
+def test_an_unknown_option_is_refused_by_its_name() -> None:
+    with pytest.raises(TypeError, match=r"no option evaldata, report_to$"):
+        Trainer(None, None, evaldata=[], report_to="none")  # type: ignore[arg-type]

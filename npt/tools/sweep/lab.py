@@ -20,10 +20,10 @@ from npt.data.batch import Batch, Sample, collate, pad_id_of
 from npt.data.report import no_sample
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
-from npt.distill.loss_weights import layer_weights
+from npt.distill.hidden_losses import layer_weights
 from npt.distill.stages import stages_of
 from npt.errors import NPTError
-from npt.evaluation.attribution import Reference, refer
+from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.heldout import evaluation_samples
 from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.spec import Design
@@ -159,7 +159,9 @@ class Lab:
         key = (_base_key(settings), settings.data, len(samples))
         if key not in self._references:
             size, pad = settings.training.batch_size, pad_id_of(base.tokenizer)
-            self._references[key] = refer(base.teacher, samples, batch_size=size, pad_id=pad)
+            self._references[key] = reference_outputs(
+                base.teacher, samples, batch_size=size, pad_id=pad
+            )
         return self._references[key]
 
     def _samples(self, base: Base, settings: Settings, count: int) -> list[Sample]:

@@ -126,6 +126,6 @@ def _loss(layer: NPTLayer, h: Tensor, a: Tensor, t: Tensor, config: TrainConfig)
 
     product = mlp.act_fn(modulated("gate", gate)) * modulated("up", up)
     o = stream + modulated("down", F.linear(product, weight.to(product.dtype)))
-    loss = hidden_loss(config, o, t, h)[0]
+    loss = hidden_loss(config, o, t, h)
     energy = modulation_energy(terms)
     return loss if energy is None else loss + config.regularization_lambda * energy.sum()

@@ -79,7 +79,7 @@ def test_the_layers_sharpness_is_that_of_its_hessian_written_out(load_model, bat
 
 
 def test_the_loss_that_sharpness_is_of_is_the_one_that_is_trained(load_model, batch) -> None:
-    from npt.distill.strategies import local
+    from npt.distill.local import local
 
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="2", rank=3, init_std_b=0.1, init_std_m=0.5))
