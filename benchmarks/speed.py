@@ -55,7 +55,7 @@ import torch
 import transformers
 
 import npt
-from npt.adapters.attach import resolve_layers
+from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import decoder_layers, format_layers, viewed
+from npt.adapters.attach import decoder_layers, viewed
+from npt.adapters.fit import format_layers
 from npt.adapters.token_modulation import TokenModulation
 from npt.base.rows import Rows, check_row_scalable, set_rows
 from npt.config import TARGETS

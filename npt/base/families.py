@@ -144,24 +144,6 @@ def is_known(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
-def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Of every layer, whether its attention is closed to all but the last `sliding_window` tokens.
-
-    Raises:
-        ModelError: a layer of another kind.
-    """
-    sight = FAMILIES[config.model_type].sight
-    if sight != "by layer":
-        return (sight == "window" and config.sliding_window is not None,) * config.num_hidden_layers
-    odd = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
-    if odd:
-        raise ModelError(
-            f"the model has layers of type {odd[0]!r}; only full_attention and sliding_attention"
-            " are known"
-        )
-    return tuple(kind == "sliding_attention" for kind in config.layer_types)
-
-
 def _lacking(config: PreTrainedConfig) -> list[str]:
     """What a model of this configuration has no part for; nothing is allocated, and nothing said
     where it cannot be made.

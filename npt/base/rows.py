@@ -17,8 +17,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from npt.base.linear import linear_kind
-from npt.base.precision import UpcastLinear
+from npt.base.linear import UpcastLinear, linear_kind
 from npt.errors import ModelError, kind_of
 
 Rows = tuple[Tensor, Tensor]

@@ -29,13 +29,13 @@ from npt.adapters.attach import (
     adapters_disabled,
     attached_config,
     decoder_layers,
-    format_layers,
+    is_sharded,
     npt_layers,
     set_adapters,
 )
 from npt.adapters.consolidate import consolidated
+from npt.adapters.fit import format_layers
 from npt.adapters.layer import NPTLayer, attention_output
-from npt.adapters.sharding import is_sharded
 from npt.adapters.stream import Stream, open_stream
 from npt.calibration.placement import HOST, Placement, free_bytes, or_on_host, release
 from npt.calibration.plan import Display, Plan, plan

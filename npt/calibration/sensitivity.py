@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.stream import Stream, open_stream
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.calibration.placement import HOST
 from npt.calibration.precision import full_precision
 from npt.data.batch import Batch

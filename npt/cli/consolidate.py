@@ -62,9 +62,9 @@ def consolidate(given: dict[str, Any]) -> int:
     from functools import partial
 
     import npt
-    from npt.adapters.attach import resolve_layers
     from npt.adapters.consolidate import update_from
     from npt.adapters.files.adapter_files import adapter_hash
+    from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
     from npt.data.source import check_source, open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples

@@ -108,7 +108,7 @@ def forecast_calibration(
         limit: bytes of the device, None if nothing says how many there are.
         trial: time a product and an eigendecomposition.
     """
-    from npt.adapters.attach import resolve_layers
+    from npt.adapters.fit import resolve_layers
     from npt.calibration.plan import plan
     from npt.calibration.precision import full_precision
 
@@ -202,7 +202,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     """What the model is called, and what is to be planned."""
     import torch
 
-    from npt.adapters.attach import check_fit
+    from npt.adapters.fit import check_fit
     from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
     from npt.planning.named_models import llama_config, parse_shape

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from npt.adapters.attach import check_length, decoder_layers
+from npt.adapters.attach import decoder_layers
+from npt.adapters.fit import check_length
 from npt.adapters.stream import Stream, open_stream
-from npt.base.half import compute_in
 from npt.base.load import load_base, read_config
-from npt.base.precision import quantization_of
+from npt.base.precision import compute_in, quantization_of
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, pad_id_of
 from npt.data.source import check_source, open_source, own_heldout
@@ -494,7 +494,7 @@ def _attention_logits(attention: Any, q: Tensor, k: Tensor, stream: Stream) -> I
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if getattr(attention, "use_rope", True):
-        q, k = apply_rotary_pos_emb(q, k, *stream.beside["position_embeddings"])
+        q, k = apply_rotary_pos_emb(q, k, *stream.shared["position_embeddings"])
     group = q.shape[1] // k.shape[1]
     for row, valid in enumerate(stream.batch.attention_mask.bool()):
         of_q, of_k = q[row][:, valid].to(torch.float32), k[row][:, valid].to(torch.float32)

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.config import TrainConfig
 from npt.distill.divergence import at_least_fp32, kl_of_logs
 from npt.distill.hidden_losses import SumAndCount, weighted_sum

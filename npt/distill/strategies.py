@@ -20,10 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, attention_output, device_of
+from npt.adapters.attach import (
+    adapter_mode,
+    adapters_disabled,
+    decoder_layers,
+    is_sharded,
+    npt_layers,
+)
+from npt.adapters.layer import NPTLayer, attention_output, device_of, whole
 from npt.adapters.recompute import recomputed
-from npt.adapters.sharding import is_sharded, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
 from npt.base.hooks import call_around, may_change

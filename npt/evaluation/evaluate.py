@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
+from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batches, find_fault, pad_id_of
 from npt.data.samples import cut

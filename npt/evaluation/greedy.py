@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from npt.adapters.stream import MASKED, model_inputs
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.data.batch import Batch, batch_from_tensors
 from npt.errors import NumericalError
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode
-from npt.base.precision import cast_once
+from npt.adapters.layer import Mode
+from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Sample, collate, find_fault
 from npt.distill.divergence import LOGIT_CHUNK
 from npt.errors import ConfigError, DataError, NumericalError

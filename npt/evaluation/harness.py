@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
+from npt.adapters.layer import Mode
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.view import mode_view
 from npt.extras import install_command

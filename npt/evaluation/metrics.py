@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.distill.divergence import LOGIT_CHUNK, kl_of_logs
 from npt.evaluation.assisted import overlap_of
 

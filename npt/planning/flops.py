@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from npt.adapters.attach import resolve_layers
+from npt.adapters.fit import resolve_layers
 from npt.config import TARGETS, NPTConfig
 from npt.planning.shape import Shape
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from npt.adapters.attach import resolve_layers
+from npt.adapters.fit import resolve_layers
 from npt.config import NPTConfig
 from npt.planning.shape import Shape
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from npt.adapters.attach import format_layers, npt_layers
+from npt.adapters.attach import npt_layers
+from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.data.batch import Batch, Sample
 from npt.data.encoding import listed_columns

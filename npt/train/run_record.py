@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npt.adapters.attach import adapter_parameters, npt_layers
-from npt.adapters.sharding import is_sharded
+from npt.adapters.attach import adapter_parameters, is_sharded, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.quantization_error import product_errors

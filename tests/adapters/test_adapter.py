@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from npt.adapters.adapter import NPTAdapter
+from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import modulate_reference
 from npt.config import MODULATIONS, TARGETS, NPTConfig
 

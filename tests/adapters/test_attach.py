@@ -23,12 +23,10 @@ from npt.adapters.attach import (
     adapter_parameters,
     adapter_shapes,
     attached_config,
-    check_fit,
-    format_layers,
     is_attached,
     npt_layers,
-    resolve_layers,
 )
+from npt.adapters.fit import check_fit, format_layers, resolve_layers
 from npt.errors import ConfigError, ModelError
 
 # A start so large that the student's output lies far from its base's.

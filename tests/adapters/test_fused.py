@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from npt.adapters import fused
-from npt.adapters.fused import Form, Modulated, Weights, is_unfused, modulated_product, unfused
+from npt.adapters.compiled import compiled
+from npt.adapters.fused import Form, Modulated, Product, is_unfused, unfused
 from npt.adapters.modulation import modulate, modulation_energy
 
+Weights = tuple[Tensor | None, Tensor | None]
 NONE: Weights = (None, None)
 FORMS = pytest.mark.parametrize(
     ("mult", "add"), [(True, True), (True, False), (False, True), (False, False)]
@@ -27,6 +29,12 @@ FORMS = pytest.mark.parametrize(
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
     return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def modulated_product(
+    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
+) -> tuple[Tensor, Tensor]:
+    return Product.apply(gate, up, z, *gate_weights, *up_weights, form)  # type: ignore[return-value]
 
 
 def plain_product(
@@ -299,15 +307,11 @@ def test_a_form_can_be_looked_at_operation_by_operation_in_a_context_that_nests(
 
 class TestCompiled:
     @pytest.fixture(autouse=True)
-    def _fresh(self, monkeypatch):
-        """Bodies that nobody has compiled yet."""
-        for name, plain in (
-            ("_modulate", fused._modulate_block),
-            ("_modulate_backward", fused._modulate_backward_block),
-            ("_product", fused._product_block),
-            ("_product_backward", fused._product_backward_block),
-        ):
-            monkeypatch.setattr(fused, name, fused._Body(plain))
+    def _fresh(self):
+        """Functions that nobody has compiled yet, and none left compiled in a way of a test's."""
+        compiled.cache_clear()
+        yield
+        compiled.cache_clear()
 
     def inputs(self, rows: int = 7) -> list[Any]:
         return [

@@ -49,7 +49,7 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, padding, mode):
         stream = open_stream(model, batch)
         states = [stream.hidden]
         for layer in model.model.layers:
-            states.append(stream.clean(layer(states[-1], **stream.context)))
+            states.append(stream.clean(layer(states[-1], **stream.context_of(layer))))
     assert len(expected) == len(states)
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, expected, strict=True):
@@ -75,7 +75,7 @@ def test_the_context_is_the_one_that_the_model_hands_to_its_layers(model, paddin
         use_cache=False,
     )
     hook.remove()
-    context = open_stream(model, batch).context
+    context = open_stream(model, batch).context_of(model.model.layers[0])
     for name in ("attention_mask", "position_ids", "position_embeddings"):
         # no tolerance: made by the same functions
         assert_close(context[name], calls[0][name], rtol=0, atol=0)
@@ -90,7 +90,7 @@ def test_an_unpadded_batch_needs_no_mask_and_is_returned_as_it_is(model):
     stream = open_stream(model, padded("none"))
     states = torch.randn(2, 6, 3)
     assert stream.clean(states) is states
-    assert stream.context["attention_mask"] is None
+    assert stream.masks[0] is None
     assert stream.hidden.dtype == torch.float32
 
 
@@ -158,7 +158,7 @@ def walked(model, batch: Batch) -> list[torch.Tensor]:
     stream = open_stream(model, batch)
     states = [stream.hidden]
     for layer in model.model.layers:
-        states.append(stream.clean(layer(states[-1], **stream.context)))
+        states.append(stream.clean(layer(states[-1], **stream.context_of(layer))))
     return [stream.rows(state) for state in states]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.adapters.attach import attach
-from npt.base.precision import UpcastLinear, cast_once
+from npt.base.linear import UpcastLinear, cast_once
 from npt.base.rows import set_rows
 from npt.config import TrainConfig
 from npt.data.batch import Batch

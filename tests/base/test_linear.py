@@ -8,13 +8,13 @@ import npt
 from npt.adapters.attach import decoder_layers
 from npt.base.hooks import is_hooked
 from npt.base.linear import (
+    UpcastLinear,
     dense_weight,
     multiply,
     multiply_backward,
     product_weight,
     quantized_linears,
 )
-from npt.base.precision import UpcastLinear
 from npt.base.rows import set_rows
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])

@@ -24,9 +24,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 import npt
 from npt.adapters.stream import open_stream
-from npt.base.half import compute_in
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.load import EMBEDDED_FOLDER
+from npt.base.precision import compute_in
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.diagnostics import headroom
@@ -222,14 +222,14 @@ def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
         for index, layer in enumerate(model.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             x = layer.input_layernorm(h)
-            a = attention(hidden_states=x, **stream.context)[0]
+            a = attention(hidden_states=x, **stream.context_of(layer))[0]
             m = layer.post_attention_layernorm(h + a)
             product = mlp.act_fn(mlp.gate_proj(m)) * mlp.up_proj(m)
             q, k = (
                 p(x).view(3, 9, -1, attention.head_dim).transpose(1, 2)
                 for p in (attention.q_proj, attention.k_proj)
             )
-            q, k = apply_rotary_pos_emb(q, k, *stream.context["position_embeddings"])
+            q, k = apply_rotary_pos_emb(q, k, *stream.shared["position_embeddings"])
             logits = q @ repeat_kv(k, attention.num_key_value_groups).transpose(2, 3)
             pairs = (valid[:, :, None] & valid[:, None, :])[:, None].expand_as(logits)
             values = {

@@ -248,16 +248,16 @@ def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
 
 
 def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch) -> None:
-    """Where h has no graph, as in front of the first converted layer, the MLP is one operation with
-    memory of its own.
+    """If h has no graph, as before the first converted layer, gate and up have memory of their
+    own.
     """
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
     made: list[StorageWeakRef] = []
-    parts, dense = trained._parts, trained.product_weight
+    forward, dense = trained.product_forward, trained.product_weight
     monkeypatch.setattr(
         trained,
-        "_parts",
-        lambda m, *a: made.append(StorageWeakRef(m.untyped_storage())) or parts(m, *a),
+        "product_forward",
+        lambda gate, *a: made.append(StorageWeakRef(gate.untyped_storage())) or forward(gate, *a),
     )
     weights: list[weakref.ref[Tensor]] = []
     monkeypatch.setattr(
@@ -270,11 +270,11 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
     ):
         made.clear()
         weights.clear()
-        output, _ = keep(partial(trained.trained_output, layer), rows, rows)
+        output = keep(partial(trained.trained_output, layer), rows, rows)[0]
         assert [storage.expired() for storage in made] == [gone]
         assert [weight() is None for weight in weights] == [True, True, gone]  # gate, up, down
         output.sum().backward()
-        assert len(made) == (3 if gone else 2)  # forward, its recomputation, backward
+        assert len(made) == (2 if gone else 1)  # forward and its recomputation
         assert all(storage.expired() for storage in made)
 
 

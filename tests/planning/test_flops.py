@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
-from npt.adapters.attach import npt_layers, resolve_layers
+from npt.adapters.attach import npt_layers
+from npt.adapters.fit import resolve_layers
 from npt.base.linear import quantized_linears
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors

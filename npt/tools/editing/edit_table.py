@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from npt.adapters.attach import format_layers
+from npt.adapters.fit import format_layers
 from npt.tools.editing.edit_metrics import Choice, Retention
 
 _BEST = 8
