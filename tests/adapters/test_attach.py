@@ -157,7 +157,7 @@ class TestAttach:
         assert (report.trainable_parameters, report.base_parameters) == (trainable, plain)
         assert (
             str(report)
-            == f"converted 3 of 4 layers (0,2-3): {trainable:,} trainable parameters beside"
+            == f"converted 3 of 4 layers (0,2-3): {trainable:,} trainable parameters,"
             f" {plain:,} frozen"
         )
 

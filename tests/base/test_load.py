@@ -392,8 +392,7 @@ def test_a_layer_in_pieces_is_refused(load_model):
     model = load_model(None)
     model.model.layers[2].mlp.to("meta")
     with pytest.raises(
-        ModelError,
-        match="device_map puts layer 2 on cpu and meta; a layer has to stay in one piece",
+        ModelError, match="device_map puts layer 2 on cpu and meta; a layer must stay in one piece"
     ):
         _check_pieces("it", model)
 
@@ -402,10 +401,7 @@ def test_a_layer_in_pieces_is_refused(load_model):
     ("arguments", "said"),
     [
         ({"device_map": "everywhere"}, "device_map is 'everywhere'; choose from auto"),
-        (
-            {"device_map": "auto", "device": "cpu"},
-            "device is cpu beside device_map 'auto'; drop one",
-        ),
+        ({"device_map": "auto", "device": "cpu"}, "device is cpu and device_map 'auto'; drop one"),
     ],
 )
 def test_a_device_map_that_means_nothing_is_refused(arguments, said):
