@@ -62,7 +62,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Work:
-    """How layers are computed in training.
+    """Settings of the layers' computation in training.
 
     regularised: the energy is differentiated. compiled: elementwise work by `torch.compile`. space:
     shared by layers whose backward comes before the next one's forward; None if graphs live longer.

@@ -125,7 +125,7 @@ forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans
     block=st.integers(1, 40),
     of_products=st.booleans(),
 )
-def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(
+def test_the_product_is_the_plain_forms_in_any_blocks(
     seed, rows, width, rank, form, mult, add, block, of_products
 ):
     gate, up, z = (
@@ -154,7 +154,7 @@ def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(
     block=st.integers(1, 40),
     of_product=st.booleans(),
 )
-def test_one_modulated_product_is_that_of_the_plain_form_whatever_the_blocks(
+def test_one_modulated_product_is_the_plain_forms_in_any_blocks(
     seed, rows, width, rank, form, mult, add, block, of_product
 ):
     y, z = normal(seed, rows, width), normal(seed + 2, rows, rank)
@@ -218,7 +218,7 @@ def test_a_multiplier_of_zero_weights_is_exactly_one():
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])
-def test_gradients_through_a_saturated_multiplier_stay_finite_and_are_those_of_its_bound(scale):
+def test_gradients_of_a_saturated_multiplier_are_those_of_its_bound(scale):
     y, z = (
         normal(0, 4, 6).requires_grad_(),
         torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_(),
@@ -290,7 +290,7 @@ def test_inputs_are_not_written_to_and_any_strides_will_do():
     assert all(torch.equal(t.detach(), b) for t, b in zip((base, z, *weights), before, strict=True))
 
 
-def test_a_form_can_be_looked_at_operation_by_operation_in_a_context_that_nests():
+def test_the_unfused_context_nests_and_decorates():
     assert not is_unfused()
     with unfused():
         with unfused():
@@ -354,9 +354,7 @@ class TestCompiled:
                 found = gradients(modulated, one, Form(0.5, 0.3, regularised, compiled=True))
                 assert_same(found, gradients(modulated, one, Form(0.5, 0.3, regularised)))
 
-    def test_where_nothing_can_be_compiled_that_is_said_once_and_nothing_is_changed(
-        self, monkeypatch
-    ):
+    def test_a_missing_compiler_is_said_once_and_changes_nothing(self, monkeypatch):
         calls = []
 
         def broken(function: Any, **_: Any) -> Any:

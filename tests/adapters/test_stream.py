@@ -54,8 +54,7 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, padding, mode):
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, expected, strict=True):
         if batch.padded:
-            # default tolerance of fp32: valid tokens see the same keys; only what stands at padding
-            # differs
+            # default tolerance of fp32: valid tokens see the same keys; only padding differs
             assert_close(stream.rows(got), stream.rows(wanted))
         else:
             assert torch.equal(got, wanted)  # no tolerance: the same operations on the same values
@@ -154,7 +153,7 @@ def attention(request, model):
 
 
 def walked(model, batch: Batch) -> list[torch.Tensor]:
-    """The valid rows in front of every layer and behind the last."""
+    """Return the valid rows before every layer and after the last."""
     stream = open_stream(model, batch)
     states = [stream.hidden]
     for layer in model.model.layers:
@@ -166,7 +165,7 @@ def walked(model, batch: Batch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", ["student", "teacher"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("extra", [0, 3])
-def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(
+def test_a_packed_token_has_the_state_of_one_in_a_row_of_its_own(
     model, attention, mode, side, extra
 ):
     batch = packed(side, extra)
@@ -190,9 +189,7 @@ def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_packed_rows_through_the_models_own_forward_are_those_walked_by_hand(
-    model, attention, side
-):
+def test_packed_rows_in_the_models_forward_equal_those_by_hand(model, attention, side):
     batch = packed(side)
     expected = model.model.norm(walked(model, batch)[-1])
     states = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state

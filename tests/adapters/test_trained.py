@@ -112,7 +112,7 @@ def with_biases(mlp: Any) -> None:
 @every_case
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("change", [with_rows, with_biases])
-def test_rows_and_biases_beside_the_frozen_weights_are_part_of_it(
+def test_rows_and_biases_of_the_frozen_weights_are_part_of_it(
     load_model, outputs, graph, quantization, change
 ):
     layer = decoder_layers(student(load_model, quantization=quantization))[1]
@@ -149,7 +149,7 @@ class Watching(nn.Module):
 
 @every_case
 @every_form
-def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(
+def test_an_observer_changes_no_bit_and_sees_the_plain_forms_stages(
     load_model, form, outputs, graph
 ):
     regularised = outputs is stacked_outputs or graph
@@ -230,7 +230,7 @@ class TestWorkspace:
         ((memory,),) = (space._kept.values(),)
         assert memory.numel() == 4 * N * F
 
-    def test_a_backward_behind_the_next_layers_forward_is_refused(self, load_model):
+    def test_a_backward_after_the_next_layers_forward_is_refused(self, load_model):
         layers, space = decoder_layers(student(load_model)), Workspace()
         given = normal(0, N, D), normal(1, N, D), Work(space=space)
         first = stacked_outputs(layers[0], *given)[1]
@@ -271,7 +271,7 @@ class TestWorkspace:
 
 
 class Unpacked(TorchDispatchMode):
-    """How often each packed weight is dequantised, alone or as part of a product."""
+    """Counts how often each packed weight is dequantised, alone or as part of a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Unpacked(TorchDispatchMode):
     ],
 )
 @pytest.mark.parametrize("residual", ["modulate", "keep"])
-def test_a_packed_weight_is_dequantised_no_more_often_than_it_has_to_be(
+def test_a_packed_weight_is_dequantised_no_more_often_than_needed(
     load_model, batch, strategy, own, expected, residual
 ):
     model = student(load_model, NPTConfig(rank=4, layers="1-2", residual=residual))
@@ -351,7 +351,7 @@ class TestCompiled:
         compiled.cache_clear()
 
     @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
-    def test_the_setting_hands_the_elementwise_work_to_the_compiler_once_for_all_layers(
+    def test_compile_compiles_the_elementwise_work_once_for_all_layers(
         self, load_model, batch, monkeypatch, strategy
     ):
         made = []
@@ -389,7 +389,7 @@ class TestCompiled:
 
 @pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
 @pytest.mark.parametrize("regularised", [True, False])
-def test_where_down_alone_is_modulated_nothing_goes_back_through_the_mlp(
+def test_with_down_alone_nothing_goes_back_through_the_mlp(
     load_model, monkeypatch, outputs, regularised
 ):
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[

@@ -136,7 +136,7 @@ class TestAudit:
         audit_precision(model)
 
 
-def test_enforcing_repairs_everything_that_the_audit_finds_and_twice_is_once(model):
+def test_enforcing_repairs_all_that_the_audit_finds_twice_as_once(model):
     for _, module in quantized_linears(model):
         module.compute_dtype, module.compute_type_is_set, module.support_avx512bf16_for_cpu = (
             None,
@@ -216,7 +216,7 @@ def test_the_kind_of_quantisation_is_read_off_the_modules(load_model):
     assert quantization_of(mixed) == "mixed"
 
 
-def test_a_quantised_base_has_to_compute_in_fp32_and_another_in_what_it_is_stored_in(load_model):
+def test_a_quantised_base_computes_in_fp32_others_as_stored(load_model):
     assert policy_dtype(load_model("nf4")) == torch.float32
     assert policy_dtype(load_model(None)) == torch.float32
 
@@ -259,7 +259,7 @@ def test_a_4_bit_base_equals_the_one_that_was_loaded_so(load_model, llama_folder
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_audit_finds_the_dtype_everywhere_and_the_packed_bytes_untouched(
+def test_in_16_bit_the_audit_agrees_and_packed_bytes_are_untouched(
     load_model, quantization, dtype
 ) -> None:
     model = load_model(quantization)
@@ -273,7 +273,7 @@ def test_the_audit_finds_the_dtype_everywhere_and_the_packed_bytes_untouched(
     )
 
 
-def test_rotary_frequencies_stay_in_fp32_and_weights_that_are_tied_stay_tied() -> None:
+def test_in_16_bit_rotary_stays_fp32_and_tied_weights_stay_tied() -> None:
     model, _ = load_base("tiny")
     frequencies = model.model.rotary_emb.inv_freq.clone()
     compute_in(model, torch.bfloat16)
