@@ -226,7 +226,7 @@ BAD_VALUES = [
     (
         DataConfig,
         {"dataset_mix": "a:1,b:1", "dataset_config": "c"},
-        "--dataset_mix does not go with --dataset_config c; write it behind",
+        "--dataset_mix does not go with --dataset_config c; write it after",
     ),
     (
         DataConfig,

@@ -1,7 +1,7 @@
 """What a run does where its flags are silent: values that were measured to be good together, by how
 it starts.
 
-The fields' own defaults (npt/config.py) are those of single settings. Which rate, scale and
+The fields' own defaults (npt/config/) are those of single settings. Which rate, scale and
 objective are good depends on the start (docs/choosing-settings.md), and the start on what there is
 to solve it with; so the command line chooses them here, and says so.
 """

@@ -1,0 +1,30 @@
+"""Every setting, once: frozen dataclasses in groups, checked when they are made.
+
+The command line, the YAML file and `run.json` are generated from these fields, so a flag is its
+field's name (or its `flag`) and its help is the field's `help`. A combination that cannot work
+raises `ConfigError`, one whose part is not built yet raises `NotSupportedError`; nothing is
+silently ignored.
+"""
+
+from npt.config.adapter import INITS, MODULATIONS, MULT_FORMS, RESIDUALS, TARGETS, NPTConfig, Target
+from npt.config.base import (
+    ATTENTIONS,
+    BASE_PRECISIONS,
+    COMPUTE_DTYPES,
+    DEVICE_MAPS,
+    QUANT_TYPES,
+    BaseConfig,
+    check_attention,
+)
+from npt.config.data import DataConfig
+from npt.config.field import GROUPS, flag_of, hints_of, setting
+from npt.config.objective import LAYER_WEIGHTS, LOGIT_LOSSES, LOSSES, STRATEGIES
+from npt.config.texts import parse_bytes, parse_steps
+from npt.config.training import (
+    CALIBRATION_INPUTS,
+    SCHEDULES,
+    SEED_MAX,
+    TRACKERS,
+    TrainConfig,
+    unset_of_end_to_end,
+)

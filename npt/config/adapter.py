@@ -1,0 +1,179 @@
+"""Settings of the adapters, and the table of targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from npt.config.field import POSITIVE, Bound, Need, Settings, at_least, setting
+from npt.config.texts import joined_or_number, words
+from npt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A product of the MLP that an adapter modulates.
+
+    module: of the MLP, whose product it is. width: of the product, `ffn` or `hidden`. stage: under
+    which an observer is shown the product, modulated.
+    """
+
+    module: str
+    width: str
+    stage: str
+
+
+TARGETS = {
+    "gate": Target("gate_proj", "ffn", "gate"),
+    "up": Target("up_proj", "ffn", "up"),
+    "down": Target("down_proj", "hidden", "mlp"),
+}
+"""What can be modulated, in the order in which a layer computes it."""
+
+MODULATIONS = ("both", "additive", "multiplicative")
+RESIDUALS = ("modulate", "keep")
+INITS = ("random", "calibrated")
+MULT_FORMS = ["sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"]
+"""Forms of m; `register_multiplier` adds to them."""
+_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
+
+_adapter = partial(setting, group="adapter")
+_start = partial(setting, group="start")
+_MULTIPLICATIVE = Need(lambda c: c.multiplicative, "--modulation both or multiplicative")
+
+
+def _whole_numbers(given: Any) -> Any:
+    if not isinstance(given, str):
+        return tuple(given) if isinstance(given, list) else given
+    try:
+        return tuple(int(part) for part in given.split(","))
+    except ValueError:
+        raise ConfigError(f"--ranks is {given!r}; write whole numbers like 8,16,32") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NPTConfig(Settings):
+    """An adapter's size, place and form (DESIGN: the modulation of a layer's MLP by its
+    attention).
+    """
+
+    rank: int = _adapter(
+        16,
+        "rank R of the low-rank code z = A a",
+        flag="adapter_rank",
+        often=True,
+        bound=Bound(lambda value: value >= 1, "it must be at least 1"),
+    )
+    layers: str = _adapter(
+        "upper_half",
+        "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7",
+        often=True,
+        read=joined_or_number,
+    )
+    targets: tuple[str, ...] = _adapter(
+        tuple(TARGETS),
+        "MLP products to modulate, comma-separated",
+        choices=tuple(TARGETS),
+        read=words,
+    )
+    modulation: str = _adapter(
+        "both", "multiplicative term, additive term, or both", choices=MODULATIONS, often=True
+    )
+    residual: str = _adapter(
+        "modulate",
+        "modulate: attention leaves the residual stream; keep: it stays",
+        choices=RESIDUALS,
+    )
+    init: str = _start(
+        "random", "random: small normal start; calibrated: closed form", choices=INITS, often=True
+    )
+    additive_scale: float = _adapter(0.1, "alpha: scale of the additive term", bound=POSITIVE)
+    mult_bound: float = _adapter(
+        0.5,
+        "beta: the multiplicative term stays within (1-beta, 1+beta)",
+        bound=Bound(
+            lambda value: 0 < value <= _BOUND_MAX,
+            f"it must lie above 0 and be at most {_BOUND_MAX}, so that m never reaches 0",
+        ),
+        need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
+    )
+    init_std_a: float = _start(
+        0.02,
+        "standard deviation of A at the start",
+        bound=at_least(0.0),
+        need=Need(lambda c: c.init_a == "normal", "--init_a normal"),
+    )
+    init_std_b: float = _start(
+        0.001, "standard deviation of B at the start (0 if residual is keep)", bound=at_least(0.0)
+    )
+    ranks: tuple[int, ...] | None = _adapter(
+        None,
+        "rank of each converted layer in order of depth, as 8,16,32, instead of one for all",
+        read=_whole_numbers,
+    )
+    mult_form: str = _adapter(
+        "sigmoid",
+        "form of the multiplicative term; the others are for comparison",
+        choices=MULT_FORMS,
+        need=_MULTIPLICATIVE,
+    )
+    init_a: str = _start(
+        "normal",
+        "start of A: normal, with init_std_a, or kaiming, uniform within 1/sqrt(D)",
+        choices=("normal", "kaiming"),
+    )
+    init_std_m: float = _start(
+        0.0,
+        "standard deviation of M at the start (0: every multiplier is exactly 1)",
+        bound=at_least(0.0),
+        need=_MULTIPLICATIVE,
+    )
+
+    def check(self) -> None:
+        """Refuse odd lists, and starts that a form of m does not have."""
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ConfigError(
+                f"--targets is {self.targets}; name each of {', '.join(TARGETS)} at most once, and"
+                " one at least"
+            )
+        if self.ranks is not None and not (
+            self.ranks and all(type(rank) is int and rank >= 1 for rank in self.ranks)
+        ):
+            raise ConfigError(
+                f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1,"
+                " as 8,16,32"
+            )
+        if self.init == "calibrated" and self.mult_form != "sigmoid":
+            raise ConfigError(
+                f"--init calibrated solves the sigmoid form, but --mult_form is {self.mult_form};"
+                " drop one of the two"
+            )
+        if self.residual == "keep" and (self.init_std_m or self.mult_form == "half_sigmoid"):
+            raise ConfigError(
+                "--residual keep starts equal to its base, but these multipliers do not start at 1;"
+                " drop --residual keep"
+            )
+
+    def ranks_of(self, count: int) -> tuple[int, ...]:
+        """Return the rank of each of `count` converted layers, in order of depth.
+
+        Raises:
+            ConfigError: `ranks` are of another number of layers.
+        """
+        if self.ranks is None:
+            return (self.rank,) * count
+        if len(self.ranks) != count:
+            raise ConfigError(
+                f"--ranks has {len(self.ranks)} ranks ({','.join(map(str, self.ranks))}), but"
+                f" {count} layers are converted"
+            )
+        return self.ranks
+
+    @property
+    def multiplicative(self) -> bool:
+        return self.modulation in ("both", "multiplicative")
+
+    @property
+    def additive(self) -> bool:
+        return self.modulation in ("both", "additive")

@@ -1,0 +1,113 @@
+"""Settings of the frozen base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from npt.config.field import Need, Settings, setting
+from npt.errors import ConfigError
+
+QUANT_TYPES = ("nf4", "fp4")
+BASE_PRECISIONS = ("4bit", "16bit")
+COMPUTE_DTYPES = ("fp32", "bf16")
+ATTENTIONS = ("sdpa", "eager", "flex_attention")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+_base = partial(setting, group="base")
+
+
+def check_attention(name: str) -> None:
+    """Refuse an attention implementation that a base cannot be trained with.
+
+    Raises:
+        ConfigError: unknown, or a flash kernel.
+    """
+    if name in ATTENTIONS:
+        return
+    if "flash" in name:
+        raise ConfigError(
+            f"--attn_implementation is {name!r}, but flash kernels take no fp32, in which a base"
+            " computes, and no mask that keeps packed documents apart; choose from"
+            f" {', '.join(ATTENTIONS)} (under --use_fp16 sdpa reaches torch's own flash kernel)"
+        )
+    raise ConfigError(f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig(Settings):
+    """The frozen model, and how it is stored and computed."""
+
+    model_name: str = _base("tiny", "'tiny' (embedded), a folder, or a hub id", often=True)
+    use_quantization: bool = _base(
+        False,
+        "load the base in 4 bit; everything then computes in fp32, unless compute_dtype says"
+        " otherwise",
+        often=True,
+    )
+    quant_type: str = _base(
+        "nf4",
+        "4-bit code",
+        choices=QUANT_TYPES,
+        need=Need(lambda c: c.use_quantization, "--use_quantization"),
+    )
+    use_fp16: bool = _base(
+        False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation"
+    )
+    compute_dtype: str = _base(
+        "fp32",
+        "products of 4-bit weights: fp32, or bf16 (all else stays in fp32)",
+        choices=COMPUTE_DTYPES,
+    )
+    matmul_precision: str = _base(
+        "auto",
+        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high where its error is"
+        " measured to be small",
+        choices=("auto", "highest", "high"),
+    )
+    attn_implementation: str = _base(
+        "sdpa",
+        "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or"
+        " flex_attention (needs a compiler)",
+    )
+    teacher_precision: str | None = _base(
+        None,
+        "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory",
+        choices=("bf16", "fp32"),
+    )
+    device_map: str | None = _base(
+        None,
+        "spread the base over all GPUs of this one process, layer by layer",
+        choices=DEVICE_MAPS,
+    )
+    shard_base: bool = _base(
+        False,
+        "share the base among all processes, layer by layer (FSDP2); each keeps it on the host"
+        " until then",
+    )
+    share_embeddings: bool = _base(
+        False, "accepted for old commands: teacher and student share the whole base in any case"
+    )
+
+    def check(self) -> None:
+        """Refuse settings of the 4-bit base without one, and two ways to spread a base."""
+        check_attention(self.attn_implementation)
+        if self.shard_base and self.device_map is not None:
+            raise ConfigError(
+                f"--shard_base is for several processes, --device_map {self.device_map} for one;"
+                " drop one of the two"
+            )
+        if self.compute_dtype != "fp32" and not self.use_quantization:
+            raise ConfigError(
+                f"--compute_dtype {self.compute_dtype} is for products of 4-bit weights; add"
+                " --use_quantization or drop the other"
+            )
+        if self.teacher_precision is not None and not self.use_quantization:
+            raise ConfigError(
+                f"--teacher_precision is {self.teacher_precision}, but the base is not quantised"
+                " and is its own best teacher; add --use_quantization or drop the other"
+            )
+
+    @property
+    def quantization(self) -> str | None:
+        return self.quant_type if self.use_quantization else None

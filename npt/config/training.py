@@ -1,0 +1,276 @@
+"""Settings of a run: optimiser, memory, guards and what it writes; `TrainConfig` has them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from npt.config.field import POSITIVE, SHARE, Need, Settings, at_least, setting
+from npt.config.objective import Objective
+from npt.config.texts import distinct_words, joined_or_number, parse_bytes, parse_steps
+from npt.errors import ConfigError
+
+CALIBRATION_INPUTS = ("teacher", "propagated")
+SCHEDULES = ("cosine", "linear", "constant")
+SEED_MAX = 2**31 - 1
+TRACKERS = (
+    "wandb",
+    "tensorboard",
+    "comet_ml",
+    "aim",
+    "mlflow",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+)
+"""Trackers that accelerate opens, each by the name of its package."""
+
+_start = partial(setting, group="start")
+_optimiser = partial(setting, group="optimiser")
+_memory = partial(setting, group="memory")
+_guards = partial(setting, group="guards")
+_output = partial(setting, group="output")
+_trackers = partial(setting, group="trackers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Settings):
+    """The solution of a calibrated start."""
+
+    calibration_tokens: int = _start(
+        65536,
+        "of init calibrated: tokens of the training data that the adapters are solved on",
+        bound=at_least(1),
+    )
+    calibration_inputs: str = _start(
+        "teacher",
+        "of init calibrated: layer inputs, the teacher's or the calibrated student's own",
+        choices=CALIBRATION_INPUTS,
+    )
+    calibration_rounds: int = _start(
+        3,
+        "of init calibrated: Gauss-Newton rounds per layer after the linear solution, up to twice"
+        " as many while they gain much",
+        bound=at_least(0),
+    )
+    rank_budget: int | None = _start(
+        None,
+        "of init calibrated: ranks of all layers together, spent on the layers that gain most",
+        bound=at_least(1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser(Settings):
+    """Windows, steps and their rates."""
+
+    batch_size: int = _optimiser(4, "samples of a micro-batch", often=True, bound=at_least(1))
+    gradient_accumulation_steps: int = _optimiser(
+        1,
+        "micro-batches K of a window, that is of one optimizer step",
+        often=True,
+        bound=at_least(1),
+    )
+    learning_rate: float = _optimiser(1e-3, "peak learning rate", often=True, bound=POSITIVE)
+    weight_decay: float = _optimiser(0.0, "AdamW's decoupled weight decay", bound=at_least(0.0))
+    regularization_lambda: float = _optimiser(
+        0.0, "weight of the L2 of the modulation", bound=at_least(0.0)
+    )
+    num_epochs: int = _optimiser(
+        1,
+        "passes over the data, when max_steps does not end the run first",
+        often=True,
+        bound=at_least(1),
+    )
+    max_steps: int | None = _optimiser(
+        None, "optimizer steps, at most", often=True, bound=at_least(1)
+    )
+    warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0))
+    scheduler_type: str = _optimiser("cosine", "learning rate after warm-up", choices=SCHEDULES)
+    max_grad_norm: float = _optimiser(0.5, "clip the global gradient norm to this", bound=POSITIVE)
+    seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
+
+    def check(self) -> None:
+        """Refuse a seed that not every generator takes."""
+        if self.seed > SEED_MAX:
+            raise ConfigError(f"--seed is {self.seed}; it must be at most {SEED_MAX}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Settings):
+    """Memory, speed and how long processes wait for one another."""
+
+    gradient_checkpointing: bool = _memory(
+        False,
+        "end_to_end only: keep each layer's input alone and compute the layer again in backward;"
+        " less memory, the same bits",
+    )
+    max_memory: str | None = _memory(
+        None,
+        "peak of tensor memory to stay below, as 10GiB: so many samples are computed at once as are"
+        " predicted to fit",
+        read=joined_or_number,
+    )
+    compile: bool = _memory(
+        False,
+        "compile the elementwise work of each converted layer; needs a compiler, takes a while at"
+        " the start",
+    )
+    rank_timeout: float = _memory(
+        600.0,
+        "seconds that one of several processes waits for the others before it gives up",
+        bound=POSITIVE,
+    )
+
+    def check(self) -> None:
+        """Refuse what is no size."""
+        _ = self.max_memory_bytes
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else parse_bytes(self.max_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guards(Settings):
+    """Refusals, the end of a run after too many, and the recording of tensors."""
+
+    max_consecutive_bad: int = _guards(
+        10, "stop after this many refusals in a row", bound=at_least(1)
+    )
+    max_refused_share: float = _guards(
+        0.2, "stop when more than this share of the micro-batches was refused", bound=SHARE
+    )
+    skip_spikes: bool = _guards(
+        False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones"
+    )
+    spike_sigmas: float = _guards(
+        10.0, "how far: median + this many robust standard deviations", bound=POSITIVE
+    )
+    smoke_test: bool = _guards(
+        True, "one batch forward and backward under anomaly detection before the loop"
+    )
+    trace_steps: str | None = _guards(
+        None,
+        "steps whose tensors are recorded: a list 1,2,3, a range 1-5, or a mix 1-5,8",
+        read=joined_or_number,
+    )
+    trace_every: int | None = _guards(
+        None, "record the tensors of every so many steps", bound=at_least(1)
+    )
+
+    def check(self) -> None:
+        """Refuse steps that are none."""
+        if self.trace_steps is not None:
+            parse_steps(self.trace_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Settings):
+    """The run folder: what is written, and how often."""
+
+    output_dir: str | None = _output(
+        None, "run folder; default a new one below outputs/", often=True
+    )
+    log_steps: int = _output(10, "steps between metrics lines", often=True, bound=at_least(1))
+    eval_steps: int | None = _output(
+        None, "steps between evaluations on held-out text", often=True, bound=at_least(1)
+    )
+    eval_samples: int = _output(64, "held-out samples of an evaluation", bound=at_least(1))
+    save_steps: int | None = _output(
+        None, "steps between adapter checkpoints", often=True, bound=at_least(1)
+    )
+    save_total_limit: int | None = _output(
+        None, "keep at most this many checkpoints", bound=at_least(1)
+    )
+    resume: str | None = _output(
+        None,
+        "auto (the newest good checkpoint below output_dir), a run folder, or one checkpoint",
+        often=True,
+    )
+
+
+def _asks_for_wandb(config: Tracking) -> bool:
+    """With `--report_to none` a tracker's settings wait for the next run."""
+    return config.use_wandb or bool({"wandb", "all", "none"} & set(config.report_to or ()))
+
+
+def _asks_for_any(config: Tracking) -> bool:
+    return bool(config.report_to) or config.use_wandb or config.use_tensorboard
+
+
+_WANDB = Need(_asks_for_wandb, "--report_to wandb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking(Settings):
+    """Trackers, and the names of the run in them."""
+
+    use_wandb: bool = _trackers(False, "log to Weights & Biases", often=True)
+    use_tensorboard: bool = _trackers(False, "log to TensorBoard, below the run folder")
+    report_to: tuple[str, ...] | None = _trackers(
+        None,
+        f"trackers to log to, one or several of {', '.join(TRACKERS)}; all: those that are"
+        " installed; none: none, whatever else says so",
+        choices=(*TRACKERS, "all", "none"),
+        read=distinct_words,
+    )
+    run_name: str | None = _trackers(
+        None, "name of the run in the trackers (WANDB_NAME, else its folder's)"
+    )
+    project: str | None = _trackers(
+        None, "project of the run in the trackers (WANDB_PROJECT and the like, else npt)"
+    )
+    wandb_entity: str | None = _trackers(
+        None, "user or team of the run in Weights & Biases (WANDB_ENTITY)", need=_WANDB
+    )
+    wandb_group: str | None = _trackers(
+        None, "group of the run in Weights & Biases (WANDB_RUN_GROUP)", need=_WANDB
+    )
+    wandb_tags: tuple[str, ...] | None = _trackers(
+        None, "tags of the run in Weights & Biases (WANDB_TAGS)", read=distinct_words, need=_WANDB
+    )
+    sample_steps: int | None = _trackers(
+        None,
+        "steps between texts of student and teacher and histograms of the multipliers in the"
+        " trackers",
+        bound=at_least(1),
+        need=Need(_asks_for_any, "a tracker (--report_to)"),
+    )
+
+    def check(self) -> None:
+        """Refuse trackers together with none."""
+        asked = self.report_to or ()
+        if "none" in asked and len(asked) > 1:
+            raise ConfigError(f"--report_to is {','.join(asked)}; write none, or the trackers")
+
+
+# Of several bases a dataclass takes the fields of the last one first.
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Tracking, Output, Guards, Memory, Optimiser, Calibration, Objective):
+    """All settings of the training of adapters, and of the run that does it."""
+
+    def check(self) -> None:
+        """Refuse to keep less of a graph that is one layer's."""
+        driven = [name for name, _ in self.stage_shares]
+        if self.gradient_checkpointing and "end_to_end" not in driven:
+            raise ConfigError(
+                f"--gradient_checkpointing with --strategy {','.join(driven)}, which keeps one"
+                " layer's graph at a time, saves nothing; use --strategy end_to_end or drop it"
+            )
+
+    def in_stage(self, strategy: str) -> TrainConfig:
+        """Return these settings for the stage of one strategy, without what others alone take."""
+        if self.stages is None:
+            return self
+        unset = {} if strategy == "end_to_end" else unset_of_end_to_end()
+        return replace(self, strategy=strategy, stages=None, **unset)
+
+
+def unset_of_end_to_end() -> dict[str, Any]:
+    """Return the defaults of the settings that `end_to_end` alone has a use for."""
+    names = ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")
+    return {name: getattr(TrainConfig, name) for name in (*names, "gradient_checkpointing")}
