@@ -116,8 +116,9 @@ def is_sharded(model: PreTrainedModel) -> bool:
 def override_mode(model: PreTrainedModel, mode: Mode) -> Override:
     """Let every converted layer compute `mode` until this is released."""
     override = Override(mode, [(layer, layer.npt.mode) for _, layer in npt_layers(model)])
-    if is_attached(model):
-        attached(model).overrides.append(override)
+    record: Attached | None = getattr(viewed(model), _STATE, None)
+    if record is not None:
+        record.overrides.append(override)
     for layer, _ in override.before:
         layer.npt.mode = mode
     return override
@@ -125,9 +126,10 @@ def override_mode(model: PreTrainedModel, mode: Mode) -> Override:
 
 def release_mode(model: PreTrainedModel, override: Override) -> None:
     """End an override: the layers compute what they did before it, or what a later one asks for."""
-    overrides = attached(model).overrides if is_attached(model) else []
-    if override not in overrides:  # the adapters were detached
+    record: Attached | None = getattr(viewed(model), _STATE, None)
+    if record is None or override not in record.overrides:  # the adapters were detached
         return
+    overrides = record.overrides
     place = overrides.index(override)
     overrides.remove(override)
     if place < len(overrides):

@@ -103,7 +103,7 @@ class LowRank:
     ):
         self.z, self.form, self.mults = z, form, weights[::2]
         self.adds = [None if add is None else form.additive_scale * add for add in weights[1::2]]
-        self._memory: dict[tuple[int, str], Tensor] = {}
+        self._memory: dict[int, list[Tensor]] = {}
         self._grad_energy = grad_energy if form.regularised else None
         if grad_energy is not None:
             self.grad_z = torch.zeros_like(z)
@@ -111,28 +111,28 @@ class LowRank:
         if self._grad_energy is not None:
             self._add_grad_of_additive_energy(self._grad_energy)
 
-    def of(self, target: int, rows: slice, product: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def blocks(self, product: Tensor) -> list[slice]:
+        return blocks(product, self.z.shape[-1])
+
+    def of(
+        self, target: int, rows: slice, product: Tensor, with_s: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return y, y + s (y itself without s), and u = M z, of these rows of a target's product.
 
         All blocks share the memory of the last two.
         """
-        y, add = product[rows], self.adds[target]
-        moved = y
-        if add is not None:
-            moved = torch.addmm(y, self.z[rows], add.t(), out=self._room(target, "moved", y))
-        return y, moved, self.exponent(target, rows, y)
-
-    def exponent(self, target: int, rows: slice, like: Tensor) -> Tensor | None:
-        """Return u = M z of these rows, in memory that all blocks share."""
-        mult = self.mults[target]
-        if mult is None:
-            return None
-        return torch.mm(self.z[rows], mult.t(), out=self._room(target, "u", like))
-
-    def _room(self, target: int, name: str, like: Tensor) -> Tensor:
-        if (target, name) not in self._memory:  # the first block is the largest
-            self._memory[target, name] = torch.empty_like(like)
-        return self._memory[target, name][: len(like)]
+        y, z = product[rows], self.z[rows]
+        mult, add = self.mults[target], self.adds[target] if with_s else None
+        if target not in self._memory:  # the first block is the largest
+            self._memory[target] = [
+                y if weight is None else torch.empty_like(y) for weight in (add, mult)
+            ]
+        room_s, room_u = (memory[: len(y)] for memory in self._memory[target])
+        return (
+            y,
+            y if add is None else torch.addmm(y, z, add.t(), out=room_s),
+            None if mult is None else torch.mm(z, mult.t(), out=room_u),
+        )
 
     def additive_energy(self) -> Tensor:
         """Return the mean over channels of s^2, summed over targets: [N].
@@ -183,9 +183,9 @@ class Modulated(torch.autograd.Function):
         ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form
     ) -> tuple[Tensor, Tensor]:
         low = LowRank(z, (mult, add), form)
-        out, energy, block = torch.empty_like(y), low.additive_energy(), form.body(_modulate_block)
-        for rows in blocks(y, z.shape[-1]):
-            block(*low.of(0, rows, y), form.slope, out[rows], energy[rows])
+        out, energy, block = torch.empty_like(y), low.additive_energy(), form.body(_multiplied)
+        for rows in low.blocks(y):
+            out[rows] = block(*low.of(0, rows, y), form.slope, energy[rows])[0]
         ctx.form = form
         ctx.save_for_backward(y, z, mult, add)
         if not form.regularised:
@@ -199,9 +199,11 @@ class Modulated(torch.autograd.Function):
         form: Form = ctx.form
         low, block = LowRank(z, weights, form, grad_energy), form.body(_modulate_backward_block)
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
-        for rows in blocks(y, z.shape[-1]):
-            u, part = low.exponent(0, rows, y[rows]), None if grad_y is None else grad_y[rows]
-            low.add(rows, *block(grad[rows], y[rows], u, form.slope, low.energy_weight(rows), part))
+        for rows in low.blocks(y):
+            part, _, u = low.of(0, rows, y, with_s=False)
+            into = None if grad_y is None else grad_y[rows]
+            weight = low.energy_weight(rows)
+            low.add(rows, *block(grad[rows], part, u, form.slope, weight, into))
         return grad_y, low.grad_z, *low.grad_weights, None
 
 
@@ -217,8 +219,11 @@ class Product(torch.autograd.Function):
         ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any
     ) -> tuple[Tensor, Tensor]:
         *weights, form = others
-        product = torch.empty_like(gate)
-        energy = product_forward(gate, up, LowRank(z, weights, form), product)
+        low, block = LowRank(z, weights, form), form.body(product_block)
+        product, energy = torch.empty_like(gate), low.additive_energy()
+        for rows in low.blocks(gate):
+            of_both = *low.of(0, rows, gate), *low.of(1, rows, up)
+            block(*of_both, form.slope, product[rows], energy[rows])
         ctx.form = form
         ctx.save_for_backward(gate, up, z, *weights)
         if not form.regularised:
@@ -236,15 +241,6 @@ class Product(torch.autograd.Function):
         return *grads, low.grad_z, *low.grad_weights, None
 
 
-def product_forward(gate: Tensor, up: Tensor, low: LowRank, product: Tensor) -> Tensor:
-    """Write p = silu(gate') * up' [N, F] to `product`; return the energy [N] of both targets."""
-    energy, block = low.additive_energy(), low.form.body(_product_block)
-    for rows in blocks(gate, low.z.shape[-1]):
-        of_gate, of_up = low.of(0, rows, gate), low.of(1, rows, up)
-        block(*of_gate, *of_up, low.form.slope, product[rows], energy[rows])
-    return energy
-
-
 def product_backward(
     grad: Tensor,
     gate: Tensor,
@@ -255,7 +251,7 @@ def product_backward(
 ) -> None:
     """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
     block = low.form.body(_product_backward_block)
-    for rows in blocks(gate, low.z.shape[-1]):
+    for rows in low.blocks(gate):
         of_gate, of_up = low.of(0, rows, gate), low.of(1, rows, up)
         into = [None if place is None else place[rows] for place in (grad_gate, grad_up)]
         weight = low.energy_weight(rows)
@@ -269,32 +265,20 @@ def product_backward(
 
 
 def _multiplied(
-    y: Tensor, moved: Tensor, u: Tensor | None, slope: float
+    y: Tensor, moved: Tensor, u: Tensor | None, slope: float, energy: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return m y + s, and c."""
+    """Return m y + s, and c; add the mean over channels of (m - 1)^2 to the energy."""
     if u is None:
         return moved, None
     c = u.sigmoid_().sub_(0.5)
+    if energy is not None:
+        energy += torch.linalg.vector_norm(c, dim=-1).square_().mul_(slope * slope / c.shape[-1])
     if moved is y:
         return torch.addcmul(y, c, y, value=slope), c
     return moved.addcmul_(c, y, value=slope), c
 
 
-def _add_energy(energy: Tensor, c: Tensor | None, slope: float) -> None:
-    """Add the mean over channels of (m - 1)^2."""
-    if c is not None:
-        energy += torch.linalg.vector_norm(c, dim=-1).square_().mul_(slope * slope / c.shape[-1])
-
-
-def _modulate_block(
-    y: Tensor, moved: Tensor, u: Tensor | None, slope: float, out: Tensor, energy: Tensor
-) -> None:
-    result, c = _multiplied(y, moved, u, slope)
-    _add_energy(energy, c, slope)
-    out.copy_(result)
-
-
-def _product_block(
+def product_block(
     gate: Tensor,
     gate_moved: Tensor,
     gate_u: Tensor | None,
@@ -305,10 +289,9 @@ def _product_block(
     out: Tensor,
     energy: Tensor,
 ) -> None:
-    gate_out, gate_c = _multiplied(gate, gate_moved, gate_u, slope)
-    up_out, up_c = _multiplied(up, up_moved, up_u, slope)
-    _add_energy(energy, gate_c, slope)
-    _add_energy(energy, up_c, slope)
+    """Write p to `out`, and add the multipliers' energy."""
+    gate_out, _ = _multiplied(gate, gate_moved, gate_u, slope, energy)
+    up_out, _ = _multiplied(up, up_moved, up_u, slope, energy)
     torch.mul(F.silu(gate_out, inplace=gate_out is not gate), up_out, out=out)
 
 

@@ -28,12 +28,12 @@ from npt.adapters.fused import (
     Product,
     is_unfused,
     product_backward,
-    product_forward,
+    product_block,
 )
 from npt.adapters.layer import NPTLayer, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
 from npt.adapters.observed import Aside
-from npt.base.hooks import has_forward_hooks, is_hooked, may_change
+from npt.base.hooks import has_forward_hooks, may_change
 from npt.base.linear import (
     effective_dtype,
     is_plain_linear,
@@ -188,18 +188,15 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
         and not torch.is_autocast_enabled(hidden.device.type)
         and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
         # a hook on it is called when stages are shown
-        and (layer.npt.observer is not None or not is_hooked(mlp.act_fn))
-        and all(_is_by_hand(part) for part in parts)
+        and (layer.npt.observer is not None or not has_forward_hooks(mlp.act_fn))
+        and all(map(is_plain_linear, parts))
+        and all(
+            effective_dtype(part) == "float32"
+            or (isinstance(part, bnb.nn.Linear4bit) and effective_dtype(part) == "bfloat16")
+            for part in parts
+        )
         and not any(may_change(module) for module in (mlp, mlp.act_fn, *parts))
     )
-
-
-def _is_by_hand(part: nn.Module) -> bool:
-    """Return whether `multiply` computes as the module does."""
-    if not is_plain_linear(part):
-        return False
-    packed = isinstance(part, bnb.nn.Linear4bit)
-    return effective_dtype(part) in (("float32", "bfloat16") if packed else ("float32",))
 
 
 def _plain_output(
@@ -242,7 +239,11 @@ class _MLP(torch.autograd.Function):
             taught[0].mul_(F.silu(product, inplace=True))
         elif run.teacher == "shared":
             F.silu(taught[0].copy_(gate), inplace=True).mul_(up)
-        energy = product_forward(gate, up, LowRank(z, weights, form), product)
+        low, block = LowRank(z, weights, form), form.body(product_block)
+        energy = low.additive_energy()
+        for part in low.blocks(gate):
+            of_both = *low.of(0, part, gate), *low.of(1, part, up)
+            block(*of_both, form.slope, product[part], energy[part])
         if run.aside is not None:
             run.aside.show_product(gate.clone(), up.clone())
         weight, read = product_weight(mlp.down_proj, x.dtype), memory[n : (pieces - 1) * n]

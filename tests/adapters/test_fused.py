@@ -378,7 +378,7 @@ class TestCompiled:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
-        assert calls == ["_product_block", "_product_backward_block"]
+        assert calls == ["product_block", "_product_backward_block"]
 
     @pytest.mark.parametrize(
         "error",

@@ -367,9 +367,9 @@ class TestCompiled:
         found = drive(model, batch, TrainConfig(strategy=strategy, compile=True))
         assert sorted(made) == [
             "_modulate_backward_block",
-            "_modulate_block",
+            "_multiplied",
             "_product_backward_block",
-            "_product_block",
+            "product_block",
         ]
         assert torch.equal(found.loss, plain.loss)
 

@@ -1,8 +1,8 @@
 """Attention of fp32 on CUDA: the kernel it reaches, its values and gradients, and what it leaves to
 transformers.
 
-A substitute takes the memory-efficient kernel's place: plain products on the CPU, with the arguments and
-the layouts of torch's operators, which are checked. What the kernel itself does is for tests/gpu.
+A substitute takes the memory-efficient kernel's place: plain products on the CPU, with the
+arguments and layouts of torch's operators, which are checked. tests/gpu has the kernel itself.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ def backward(
 
 @pytest.fixture
 def kernel(monkeypatch) -> Iterator[list[str]]:
-    """The substitute, taken for fp32 on the CPU and on simulated devices. Yields what was called, in
-    order.
-    """
+    """Take the substitute for fp32 on the CPU and simulated devices; yield the calls in order."""
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:

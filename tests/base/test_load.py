@@ -294,7 +294,7 @@ class TestBaseHash:
 
 
 class TestNothingOfACheckpointIsRun:
-    """Code next to the weights, a pickle instead of them: refused or passed over, without a question
+    """Code with the weights, a pickle instead of them: refused or passed over, without a question
     on the terminal.
     """
 

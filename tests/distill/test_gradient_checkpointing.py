@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from windows import add_filled
 
 import npt
-from npt.adapters import trained
+from npt.adapters import fused, trained
 from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.recompute import recomputed
@@ -253,12 +253,14 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
     """
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
     made: list[StorageWeakRef] = []
-    forward, dense = trained.product_forward, trained.product_weight
-    monkeypatch.setattr(
-        trained,
-        "product_forward",
-        lambda gate, *a: made.append(StorageWeakRef(gate.untyped_storage())) or forward(gate, *a),
-    )
+    rows_of, dense = fused.blocks, trained.product_weight
+
+    def watched(product: Tensor, rank: int) -> list[slice]:
+        if product.shape[-1] == layer.mlp.gate_proj.out_features:
+            made.append(StorageWeakRef(product.untyped_storage()))
+        return rows_of(product, rank)
+
+    monkeypatch.setattr(fused, "blocks", watched)
     weights: list[weakref.ref[Tensor]] = []
     monkeypatch.setattr(
         trained, "product_weight", lambda *a: weights.append(weakref.ref(w := dense(*a))) or w
@@ -274,7 +276,7 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
         assert [storage.expired() for storage in made] == [gone]
         assert [weight() is None for weight in weights] == [True, True, gone]  # gate, up, down
         output.sum().backward()
-        assert len(made) == (2 if gone else 1)  # forward and its recomputation
+        assert len(made) == (3 if gone else 2)  # forward, its recomputation, backward
         assert all(storage.expired() for storage in made)
 
 
