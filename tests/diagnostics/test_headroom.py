@@ -111,10 +111,15 @@ def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> 
         hidden, running = open_stream(plain, batch), open_stream(half, batch)
         h, r = hidden.hidden, running.hidden
         for index, layer in enumerate(measured.layers):
-            t = plain.model.layers[index](h, **hidden.context)
+            t = plain.model.layers[index](h, **hidden.context_of(plain.model.layers[index]))
             given = h.to(dtype)
-            own = half.model.layers[index](given, **running.context).double() - given.double()
-            r = half.model.layers[index](r, **running.context)
+            own = (
+                half.model.layers[index](
+                    given, **running.context_of(half.model.layers[index])
+                ).double()
+                - given.double()
+            )
+            r = half.model.layers[index](r, **running.context_of(half.model.layers[index]))
             update = ((own - (t - h).double()).norm(dim=-1) / (t - h).double().norm(dim=-1))[valid]
             residual = ((r.double() - t.double()).norm(dim=-1) / t.double().norm(dim=-1))[valid]
             # fp32 sums of squares against fp64.
