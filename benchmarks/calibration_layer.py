@@ -21,14 +21,13 @@ import torch
 
 import npt
 from npt.base.device import wait_for
+from npt.base.quantization_error import fp32_products
 from npt.base.random_base import random_base
 from npt.calibration.placement import Placement, free_bytes
 from npt.calibration.plan import Plan, plan
-from npt.calibration.precision import full_precision
 from npt.config import NPTConfig
 from npt.data.batch import Sample
-from npt.planning.named_models import llama_config
-from npt.planning.shape import Shape
+from npt.planning.shape import Shape, llama_config
 
 LENGTH, VOCAB, HEAD = 256, 512, 64
 BATCH_SIZE = 8
@@ -110,7 +109,7 @@ def measure(
     work = plan(form, config, (0,), (rank,), tokens, rounds, batch=(batch_size, LENGTH))
     free = free_bytes(place) if place.type == "cuda" else 0
     placement = Placement() if on_host else work.place(place, free)
-    with full_precision():
+    with fp32_products("highest"):
         forecast = work.seconds(place, placement)
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)

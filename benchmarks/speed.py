@@ -55,12 +55,13 @@ import torch
 import transformers
 
 import npt
+from flop_count import count_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError
 from npt.files import write_bytes, write_text
-from npt.planning.flops import count_flops, floor_flops, training_flops
+from npt.planning.flops import floor_flops, training_flops
 from npt.planning.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
 from speed_sweep import sweep

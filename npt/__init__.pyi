@@ -10,13 +10,13 @@ from npt.adapters.consolidate import consolidated as consolidated
 from npt.adapters.consolidate import consolidation_disabled as consolidation_disabled
 from npt.adapters.consolidate import unconsolidate as unconsolidate
 from npt.adapters.consolidate import update_from as update_from
+from npt.adapters.files.adapter_files import from_pretrained as from_pretrained
 from npt.adapters.files.adapter_files import load_adapter as load_adapter
 from npt.adapters.files.adapter_files import save_adapter as save_adapter
 from npt.adapters.files.consolidated_files import load_consolidated as load_consolidated
 from npt.adapters.files.consolidated_files import save_consolidated as save_consolidated
 from npt.adapters.files.export import export as export
 from npt.adapters.files.peft_shim import register_peft as register_peft
-from npt.adapters.files.pretrained import from_pretrained as from_pretrained
 from npt.adapters.files.push import push_to_hub as push_to_hub
 from npt.adapters.token_modulation import modulation_of as modulation_of
 from npt.base.identity import BaseIdentity as BaseIdentity

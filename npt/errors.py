@@ -11,9 +11,7 @@ import re
 
 
 def article(word: str) -> str:
-    """`a` or `an`, by how the word begins: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit
-    one.
-    """
+    """Return `a` or `an`: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit one."""
     word = word.lstrip("'\"")
     if re.match(r"uni|uint|use|utf", word.lower()):
         return "a"
@@ -21,7 +19,7 @@ def article(word: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The type of a value with its article, as messages name it."""
+    """Return the type of a value with its article, for messages."""
     name = type(value).__name__
     return f"{article(name)} {name}"
 
@@ -57,8 +55,8 @@ class PrecisionError(NPTError, RuntimeError):
 
 
 class NoMemoryError(NPTError, RuntimeError):
-    """One sample at a time does not fit into memory. Where fewer samples would, fewer are computed
-    at once, and nothing is raised.
+    """One sample at a time does not fit into memory. (If fewer samples fit, fewer are computed at
+    once, and nothing is raised.)
     """
 
 
@@ -73,17 +71,13 @@ class HubError(NPTError, OSError):
 
 
 class BundleError(NPTError, ValueError):
-    """A post-mortem bundle that cannot be replayed: its files, or the base it is to be replayed
-    on.
-    """
+    """A post-mortem bundle that cannot be replayed: its files, or its base."""
 
     exit_status = 5
 
 
 class CheckpointError(NPTError, ValueError):
-    """A checkpoint that cannot be resumed from: its files, its form, or settings that do not go
-    with it.
-    """
+    """A checkpoint that cannot be resumed from: its files, its form, or the run's settings."""
 
     exit_status = 5
 
@@ -111,9 +105,7 @@ class ProcessError(NPTError, RuntimeError):
 
 
 class TooManyRefusalsError(NPTError, RuntimeError):
-    """Training stopped because too many micro-batches or steps in a row were refused; a post-mortem
-    was written.
-    """
+    """Training stopped after too many refusals in a row; a post-mortem was written."""
 
     exit_status = 3
 
@@ -125,7 +117,7 @@ class SmokeTestError(NPTError, RuntimeError):
 
 
 class NumericalError(NPTError, ArithmeticError):
-    """Numbers that nothing can be computed from: not finite, or an id that stands for nothing."""
+    """Numbers that nothing can be computed from: not finite, or an unknown id."""
 
 
 _NO_MEMORY = (
@@ -138,22 +130,20 @@ _NO_MEMORY = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_NOT_INITIALIZED",
 )
-"""What torch says where it has no error of its own for this. A library that finds no room for its
-own state is not initialised.
+"""Messages of torch without an error of their own. A library that finds no room for its own state
+is not initialised.
 """
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """Return the first line of another library's error."""
     return next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device. By names, so that torch need not be loaded to
-    ask.
-    """
+    """Return whether an allocation failed, on any device. (By names: torch need not be loaded.)"""
     if isinstance(error, NPTError):  # which may quote such an error
         return False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -1,6 +1,6 @@
 """Packages that only some features need, and the extra of this distribution that installs each.
 
-They are imported where they are used, so that the rest works without them.
+They are imported when they are used, so that the rest works without them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,15 @@ def install_command(extra: str) -> str:
 
 
 def lacking(package: str) -> str:
-    """Return the end of a message about a feature whose package is missing: what it needs and the
-    command that installs it.
-    """
+    """Return the end of a message about a feature whose package is missing."""
     return f"needs {package}, which is not installed; {install_command(EXTRAS[package])}"
 
 
 def require(package: str, feature: str) -> None:
-    """Refuse a feature whose package is missing.
-
-    Args:
-        package: one of `EXTRAS`.
-        feature: subject of the message.
+    """Refuse a feature (the subject of the message) if its package is not installed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not.
     """
     if not installed(package):
         raise ConfigError(f"{feature} {lacking(package)}")

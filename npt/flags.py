@@ -5,32 +5,98 @@ types and help texts.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from npt.aliases import canonical, hint
 from npt.config import GROUPS, flag_of, hints_of
 from npt.errors import ConfigError, kind_of
 from npt.presets import presets, settings_file
 
+ALIASES = {
+    "model_name_or_path": "model_name",
+    "base_model": "model_name",
+    "dataset": "dataset_name",
+    "max_seq_length": "max_length",
+    "load_in_4bit": "use_quantization",
+    "bnb_4bit_quant_type": "quant_type",
+    "lr": "learning_rate",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "num_epochs",
+    "lr_scheduler_type": "scheduler_type",
+    "logging_steps": "log_steps",
+    "resume_from_checkpoint": "resume",
+    "output": "output_dir",
+}
+"""A flag by each of its other names: those of transformers' and PEFT's scripts, and old ones."""
+
+RETIRED = {
+    "mixed_precision": (
+        "a 4-bit base computes in fp32, or its products in bf16 (--compute_dtype bf16); --use_fp16"
+        " is for unquantised ones"
+    ),
+    "optimizer_type": "the optimizer is AdamW, whose moments stay in fp32",
+    "modulation_scale": (
+        "--additive_scale scales the additive term, --mult_bound bounds the multiplicative one"
+    ),
+    "log_file": "a run writes metrics.jsonl and events.jsonl into --output_dir",
+    "fp16": "--use_fp16 computes an unquantised base in fp16; a 4-bit base computes in fp32",
+    "bf16": (
+        "--compute_dtype bf16 rounds the products of a 4-bit base to bf16; all else computes in"
+        " fp32"
+    ),
+    "save_strategy": "--save_steps says how often",
+    "eval_strategy": "--eval_steps says how often",
+    "evaluation_strategy": "--eval_steps says how often",
+}
+"""Flags that do not exist, and what to use instead."""
+
+
+_RARE = "npt_rare"
+"""The mark of a flag that few runs need."""
+
+
+def canonical(name: str, known: Collection[str]) -> str:
+    """Return the known flag that a name means (without leading dashes), else the name itself.
+
+    Dashes within a name mean underscores, and a leading `no_` negates.
+    """
+    plain = name.replace("-", "_")
+    for prefix in ("", "no_"):
+        if plain.startswith(prefix):
+            found = prefix + ALIASES.get(plain.removeprefix(prefix), plain.removeprefix(prefix))
+            if found in known:
+                return found
+    return name
+
+
+def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
+    """Return an addition to a message about an unknown flag: a similar flag, or what replaced it;
+    or nothing.
+    """
+    plain = name.replace("-", "_")
+    if plain in RETIRED:
+        return f"; {RETIRED[plain]}"
+    near = difflib.get_close_matches(plain, [*known, *ALIASES], n=1)
+    return f"; did you mean {mark}{near[0]}?" if near else ""
+
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and status 2; that knows other names of its
-    flags (npt/aliases.py), and whose `--help` leaves out what few runs need, which `--help_all`
-    shows."""
+    flags, and whose `--help` leaves out those that few runs need, which `--help_all` shows.
+    """
 
     def __init__(self, *arguments: Any, takes_others: bool = False, **named: Any):
         super().__init__(*arguments, **named)
-        # whether flags that it does not know are somebody else's, and handed out
+        # whether flags that it does not know are returned
         self._takes_others = takes_others
-        self._show_all = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -48,8 +114,8 @@ class OneLineParser(argparse.ArgumentParser):
         ]
 
     def _spelled(self, argument: str) -> str:
-        """An argument, a flag by its own name."""
-        if not argument.startswith("--") or argument == "--":
+        """Return an argument, a flag by its own name."""
+        if not argument.startswith("--"):
             return argument
         name, equals, value = argument[2:].partition("=")
         return f"--{canonical(name, self._flags())}{equals}{value}"
@@ -57,16 +123,16 @@ class OneLineParser(argparse.ArgumentParser):
     def _unknown(self, argument: str) -> str:
         if not argument.startswith("-"):
             return f"{argument!r} belongs to no flag"
-        name = argument.lstrip("-").partition("=")[0]
-        return f"there is no flag {argument.partition('=')[0]}{hint(name, self._flags())}"
+        flag = argument.partition("=")[0]
+        return f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}"
 
-    def format_help(self) -> str:
+    def format_help(self, *, rare_too: bool = False) -> str:
         rare = [
             action
             for action in self._actions
             if getattr(action, _RARE, False) and action.help != argparse.SUPPRESS
         ]
-        if not rare or self._show_all:
+        if not rare or rare_too:
             return super().format_help()
         helps, epilog = [action.help for action in rare], self.epilog
         try:
@@ -79,27 +145,18 @@ class OneLineParser(argparse.ArgumentParser):
             for action, text in zip(rare, helps, strict=True):
                 action.help = text
 
-    def show_all(self) -> NoReturn:
-        """Print help on every flag, and end."""
-        self._show_all = True
-        self.print_help()
-        self.exit()
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-_RARE = "npt_rare"
-"""What marks a flag that few runs need."""
-
-
 class _HelpAll(argparse.Action):
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.show_all()
+        print(parser.format_help(rare_too=True), end="")
+        parser.exit()
 
 
 class _Words(argparse.Action):
-    """Words behind a flag, with spaces or commas between them, as one list."""
+    """Words with spaces or commas between them, as one list."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
         setattr(namespace, self.dest, ",".join(values))
@@ -109,82 +166,58 @@ def add_settings(
     parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()
 ) -> None:
     """Add a flag for every field of the dataclasses; one that is not given stays out of the parsed
-    namespace.
-
-    A boolean setting takes an optional value (`--smoke_test false`) and has a negation
+    namespace. A boolean one takes an optional value (`--smoke_test false`) and has a negation
     (`--no_smoke_test`).
     """
     groups: dict[str, Any] = {}
-    if "--help_all" not in parser._option_string_actions:
-        parser.add_argument(
-            "--help_all",
-            nargs=0,
-            action=_HelpAll,
-            default=argparse.SUPPRESS,
-            help="show every flag and exit",
-        )
+    parser.add_argument(
+        "--help_all",
+        nargs=0,
+        action=_HelpAll,
+        default=argparse.SUPPRESS,
+        help="show every flag and exit",
+    )
     for cls in classes:
         hints = hints_of(cls)
         for f in fields(cls):
-            name = flag_of(f)
-            if name in leave_out:
+            if flag_of(f) in leave_out:
                 continue
             title = GROUPS[f.metadata["group"]]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
-            group = groups[title]
-            before = len(parser._actions)
-            kind = _plain_type(hints[f.name])
-            help = f"{f.metadata.get('help', '')} (default: {_shown(f)})"
-            if kind is bool:
-                group.add_argument(
-                    f"--{name}",
-                    nargs="?",
-                    const=True,
-                    type=_boolean,
-                    default=argparse.SUPPRESS,
-                    metavar="BOOL",
-                    help=help,
-                )
-                group.add_argument(
-                    f"--no_{name}",
-                    dest=name,
-                    action="store_false",
-                    default=argparse.SUPPRESS,
-                    help=argparse.SUPPRESS,
-                )
-            # transformers' scripts take `--report_to wandb tensorboard`
-            elif kind is tuple and f.metadata["group"] == "trackers":
-                group.add_argument(
-                    f"--{name}",
-                    nargs="+",
-                    action=_Words,
-                    default=argparse.SUPPRESS,
-                    metavar="LIST",
-                    help=help,
-                )
-            elif kind is tuple:
-                group.add_argument(
-                    f"--{name}", default=argparse.SUPPRESS, metavar="LIST", help=help
-                )
-            else:
-                choices = f.metadata.get("choices")
-                group.add_argument(
-                    f"--{name}",
-                    type=kind,
-                    choices=choices,
-                    default=argparse.SUPPRESS,
-                    metavar=None if choices else kind.__name__.upper(),
-                    help=help,
-                )
-            for action in parser._actions[before:]:
-                setattr(action, _RARE, not f.metadata["often"])
+            _add_setting(groups[title], f, _plain_type(hints[f.name]))
+
+
+def _add_setting(group: Any, f: Field[Any], kind: type) -> None:
+    name, choices = flag_of(f), f.metadata.get("choices")
+    how: dict[str, Any] = {"help": f"{f.metadata.get('help', '')} (default: {_shown(f)})"}
+    if kind is bool:
+        how |= {"nargs": "?", "const": True, "type": _boolean, "metavar": "BOOL"}
+    elif kind is tuple:
+        how["metavar"] = "LIST"
+        # transformers' scripts take `--report_to wandb tensorboard`
+        if f.metadata["group"] == "trackers":
+            how |= {"nargs": "+", "action": _Words}
+    elif choices:
+        how |= {"type": kind, "choices": choices}
+    else:
+        how |= {"type": kind, "metavar": kind.__name__.upper()}
+    rare = not f.metadata["often"]
+    setattr(group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how), _RARE, rare)
+    if kind is bool:
+        group.add_argument(
+            f"--no_{name}",
+            dest=name,
+            action="store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 def read_yaml(
     path: str, classes: Iterable[type], extra: Mapping[str, type] | None = None
 ) -> dict[str, Any]:
-    """Settings from a YAML mapping of flag names, without dashes, to values.
+    """Return settings from a YAML mapping of flag names, without dashes, to values.
 
     Args:
         path: the file, or the name of a preset (npt/presets).
@@ -210,11 +243,7 @@ def read_yaml(
 
 
 def yaml_content(path: str, where: str) -> Any:
-    """What a YAML file holds.
-
-    Args:
-        path: the file.
-        where: what messages call it.
+    """Return the content of a YAML file, which messages call `where`.
 
     Raises:
         ConfigError: unreadable, or not YAML.
@@ -239,13 +268,12 @@ def checked_settings(
     classes: Iterable[type],
     extra: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Settings by flag name, each known and of its type.
+    """Return settings by flag name, each known and of its type.
 
     Args:
         where: they were written, for messages.
         content: as it was written.
-        classes: whose flags are allowed.
-        extra: further flags and their types.
+        classes, extra: as for `read_yaml`.
 
     Raises:
         ConfigError: an unknown name, or a value of another type.
@@ -259,57 +287,47 @@ def checked_settings(
         name = canonical(str(written), kinds)
         if name not in kinds:
             raise ConfigError(
-                f"{where}: there is no setting {written!r}{hint(str(written), kinds, mark='')}"
+                f"{where}: there is no setting {written!r}{_hint(str(written), kinds, mark='')}"
             )
         if name in settings:
             raise ConfigError(
-                f"{where}: {name} stands there twice, once as {written}; drop one of the two"
+                f"{where}: {name} is given twice, once as {written}; drop one of the two"
             )
         settings[name] = _typed(where, name, value, kinds[name])
     return settings
 
 
 def build(cls: type, given: Mapping[str, Any]) -> Any:
-    """A settings object from what was given, by flag name, and its defaults for the rest."""
+    """Return a settings object from values by flag name, and its defaults for the rest."""
     return cls(**{f.name: given[flag_of(f)] for f in fields(cls) if flag_of(f) in given})
 
 
 def _typed(where: str, name: str, value: Any, kind: type) -> Any:
-    if value is None or (
-        kind is not str
-        and isinstance(value, kind)
-        and not (kind is int and isinstance(value, bool))
-    ):
-        return value
+    if value is None:
+        return None
+    nested = isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
+    )
     try:
         if kind is tuple:
             return tuple(value) if isinstance(value, list) else str(value)
         if kind is bool:
-            return _boolean(str(value))
+            return value if isinstance(value, bool) else _boolean(str(value))
+        if kind is str and not nested:  # layers: [3, 5]
+            return ",".join(map(str, value)) if isinstance(value, list) else str(value)
         if kind in (int, float) and not isinstance(value, bool):
-            return kind(value) if isinstance(value, str) or kind(value) == value else _fail()
-        if (
-            kind is str
-            and isinstance(value, list)
-            and not any(isinstance(item, dict | list) for item in value)
-        ):
-            return ",".join(map(str, value))  # layers: [3, 5]
-        if kind is str and not isinstance(value, dict | list):
-            return str(value)
+            number = kind(value)
+            if isinstance(value, str | kind) or number == value:
+                return number
     # a whole number that is infinite overflows
     except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
         pass
-    raise ConfigError(
-        f"{where}: {name} is {value!r}, expected {'a list' if kind is tuple else kind.__name__}"
-    )
-
-
-def _fail() -> NoReturn:
-    raise ValueError
+    expected = "a list" if kind is tuple else kind.__name__
+    raise ConfigError(f"{where}: {name} is {value!r}, expected {expected}")
 
 
 def _plain_type(hint: Any) -> type:
-    """int of `int | None`, tuple of `tuple[str, ...]`."""
+    """Return int of `int | None`, tuple of `tuple[str, ...]`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return typing.get_origin(hint) or hint
@@ -334,10 +352,10 @@ def _shown(f: Field[Any]) -> str:
 
 
 def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by flag name, with `safe_mode` written out as the form that it stands for.
+    """Return values by flag name, with `safe_mode` replaced by the form that it means.
 
     Raises:
-        ConfigError: another form is asked for beside it.
+        ConfigError: another form is asked for too.
     """
     plain = {name: value for name, value in given.items() if name != "safe_mode"}
     if not given.get("safe_mode", False):

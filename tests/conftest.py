@@ -333,7 +333,7 @@ def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tests/planning/test_plan.py holds counts to measurements.
     """
-    from npt.planning.fake_model import Hollow
+    from npt.planning.fake_device import FakeDevice
     from npt.planning.plan import Planner
 
     count = Planner._count
@@ -341,7 +341,7 @@ def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     def formula(planner: Planner, run: Any, name: Any, samples: int, depth: Any) -> int:
         return count(planner, run, name, samples, depth) + 100_000 * samples * (2 + depth.layers)
 
-    monkeypatch.setattr(Hollow, "peak_of", lambda self, act: 0)
+    monkeypatch.setattr(FakeDevice, "peak_of", lambda self, act: 0)
     monkeypatch.setattr(Planner, "_count", formula)
 
 

@@ -7,11 +7,10 @@ from dataclasses import fields
 
 import pytest
 
-from npt.aliases import ALIASES, RETIRED, canonical
 from npt.cli.main import main
 from npt.config import GROUPS, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError
-from npt.flags import OneLineParser, add_settings, read_yaml
+from npt.flags import ALIASES, RETIRED, OneLineParser, add_settings, canonical, read_yaml
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 FLAGS = [flag_of(f) for cls in CLASSES for f in fields(cls)]
@@ -85,9 +84,7 @@ def test_values_are_left_as_they_are():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_flag_that_there_is_not_is_one_line_with_what_was_meant_and_the_verbs_own_help(
-    capsys, written, said
-):
+def test_an_unknown_flag_is_one_line_with_a_suggestion_and_the_help(capsys, written, said):
     line = refused(capsys, *written)
     assert (
         line.startswith("npt pretrain: error: ")
@@ -112,7 +109,7 @@ def test_a_file_of_settings_takes_them_too_and_none_twice(tmp_path):
     }
     file.write_text("batch_size: 8\nper_device_train_batch_size: 4\n")
     with pytest.raises(
-        ConfigError, match="batch_size stands there twice, once as per_device_train_batch_size"
+        ConfigError, match="batch_size is given twice, once as per_device_train_batch_size"
     ):
         read_yaml(str(file), CLASSES)
     file.write_text("mixed_precision: fp16\n")

@@ -31,7 +31,7 @@ from npt.cli.main import VERBS, main
 
 for verb in VERBS:
     try:
-        main([verb.__name__.rpartition(".")[2], "--help"])
+        main([verb, "--help"])
     except SystemExit as end:
         assert end.code == 0
 

@@ -16,7 +16,7 @@ ROOT = Path(npt.__file__).parent
 # Low to high. A unit is a module or package directly below npt; several on one line may not import
 # one another.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "aliases", "presets"),
+    ("errors", "version", "presets"),
     ("files", "console", "stored", "extras", "config"),
     ("flags", "random_state"),
     ("data",),

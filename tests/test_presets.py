@@ -14,10 +14,10 @@ from npt.cli.planning import _workload, forecast_calibration
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.flags import build, read_yaml, with_safe_mode
-from npt.planning.fake_model import _PACKED_PRODUCT
+from npt.planning.fake_device import _PACKED_PRODUCT
 from npt.planning.memory import shown
-from npt.planning.named_models import SHAPES
 from npt.planning.plan import Planner
+from npt.planning.shape import SHAPES
 from npt.presets import presets, settings_file
 
 

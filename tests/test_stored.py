@@ -100,7 +100,7 @@ def test_headers_are_read_without_the_tensors(tmp_path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1), st.booleans())
-def test_whatever_a_safetensors_file_holds_it_is_read_or_refused_in_one_line(
+def test_any_safetensors_file_is_read_or_refused_in_one_line(
     tmp_path_factory, content, length, short
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
@@ -148,7 +148,7 @@ class TestEntries:
         assert "deep.c is 1, expected bool" in self.message({"a": 1, "b": "", "c": 1})
 
 
-def test_names_that_are_not_the_wanted_ones_are_counted_and_the_first_is_said() -> None:
+def test_wrong_tensor_names_are_counted_and_the_first_is_named() -> None:
     check_names(Path("x"), ["b", "a"], ["a", "b"], BundleError)
     with pytest.raises(BundleError, match=r"x lacks the tensor 'b' \(2 such\)"):
         check_names(Path("x"), ["a"], ["a", "b", "c"], BundleError)

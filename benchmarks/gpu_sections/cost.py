@@ -28,8 +28,8 @@ from npt.distill.strategies import STRATEGIES, MicroBatch
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
 from npt.planning.memory import PHASES, shown
-from npt.planning.named_models import SHAPES, llama_config
 from npt.planning.plan import Planner
+from npt.planning.shape import SHAPES, llama_config
 from npt.planning.timing import measure
 from npt.planning.workload import Workload
 from npt.step.splitting import MicroBatchSplitter

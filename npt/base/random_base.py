@@ -61,17 +61,7 @@ def random_base(
     check_family("a random base", config)
     device = torch.device(device) if device is not None else default_device()
     stored = torch.float32 if quantization is None else torch.bfloat16
-    with torch.device("meta"):
-        attention = implementation_of(attn_implementation)
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=stored, attn_implementation=attention
-        )
-    if quantization is not None:
-        packing = packing_config(quantization)
-        replace_with_bnb_linear(
-            model, modules_to_not_convert=list(DENSE), quantization_config=packing
-        )
-        model.is_loaded_in_4bit = True  # tells PEFT its form of a layer
+    model = meta_base(config, quantization, stored, implementation_of(attn_implementation))
     _draw_weights(model, stored, device, torch.Generator(device).manual_seed(seed))
     rotary = type(model.model.rotary_emb)
     # made on no device, it holds no frequencies
@@ -83,6 +73,23 @@ def random_base(
     model.requires_grad_(False)
     model.eval()
     audit_precision(model, torch.float32)
+    return model
+
+
+def meta_base(
+    config: PreTrainedConfig, quantization: str | None, stored: torch.dtype, attention: str
+) -> Any:
+    """Return a model on the meta device, with packed layers if it is quantised."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=stored, attn_implementation=attention
+        )
+    if quantization is not None:
+        packing = packing_config(quantization)
+        replace_with_bnb_linear(
+            model, modules_to_not_convert=list(DENSE), quantization_config=packing
+        )
+        model.is_loaded_in_4bit = True  # by which PEFT finds its form of a layer
     return model
 
 

@@ -1,34 +1,34 @@
 """The device that a calibration keeps its matrices and rows on: the model's if they fit, else the
-host.
-"""
+host."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from npt.errors import is_out_of_memory
-
-T = TypeVar("T")
 
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices of what a calibration keeps.
-
-    sums: Gram matrices of all layers. factors: one layer's matrices while they are factorised.
-    rows: states of all tokens; on the host they are in a temporary file.
+    """Devices that a calibration uses: for the Gram matrices of all layers, for the matrices of one
+    layer while they are factorised, and for the states of all tokens, which the host has in a
+    temporary file.
     """
 
     sums: torch.device = HOST
     factors: torch.device = HOST
     rows: torch.device = HOST
+
+    @classmethod
+    def of(cls, device: torch.device, names: tuple[str, ...]) -> Placement:
+        """Put the named ones on `device` and the others on the host."""
+        return cls(**dict.fromkeys(names, device))
 
     @property
     def all_on_host(self) -> bool:
@@ -41,17 +41,16 @@ class Placement:
         for name, device in parts.items():
             host = "disk" if name == "rows" else "the host"
             found.setdefault(host if device == HOST else str(device), []).append(name)
-        return ", ".join(f"{_listed(names)} on {place}" for place, names in found.items())
+        return ", ".join(
+            f"{' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))} on {place}"
+            for place, names in found.items()
+        )
 
 
 PREFERENCES = (("sums", "factors", "rows"), ("sums", "factors"), ("factors", "rows"), ("factors",))
-"""What is put on the model's device, the first choice that fits. Rows on the host are copied while
-the device computes; sums on the host cost the host's own time, factorisations there most of all."""
-
-
-def placement_of(device: torch.device, names: tuple[str, ...]) -> Placement:
-    """Put the named ones on `device` and the others on the host."""
-    return Placement(**dict.fromkeys(names, device))
+"""Choices of what is put on the model's device; the first that fits is taken. Rows on the host are
+copied while the device computes; sums on the host cost the host's own time, factorisations there
+most of all."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -61,20 +60,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def or_on_host(
-    act: Callable[[Placement], T], placement: Placement, say: Callable[[str], None]
-) -> tuple[T, Placement]:
+    act: Callable[[Placement], None], placement: Placement, say: Callable[[str], None]
+) -> Placement:
     """Run `act`; if a device has no memory for it, say so in one line and run it on the host.
 
-    Args:
-        act: changes nothing that outlives its failure.
-        placement: to try first.
-        say: prints a line.
-
     Returns:
-        The result and the placement that it was computed in.
+        The placement that it ran in.
     """
     try:
-        return act(placement), placement
+        act(placement)
+        return placement
     except (RuntimeError, MemoryError) as error:
         if placement.all_on_host or not is_out_of_memory(error):
             raise
@@ -84,14 +79,11 @@ def or_on_host(
     release(*{placement.sums, placement.factors, placement.rows})
     host = Placement()
     say(f"calibration: out of memory ({lack[:160]}); begun again with {host}")
-    return act(host), host
+    act(host)
+    return host
 
 
 def release(*devices: torch.device) -> None:
     """Give a GPU's memory that is no longer used back to it."""
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,4 @@
-"""What a calibration is going to take, said before it starts, and a bar while it runs."""
+"""A forecast of what a calibration takes, printed before it starts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedConfig
 
+from npt.adapters.fit import format_layers
 from npt.base.device import wait_for
-from npt.calibration.placement import HOST, PREFERENCES, Placement, placement_of
+from npt.calibration.placement import HOST, PREFERENCES, Placement
 from npt.calibration.solve import CG_STEPS, CHUNK, RIDGES, round_share
 from npt.config import NPTConfig
 from npt.distill.divergence import LOGIT_CHUNK
@@ -39,7 +38,7 @@ _PROBE_SIDE = 512
 
 @dataclass(frozen=True)
 class Seconds:
-    """A forecast. products: on the model's device. factorisations: where they are made."""
+    """A forecast: products on the model's device, factorisations on the device that makes them."""
 
     products: float
     factorisations: float
@@ -51,7 +50,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Plan:
-    """A forecast of what a calibration takes beside the model.
+    """A forecast of what a calibration takes in addition to the model.
 
     Bytes: `graph` of one batch through the teacher; `sums` of the Gram matrices of all layers;
     `waiting` of metrics and directions until their layer is solved; `factor` of the matrices of one
@@ -73,20 +72,16 @@ class Plan:
     kept: int
 
     def place(self, device: torch.device, free: int) -> Placement:
-        """The first of `PREFERENCES` whose peak fits into a GPU's `free` bytes; the host
-        for a CPU.
-        """
+        """Return the first of `PREFERENCES` that fits into a GPU's `free` bytes, else the host."""
         if device.type != "cpu":
             for names in PREFERENCES:
-                placement = placement_of(device, names)
+                placement = Placement.of(device, names)
                 if self.peak(device, placement) <= SHARE * free:
                     return placement
         return Placement()
 
     def keep(self, device: torch.device, placement: Placement, free: int) -> int:
-        """Bytes of linearisations to hold: on a GPU what the rest leaves, on the host
-        `HOST_KEEP`.
-        """
+        """Return bytes of linearisations to hold: on a GPU as many as the rest leaves."""
         room = HOST_KEEP
         if device.type != "cpu":
             if placement.all_on_host:
@@ -95,43 +90,36 @@ class Plan:
         return max(0, min(room, self.kept))
 
     def peak(self, device: torch.device, placement: Placement) -> int:
-        """Bytes on the model's device at the highest moment, without linearisations that
-        are kept.
-        """
+        """Return the most bytes on the model's device, without linearisations that are kept."""
         return max(self._phases(device, placement).values())
 
     def _phases(self, device: torch.device, placement: Placement) -> dict[str, int]:
-        sums, factors = placement.sums == device, placement.factors == device
         gram = 4 * self.width**2
-        factor = self.factor if factors else gram
+        sums, waiting = (self.sums, self.waiting) if placement.sums == device else (gram, gram)
+        factor = self.factor if placement.factors == device else gram
+        rows = self.rows if placement.rows == device != HOST else 0
         return {
-            "measuring": self.graph + (self.sums if sums else gram),
-            "factorising": factor + (self.sums if sums else 0),
-            "solving": (
-                self.solving
-                + factor
-                + (self.waiting if sums else gram)
-                + (self.rows if placement.rows == device != HOST else 0)
-            ),
+            "measuring": self.graph + sums,
+            "factorising": factor + (self.sums if placement.sums == device else 0),
+            "solving": self.solving + factor + waiting + rows,
         }
 
     def ram(self, device: torch.device, placement: Placement) -> int:
-        """Bytes on the host, those of the model's work included if it is there."""
+        """Return bytes on the host, those of the model's work included on a CPU."""
         if device.type == "cpu":
             return self.peak(device, placement) + self.keep(device, placement, 0)
         sums = self.sums if placement.sums == HOST else 0
         return sums + (self.factor if placement.factors == HOST else 0)
 
     def disk(self, placement: Placement) -> int:
-        """Bytes of temporary files."""
+        """Return bytes of temporary files."""
         return self.rows if placement.rows == HOST else 0
 
     def seconds(self, device: torch.device, placement: Placement) -> Seconds:
-        """About how long it takes here, from one product and one small eigendecomposition timed
-        now.
+        """Time one product and one small eigendecomposition, and forecast the whole from them.
 
         A layer that is hard may take more rounds. An eigendecomposition is scaled with the cube of
-        its side, which is too much on a GPU, where a small one waits for launches.
+        its side, which is too much on a GPU: a small one waits for launches.
         """
         width, columns = self.width, min(4 * self.width, _PROBE_COLUMNS)
         x = torch.ones(_PROBE_ROWS, width, device=device)
@@ -143,6 +131,29 @@ class Plan:
         gram = root @ root.T
         eigh = _fastest(lambda: torch.linalg.eigh(gram), placement.factors, 2) * (width / side) ** 3
         return Seconds(OVERHEAD * self.products * product, self.factorisations * eigh)
+
+    def announcement(
+        self,
+        device: torch.device,
+        placement: Placement,
+        free: int,
+        layers: Sequence[int],
+        tokens: int,
+    ) -> str:
+        """Return the line printed before the start: work, time, memory, and on which devices."""
+        seconds = self.seconds(device, placement)
+        parts = [
+            f"calibrating layers {format_layers(tuple(layers))} on {tokens:,} tokens: about"
+            f" {_duration(seconds.total)}"
+        ]
+        if seconds.factorisations >= 0.1 * seconds.total:
+            parts.append(f"{_duration(seconds.factorisations)} of it eigendecompositions")
+        if device != HOST:
+            needed = self.peak(device, placement) + self.keep(device, placement, free)
+            parts.append(f"{needed >> 20:,} of {free >> 20:,} MiB free on {device}")
+        parts.append(f"{self.ram(device, placement) >> 20:,} MiB of memory besides the base")
+        parts.append(f"{self.disk(placement) >> 20:,} MiB of temporary disk")
+        return ", ".join(parts) + ("" if device == HOST else f"; {placement}")
 
 
 def plan(
@@ -159,96 +170,47 @@ def plan(
 ) -> Plan:
     """Forecast a calibration of `layers` with `ranks` on `tokens` tokens.
 
-    Args:
-        config: form of the adapters.
-        model: configuration of the base.
-        layers: that are converted.
-        ranks: one each.
-        tokens: N.
-        rounds: of Gauss-Newton.
-        inputs: as of `calibrate`; `propagated` keeps the student's stream too.
-        rank_budget: as of `calibrate`; until it is spent every direction is kept.
-        batch: rows and length of the largest batch.
+    rounds, inputs, rank_budget: as of `calibrate`. batch: rows and length of the largest batch.
     """
     width, ffn = model.hidden_size, model.intermediate_size
     kinds = config.additive + config.multiplicative
-    attention = 4 * width * width
-    base = model.num_hidden_layers * (attention + 3 * width * ffn) + width * model.vocab_size
-    total = 3.0 * base + (max(layers) + 1) * (attention + 3 * width * ffn)
+    layer = 4 * width * width + 3 * width * ffn
+    base = model.num_hidden_layers * layer + width * model.vocab_size
+    total = 3.0 * base + (max(layers) + 1) * layer
     outputs = sum(width if target == "down" else ffn for target in config.targets)
     kept = 4 * tokens * ((1 + config.multiplicative) * (2 * ffn + 2 * width) + max(ranks))
     held = min(1.0, HOST_KEEP / kept)  # on a GPU it may be more
+    rounds_in_all = sum(round_share(number, rounds) for number in range(rounds))
     for rank in ranks:
         codes = kinds * rank * outputs
         once = 3 * width * ffn + rank * width + codes
         linear = 4 * width * ffn + rank * width + codes + len(RIDGES) * 1.125 * once
         derivative = 2 * (width * ffn + rank * width + 2 * codes)
-        rounds_in_all = sum(round_share(number, rounds) for number in range(rounds))
         steps = once + CG_STEPS * (1 - held) * once + (CG_STEPS + 1) * derivative
         total += 4 * width**2 + linear + rounds_in_all * steps
     converted, rank = len(layers), max(ranks)
     directions = width if rank_budget is not None else rank
     parameters = 4 * rank * (width + kinds * outputs)
-    behind = model.num_hidden_layers - min(layers)
+    solving = 4 * CHUNK * (12 * ffn + 8 * width) + 4 * 3 * width * ffn
     return Plan(
         width=width,
         products=total * tokens,
         factorisations=(2 + bool(rounds)) * converted,
-        graph=_graph(model, behind, *batch),
+        graph=_graph(model, model.num_hidden_layers - min(layers), *batch),
         sums=3 * 8 * width**2 * converted,
         waiting=4 * (width + directions) * width * converted,
         factor=FACTOR_MATRICES * 8 * width**2,
-        solving=4 * CHUNK * (12 * ffn + 8 * width)
-        + 4 * 3 * width * ffn
-        + VECTORS * parameters
-        + 2 * 8 * rank * outputs,
+        solving=solving + VECTORS * parameters + 2 * 8 * rank * outputs,
         rows=4 * tokens * width * (4 if inputs == "propagated" else 3),
         kept=kept,
     )
 
 
-class Display:
-    """A bar on a terminal, a line per layer elsewhere."""
-
-    def __init__(self, console: Console, steps: int):
-        self.console = console
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("calibrating"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[stage]}"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("calibrate", total=steps, stage="")
-            self._bar.start()
-
-    def stage(self, name: str, done: int) -> None:
-        """What is done now, and how many steps of the whole are counted as done before it: rounds
-        may end early.
-        """
-        if self._bar is not None:
-            self._bar.update(self._task, stage=name, completed=done)
-
-    def tick(self, steps: int = 1) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, steps)
-
-    def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
 def _graph(model: PreTrainedConfig, layers: int, rows: int, length: int) -> int:
-    """Bytes of a batch's graph through the last `layers` layers, its gradients and logits included.
+    """Return bytes of a batch's graph through the last `layers` layers, with gradients and logits.
 
     The factors are counts of fp32 states that were measured on small models. Attention weights are
-    in it, which only the kernel for shared heads in fp32 keeps.
+    included, which only the kernel for shared heads in fp32 keeps.
     """
     width, ffn, tokens = model.hidden_size, model.intermediate_size, rows * length
     layer = 5 * width + 3 * ffn + 2 * model.num_attention_heads * length
@@ -265,3 +227,7 @@ def _fastest(act: Callable[[], object], device: torch.device, times: int) -> flo
         wait_for(device)
         best = min(best, time.perf_counter() - started)
     return best
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,4 +1,4 @@
-"""What a calibration came to: figures per layer, and their table."""
+"""The report of a calibration: a bar while it runs, then figures per layer and their table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,40 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+
+class Display:
+    """A bar on a terminal, a line per layer elsewhere."""
+
+    def __init__(self, console: Console, steps: int):
+        self.console = console
+        self._bar = Progress(
+            TextColumn("calibrating"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[stage]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("calibrate", total=steps, stage="")
+        self._bar.start()
+
+    def stage(self, name: str, done: int) -> None:
+        """Name the stage that begins. done: steps that count as done; rounds may end early."""
+        self._bar.update(self._task, stage=name, completed=done)
+
+    def tick(self, steps: int = 1) -> None:
+        self._bar.advance(self._task, steps)
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if not self._bar.disable:  # stopping prints a line elsewhere
+            self._bar.stop()
 
 
 @dataclass(frozen=True)
@@ -15,7 +48,7 @@ class LayerCalibration:
     """One layer on held-out calibration tokens. `before` is without any modulation (attention
     dropped), `linear` the start in closed form, `after` the end.
 
-    nmse_*: ||o - t||^2 / ||t||^2. update_*: the same error by what the layer does, ||t - h||^2;
+    nmse_*: ||o - t||^2 / ||t||^2. update_*: the same error over the layer's update, ||t - h||^2;
     `update_after` is how hard the layer is. kl_*: what the error costs in KL(teacher, student),
     nats per token, to second order and by itself. ridge: as chosen. rounds: of Gauss-Newton that
     were accepted.
@@ -37,9 +70,8 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` did; `layers` by index, of `tokens` in all `heldout_tokens` chose and were
-    not fitted.
-    """
+    """Result of `calibrate`: `layers` by index; `heldout_tokens` of the `tokens` were not fitted
+    but chose ridge and steps."""
 
     layers: Mapping[int, LayerCalibration]
     tokens: int
@@ -63,24 +95,15 @@ class Calibration:
         }
 
 
-def calibration_table(calibration: Calibration) -> Table:
-    """A row per layer."""
+def print_calibration(calibration: Calibration, console: Console) -> None:
+    """Print a table with a row per layer."""
     title = (
         f"Calibration on {calibration.tokens - calibration.heldout_tokens:,} tokens, figures on"
         f" {calibration.heldout_tokens:,} others; {calibration.inputs} inputs"
     )
     table = Table(title=title, title_justify="left")
-    for heading in (
-        "layer",
-        "rank",
-        "NMSE before",
-        "linear",
-        "after",
-        "of the update",
-        "KL, nats",
-        "ridge",
-        "rounds",
-    ):
+    errors = ("NMSE before", "linear", "after", "of the update", "KL, nats")
+    for heading in ("layer", "rank", *errors, "ridge", "rounds"):
         table.add_column(heading, justify="right")
     for index, layer in calibration.layers.items():
         table.add_row(
@@ -94,8 +117,4 @@ def calibration_table(calibration: Calibration) -> Table:
             f"{layer.ridge:g}",
             str(layer.rounds),
         )
-    return table
-
-
-def print_calibration(calibration: Calibration, console: Console) -> None:
-    console.print(calibration_table(calibration))
+    console.print(table)

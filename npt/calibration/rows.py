@@ -1,9 +1,7 @@
-"""Rows of numbers, on disk or on a device: what a layer reads and gives for every calibration
-token.
+"""Rows of numbers on disk or on a device: a layer's inputs and outputs for every token.
 
-On disk they take no memory. The file has no name and is gone with its object, whatever ends the
-process. Its whole length is reserved when it is made: written to lazily, a full disk would kill the
-process at some later page instead of refusing here.
+The file has no name and is gone with its object, whatever ends the process. Its whole length is
+reserved when it is made: written to lazily, a full disk would kill the process at some later page.
 """
 
 from __future__ import annotations
@@ -21,15 +19,10 @@ from npt.errors import ConfigError
 
 
 class Rows:
-    """[N, D] fp32 in a nameless temporary file or on a device, written and read in slices.
-
-    Args:
-        count: N.
-        width: D.
-        device: that holds them; the CPU stands for a file.
+    """[N, D] fp32 on a device, or for the CPU in a nameless temporary file.
 
     Raises:
-        ConfigError: there is no room for it where temporary files go (TMPDIR).
+        ConfigError: the disk of temporary files (TMPDIR) has no room.
     """
 
     def __init__(self, count: int, width: int, device: torch.device = HOST):
@@ -47,8 +40,7 @@ class Rows:
     def read(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Return the rows from `start` up to `stop` on the device, [stop - start, D].
 
-        From a file to a GPU they go through pinned memory, so that the host need not wait for the
-        copy; torch's pinned allocator takes that memory back once the copy has happened.
+        From a file to a GPU they go through pinned memory, so that the host need not wait.
         """
         rows = self._rows[start:stop]
         if device.type == "cuda" and rows.device == HOST:

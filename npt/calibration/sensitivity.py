@@ -1,12 +1,9 @@
-"""What the teacher's predictions are sensitive to, layer by layer: one backward pass over the
-calibration tokens.
-"""
+"""Sensitivity of the teacher's predictions to each layer: one backward pass over the tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +12,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.stream import Stream, open_stream
+from npt.adapters.stream import open_stream
 from npt.base.linear import cast_once
+from npt.base.quantization_error import fp32_products
 from npt.calibration.placement import HOST
-from npt.calibration.precision import full_precision
 from npt.data.batch import Batch
 from npt.distill.divergence import LOGIT_CHUNK
 from npt.errors import NumericalError
 
 
-@dataclass
 class Sensitivity:
     """Means over tokens for one layer, [D, D] fp64.
 
@@ -34,10 +30,11 @@ class Sensitivity:
     of e'G e is the KL that an error e of t costs, to second order.
     """
 
-    covariance: Tensor
-    to_attention: Tensor
-    to_output: Tensor
-    tokens: int = 0
+    def __init__(self, width: int, device: torch.device):
+        self.covariance, self.to_attention, self.to_output = (
+            torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)
+        )
+        self.tokens = 0
 
     def add(self, attention: Tensor, to_attention: Tensor, to_output: Tensor) -> None:
         """Add rows [N, D] of a, s and g to what are sums until `divide` is called."""
@@ -59,24 +56,14 @@ def measure(
     tick: Callable[[Batch], None],
     sums_on: torch.device = HOST,
 ) -> dict[int, Sensitivity]:
-    """The sensitivities of every converted layer, by its index.
+    """Return the sensitivities of every converted layer, by its index; the model stays as it was.
 
-    Args:
-        model: with adapters attached; its teacher is measured, and it is left as it was.
-        batches: of the calibration tokens.
-        seed: of the draws from the predictions.
-        tick: called behind every batch.
-        sums_on: device of the matrices.
-
-    Raises:
-        NumericalError: an activation or a gradient is not finite, by layer and name.
+    seed: of the draws from the predictions. tick: called after every batch. sums_on: device of the
+    matrices.
     """
     converted = npt_layers(model)
-    layers, width = decoder_layers(model), model.config.hidden_size
-    found = {}
-    for index, _ in converted:
-        covariance, to_attention, to_output = (_zeros(width, sums_on) for _ in range(3))
-        found[index] = Sensitivity(covariance, to_attention, to_output)
+    layers = decoder_layers(model)
+    found = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
@@ -101,29 +88,26 @@ def measure(
                         seen[index, "output"] = hidden
                 states = stream.rows(model.model.norm(hidden))
             for index in found:
-                _check(index, "attention output", seen[index, "attention"], stream)
-                _check(index, "output", seen[index, "output"], stream)
+                for place, name in (("attention", "attention output"), ("output", "output")):
+                    check_finite(index, name, stream.rows(seen[index, place].detach()))
             states.backward(_score(model, states.detach(), generator))
         for index, sums in found.items():
-            sums.add(
-                stream.rows(seen[index, "attention"].detach()),
-                _check(
-                    index,
-                    "gradient at the attention output",
-                    _gradient(seen[index, "stream"]),
-                    stream,
-                ),
-                _check(index, "gradient at the output", _gradient(seen[index, "output"]), stream),
-            )
+            gradients = []
+            for place, name in (("stream", "attention output"), ("output", "output")):
+                gradient = seen[index, place].grad
+                assert gradient is not None
+                rows = stream.rows(gradient)
+                gradients.append(check_finite(index, f"gradient at the {name}", rows))
+            sums.add(stream.rows(seen[index, "attention"].detach()), *gradients)
         tick(host_batch)
     for sums in found.values():
         sums.divide()
     return found
 
 
-def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Any:
-    """Hooks that show a layer's attention output and the stream behind it, h + a, whose gradient is
-    that of a with h held still.
+def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:
+    """Hook a layer's attention output and the stream after it, h + a, whose gradient is that of a
+    with h held still.
     """
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
@@ -140,56 +124,48 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Any
 
 
 def _score(model: PreTrainedModel, states: Tensor, generator: torch.Generator) -> Tensor:
-    """The gradient at the final states [N, D] of the log-likelihood of one token per row, drawn
-    from the prediction there.
-
-    Logits exist for a chunk of rows at a time only.
+    """Return the gradient at the final states [N, D] of the log-likelihood of one token per row,
+    drawn from its prediction. Logits exist for a chunk of rows at a time only.
     """
     parts = []
-    with cast_once(model.lm_head):
+    with cast_once(model.lm_head), torch.enable_grad():
         for rows in states.split(max(1, LOGIT_CHUNK // model.config.vocab_size)):
-            with torch.enable_grad():
-                leaf = rows.detach().requires_grad_()
-                logits = model.lm_head(leaf).to(torch.float32)
-                if not bool(torch.isfinite(logits).all()):
-                    raise NumericalError(
-                        "calibration: the teacher's logits are not finite; run npt trace on the"
-                        " base, nothing was changed"
-                    )
-                drawn = torch.multinomial(
-                    torch.softmax(logits.detach(), dim=-1), 1, generator=generator
-                ).squeeze(-1)
-                parts.append(
-                    torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), leaf)[0]
+            leaf = rows.detach().requires_grad_()
+            logits = model.lm_head(leaf).to(torch.float32)
+            if not bool(torch.isfinite(logits).all()):
+                raise NumericalError(
+                    "calibration: the teacher's logits are not finite; run npt trace on the base,"
+                    " nothing was changed"
                 )
+            predicted = torch.softmax(logits.detach(), dim=-1)
+            drawn = torch.multinomial(predicted, 1, generator=generator).squeeze(-1)
+            loss = F.cross_entropy(logits, drawn, reduction="sum")
+            parts.append(torch.autograd.grad(loss, leaf)[0])
     return torch.cat(parts)
 
 
-def _gradient(states: Tensor) -> Tensor:
-    assert states.grad is not None
-    return states.grad
-
-
-def _zeros(width: int, device: torch.device) -> Tensor:
-    return torch.zeros(width, width, dtype=torch.float64, device=device)
-
-
 def _gram(rows: Tensor) -> Tensor:
+    """Return X'X of rows X, computed in full fp32 whatever --matmul_precision is.
+
+    With unit roundoff u = 2^-24, a product of n rows is off by at most n u |X|'|X|, and in practice
+    by about sqrt(n) u: 3e-6 of the diagonal for the n = 2048 of `solve.CHUNK`, below the share of
+    the largest eigenvalue (`solve.SMALLEST`, 1e-5) at which eigenvalues are cut off. TF32 rounds
+    the rows themselves to 2^-11, 5e-4, far above it: whitened directions would be noise.
+    """
     rows = rows.to(torch.float32)
-    with full_precision():
+    with fp32_products("highest"):
         return rows.T @ rows
 
 
 def _moved(gram: Tensor, device: torch.device) -> Tensor:
-    """From a GPU to the host through pinned memory: pageable memory takes several times as long."""
+    """Move from a GPU to the host through pinned memory: pageable takes several times as long."""
     if gram.device.type == "cuda" and device == HOST:
         return torch.empty(gram.shape, dtype=gram.dtype, pin_memory=True).copy_(gram)
     return gram.to(device)
 
 
-def _check(index: int, name: str, states: Tensor, stream: Stream) -> Tensor:
-    """The valid tokens' rows of [B, T, D] states."""
-    rows = stream.rows(states.detach())
+def check_finite(index: int, name: str, rows: Tensor) -> Tensor:
+    """Return the rows, or raise NumericalError if one of them is not finite."""
     if not bool(torch.isfinite(rows).all()):
         raise NumericalError(
             f"calibration: the {name} of layer {index} is not finite; find its cause with npt"

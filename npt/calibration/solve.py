@@ -1,26 +1,22 @@
 """Solving one layer: a linear start in closed form, then a few Gauss-Newton rounds on all of A, B
 and M at once.
 
-What is made small is the mean over tokens of e'G e, e = t - o, where G is the mean of g g' over
-tokens and g the gradient, at t, of the teacher's log-likelihood of a token drawn from its own
-prediction. Half of it is, to second order, what the error costs in KL(teacher, student): an error
-that the layers above do not read costs nothing.
+The cost is the mean over tokens of e'G e, e = t - o, with G the mean of g g' over tokens and g the
+gradient, at t, of the teacher's log-likelihood of a token drawn from its own prediction. Half of it
+is, to second order, what the error costs in KL(teacher, student): an error that the layers above do
+not read costs nothing.
 
-1. Directions. s is the same gradient with respect to the attention output a, S = E s s', C = E a
-a'. A loses least in KL, to second
-   order, if its rows span C^(-1/2) times the top eigenvectors of C^(1/2) S C^(1/2): one code for
-   gate, up and down together. The
-   eigenvalues are what each further direction is worth, comparable between layers. z = A a has unit
-   covariance then.
+1. Directions. s is the same gradient with respect to the attention output a, S = E s s',
+   C = E a a'. A loses least in KL, to second order, if its rows span C^(-1/2) times the top
+   eigenvectors of C^(1/2) S C^(1/2): one code for gate, up and down together. An eigenvalue is
+   the worth of its direction, comparable between layers. z = A a has unit covariance then.
 2. Linear start. B.gate and B.up by ridge regression of gate(x_t) - gate(x), up(x_t) - up(x) on z,
-x_t being what the teacher's MLP
-   reads; B.down of what is missing at the output behind these two. The ridge is chosen on held-out
-   tokens. M stays 0.
+   x_t being the input of the teacher's MLP; B.down of what the output still lacks after these two.
+   The ridge is chosen on held-out tokens. M stays 0.
 3. Gauss-Newton. The layer is linearised in all its parameters, and the least-squares problem solved
-by conjugate gradients in
-   coordinates in which a unit change of any parameter moves the output about as much as of any
-   other. A step is taken if it lowers the
-   cost on held-out tokens; else it is shortened, and damped more in the next round.
+   by conjugate gradients in coordinates in which a unit change of any parameter moves the output
+   about as much as of any other. A step is taken if it lowers the cost on held-out tokens; else it
+   is shortened, and damped more in the next round.
 
 All sums run over chunks of tokens, so memory does not grow with their number.
 """
@@ -47,8 +43,7 @@ RIDGES = (1e-6, 1e-4, 1e-2, 1e-1)
 """Ridges that are tried, relative to the mean variance of the code."""
 
 DAMPING = 1e-3
-"""Levenberg damping at first, in coordinates in which the curvature of each parameter is about 1.
-"""
+"""Levenberg damping at first; in the scaled coordinates each parameter's curvature is about 1."""
 
 CG_STEPS = 12
 STEP_SIZES = (1.0, 0.5, 0.25, 0.125)
@@ -56,14 +51,10 @@ ENOUGH = 0.005
 """A round that lowers the held-out cost by a smaller share than this is the last."""
 
 STILL_WORTH_A_ROUND = 0.1
-"""A layer that gained more than this share in its last round gets another, twice as many as asked
-for at most: the first layer does.
-"""
+"""A layer that gained more than this share in its last round gets another, up to twice as many."""
 
 METRIC_FLOOR = 1e-2
-"""Share of G's mean eigenvalue that is added to all of them: tokens other than those seen may read
-other directions.
-"""
+"""Share of G's mean eigenvalue that is added to all: other tokens may read other directions."""
 
 SMALLEST = 1e-5
 """Eigenvalues of a covariance below this share of its largest one are taken for it. Attention
@@ -73,12 +64,11 @@ rounding, and fitted to noise."""
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer's tokens: `h` and `a` that the student reads, `t` that it is to give. The last
-    `heldout` rows decide and are not fitted.
+    """A layer's tokens: the student reads `h` and `a` and is to give `t`. The last `heldout` rows
+    decide and are not fitted.
 
     metric: G, [D, D] fp32, on the device. factors: device of fp64 sums and factorisations. keep:
-    bytes of linearisations that a round may hold instead of computing them again in each of its
-    passes.
+    bytes of linearisations that a round may hold instead of computing them again in each pass.
     """
 
     tail: Tail
@@ -97,9 +87,8 @@ class Problem:
 
     @cached_property
     def code_coordinates(self) -> Tensor:
-        """C^(-1/2) of a on all fitted tokens, [D, D] fp32: the coordinates that rows of A move in.
-
-        It is the same in every round, and its eigendecomposition the longest of a layer's.
+        """C^(-1/2) of a on all fitted tokens, [D, D] fp32: the coordinates of A's rows, the same in
+        every round.
         """
         width = self.metric.shape[0]
         gram, count = _zeros(width, width, self.factors), 0
@@ -109,7 +98,7 @@ class Problem:
         return roots(gram / count)[1].to(self.metric)
 
     def chunks(self, start: int, stop: int, *rows: Rows) -> Iterator[tuple[Tensor, ...]]:
-        """The tokens' `rows` from `start` up to `stop` on the metric's device, piece by piece."""
+        """Yield `rows` from `start` up to `stop` on the metric's device, a chunk at a time."""
         for first in range(start, stop, CHUNK):
             last = min(stop, first + CHUNK)
             self.tick()
@@ -118,23 +107,22 @@ class Problem:
     def fit_of(
         self, *rows: Rows, share: float = 1.0, start: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
-        """The `rows` of a share of the fitted tokens, without those before `start`."""
+        """Yield the `rows` of a share of the fitted tokens, without those before `start`."""
         return self.chunks(start, max(1, round(share * self.fitted)), *rows)
 
     def fit(self, share: float = 1.0) -> Iterator[tuple[Tensor, ...]]:
-        """(h, a, t) of a share of the fitted tokens."""
+        """Yield (h, a, t) of a share of the fitted tokens."""
         return self.fit_of(self.h, self.a, self.t, share=share)
 
     def check(self) -> Iterator[tuple[Tensor, ...]]:
-        """(h, a, t) of the held-out tokens."""
+        """Yield (h, a, t) of the held-out tokens."""
         return self.chunks(self.fitted, len(self.h), self.h, self.a, self.t)
 
 
 @dataclass(frozen=True)
 class Errors:
     """Means over the held-out tokens: `cost` e'G e / 2, about nats; `nmse` ||e||^2 / ||t||^2;
-    `update` ||e||^2 / ||t - h||^2.
-    """
+    `update` ||e||^2 / ||t - h||^2."""
 
     cost: float
     nmse: float
@@ -143,9 +131,8 @@ class Errors:
 
 @dataclass(frozen=True)
 class Solution:
-    """What became of a layer. floor: no modulation at all. linear: the start in closed form. final:
-    behind the last round.
-    """
+    """A solved layer. floor: errors without modulation. linear: of the start in closed form. final:
+    after the last round."""
 
     parameters: Parameters
     ridge: float
@@ -156,36 +143,30 @@ class Solution:
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.eigh` of [D, D] fp64 where the matrix is, or on the host if that one fails.
-
+    """Return `torch.linalg.eigh` of [D, D] fp64, on the host if the matrix's own device fails:
     LAPACK and cuSOLVER give up on different matrices.
     """
     try:
-        values, vectors = torch.linalg.eigh(matrix)
+        return torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:
         if matrix.device == HOST:
             raise
-        values, vectors = (x.to(matrix.device) for x in torch.linalg.eigh(matrix.to(HOST)))
-    return values, vectors
+        values, vectors = torch.linalg.eigh(matrix.to(HOST))
+        return values.to(matrix.device), vectors.to(matrix.device)
 
 
 def roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """C^(1/2) and C^(-1/2) of a covariance [D, D] fp64."""
+    """Return C^(1/2) and C^(-1/2) of a covariance [D, D] fp64."""
     values, vectors = eigh(covariance)
     values = values.clamp_min(SMALLEST * float(values[-1]))
     return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
 
 def worth(covariance: Tensor, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
-    """What each direction of the attention output is worth, and the directions.
+    """Return the worth of each direction of the attention output, largest first, [D], and as rows
+    the code directions, [D, D]: eigenvalues of C^(1/2) S C^(1/2), and v' C^(-1/2).
 
-    Args:
-        covariance: C = E a a', [D, D] fp64.
-        sensitivity: S = E s s', [D, D] fp64.
-
-    Returns:
-        The eigenvalues of C^(1/2) S C^(1/2), largest first, [D], and as rows the code directions v'
-        C^(-1/2), [D, D].
+    covariance, sensitivity: C = E a a' and S = E s s', [D, D] fp64.
     """
     root, inverse = roots(covariance)
     values, vectors = eigh(root @ sensitivity @ root)
@@ -193,7 +174,7 @@ def worth(covariance: Tensor, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def errors(problem: Problem, p: Parameters) -> Errors:
-    """Of the layer with these parameters, on the held-out tokens."""
+    """Return the errors of the layer with these parameters on the held-out tokens."""
     sums = torch.zeros(3, dtype=torch.float64, device=problem.metric.device)
     for h, a, t in problem.check():
         o = h + problem.tail.at(p, h, a).output
@@ -203,25 +184,23 @@ def errors(problem: Problem, p: Parameters) -> Errors:
 
 
 def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solution:
-    """A, B and M of one layer.
+    """Solve for A, B and M of one layer.
 
-    Args:
-        problem: the layer and its tokens.
-        code: A to begin with, [R, D] fp32, such that z has about unit variance.
-        form: zeros of every parameter that the adapter has.
-        rounds: of Gauss-Newton; twice as many as long as they gain much.
+    code: A to begin with, [R, D] fp32, such that z has about unit variance. form: zeros of every
+    other parameter. rounds: of Gauss-Newton; twice as many as long as they gain much.
     """
     zero = {**form, "A": code}
     floor = errors(problem, zero)
-    best: tuple[Errors, Parameters, float] | None = None
     first = code_sums(problem, zero)
-    for ridge in RIDGES if any(name.startswith("B.") for name in form) else (0.0,):
+
+    def start(ridge: float) -> tuple[Errors, Parameters, float]:
         p = linear_start(problem, zero, ridge, first)
-        found = errors(problem, p)
-        if best is None or _finite_cost(found) < _finite_cost(best[0]):
-            best = found, p, ridge
-    assert best is not None
-    linear, p, ridge = best
+        return errors(problem, p), p, ridge
+
+    linear, p, ridge = min(
+        map(start, RIDGES if any(name.startswith("B.") for name in form) else (0.0,)),
+        key=lambda found: found[0].cost if math.isfinite(found[0].cost) else math.inf,
+    )
     final, done, damping = linear, 0, DAMPING
     for number in range(2 * rounds):
         d = gauss_newton_step(problem, p, damping, share=round_share(number, rounds))
@@ -246,27 +225,19 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int) -> Solu
 
 
 def round_share(number: int, rounds: int) -> float:
-    """Share of the tokens that round `number` (from 0) fits: all in the last, half as many in each
-    before it, a quarter at least.
-
-    What the first rounds find is improved on by the later ones anyway, at half the price.
+    """Return the share of the tokens that round `number` (from 0) fits: all in the last, half as
+    many in each before it, a quarter at least. Later rounds improve on the first ones anyway.
     """
     return min(1.0, max(0.25, 0.5 ** (rounds - 1 - number)))
 
 
-@dataclass(frozen=True)
-class CodeSums:
-    """Sums over the fitted tokens that B.gate and B.up are regressed from, whatever the ridge.
-
-    gram: Z'Z, [R, R] fp64. moments: by target Z'Y, [R, F] fp64, Y what attention changes there.
-    """
-
-    gram: Tensor
-    moments: dict[str, Tensor]
+CodeSums = tuple[Tensor, dict[str, Tensor]]
+"""Sums over the fitted tokens for the regression of B.gate and B.up: Z'Z [R, R], and by target Z'Y
+[R, F] with Y the change by attention, fp64."""
 
 
 def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
-    """Sums of the code of `zero` and of what attention changes at gate and up."""
+    """Sum the code of `zero` and the changes by attention at gate and up."""
     tail, rank, factors = problem.tail, len(zero["A"]), problem.factors
     moments = {
         target: _zeros(rank, len(zero[f"B.{target}"]), factors)
@@ -281,24 +252,20 @@ def code_sums(problem: Problem, zero: Parameters) -> CodeSums:
         for target, moment in moments.items():
             k = ("gate", "up").index(target)
             moment += (z.T @ (with_attention[k] - without[k])).to(factors)
-    return CodeSums(gram, moments)
+    return gram, moments
 
 
 def linear_start(
     problem: Problem, zero: Parameters, ridge: float, first: CodeSums | None = None
 ) -> Parameters:
-    """B by ridge regression on the code of `zero`, everything else as it is there.
+    """Return `zero`, whose B and M are zero, with B by ridge regression on its code.
 
-    Args:
-        problem: the layer and its tokens.
-        zero: every parameter of the adapter, B and M zero.
-        ridge: relative to the mean variance of the code.
-        first: `code_sums(problem, zero)`, if they are known.
+    ridge: relative to the mean variance of the code. first: `code_sums(problem, zero)`, if known.
     """
     tail, p = problem.tail, dict(zero)
-    first = first if first is not None else code_sums(problem, zero)
-    for target, moment in first.moments.items():
-        p[f"B.{target}"] = _ridge(first.gram, moment, ridge).to(p["A"])
+    gram, moments = first or code_sums(problem, zero)
+    for target, moment in moments.items():
+        p[f"B.{target}"] = _ridge(gram, moment, ridge).to(p["A"])
     rank, factors = len(p["A"]), problem.factors
     if "B.down" in p:
         gram, moment = _zeros(rank, rank, factors), _zeros(rank, len(p["B.down"]), factors)
@@ -313,15 +280,11 @@ def linear_start(
 def gauss_newton_step(
     problem: Problem, p: Parameters, damping: float, share: float = 1.0, steps: int = CG_STEPS
 ) -> Parameters:
-    """The change of the parameters that minimises the linearised cost, by conjugate gradients on
-    the normal equations.
+    """Return the change of the parameters `p` that minimises the cost linearised there, by
+    conjugate gradients on the normal equations.
 
-    Args:
-        problem: the layer and its tokens.
-        p: where to linearise.
-        damping: added to the curvature, in the scaled coordinates.
-        share: of the tokens that are fitted.
-        steps: of conjugate gradients, each a pass over these tokens.
+    damping: added to the curvature, in the scaled coordinates. share: of the tokens that are
+    fitted. steps: of conjugate gradients, each a pass over these tokens.
     """
     tail, metric = problem.tail, problem.metric
     count = 0
@@ -378,9 +341,7 @@ def gauss_newton_step(
 def _linearised(
     problem: Problem, p: Parameters, share: float, kept: list[Linearised]
 ) -> Iterator[Linearised]:
-    """The layer linearised at `p`, chunk by chunk: `kept` of the first chunks, computed of the
-    others.
-    """
+    """Yield the layer linearised at `p`, chunk by chunk: first the `kept` ones."""
     for at in kept:
         problem.tick()
         yield at
@@ -391,25 +352,25 @@ def _linearised(
 def _add_curvature(
     curvature: Parameters, at: Linearised, p: Parameters, inner: Tensor, outer: Tensor
 ) -> None:
-    """Add the curvature of a channel of each B and M for a code of unit variance: sums over tokens,
-    [O] by name.
-    """
+    """Add the curvature of each channel of B and M for a code of unit variance, [O] by name."""
     down_m = 1.0 if at.down_m is None else at.down_m.square().mean(dim=-1, keepdim=True)
     for name in p:
         if name == "A":
             continue
         kind, target = name.split(".")
         weight = outer if target == "down" else inner
-        factor = torch.ones_like(at.output) if target == "down" else at.into[target]
-        factor = factor.square() if target == "down" else factor.square() * down_m
+        if target == "down":
+            factor = torch.ones_like(at.output)
+        else:
+            factor = at.into[target].square() * down_m
         if kind == "M":
             factor = factor * at.slope[target].square()
         curvature[name] += factor.sum(dim=0) * weight
 
 
 def _code_scale(p: Parameters, curvature: Parameters, count: int) -> Tensor:
-    """1 / sqrt of the curvature of each code, through all that reads it: [R, 1]. Codes that nothing
-    reads yet count as the mean.
+    """Return 1 / sqrt of the curvature of each code, through all that reads it: [R, 1]. Codes that
+    nothing reads yet count as the mean.
     """
     total = sum(
         ((curvature[name] / count).unsqueeze(-1) * value.square()).sum(dim=0)
@@ -418,27 +379,18 @@ def _code_scale(p: Parameters, curvature: Parameters, count: int) -> Tensor:
     )
     assert isinstance(total, Tensor)
     floor = float(total.mean()) * 1e-3
-    return (
-        total.clamp_min(max(floor, 1e-30)).rsqrt().unsqueeze(-1)
-        if floor > 0
-        else torch.zeros_like(total).unsqueeze(-1)
-    )
+    scale = total.clamp_min(max(floor, 1e-30)).rsqrt() if floor > 0 else torch.zeros_like(total)
+    return scale.unsqueeze(-1)
 
 
 def _ridge(gram: Tensor, moment: Tensor, ridge: float) -> Tensor:
-    """(Z'Z + ridge mean diag)^-1 Z'Y, transposed: [O, R] fp64."""
-    damped = gram + ridge * gram.diagonal().mean() * torch.eye(
-        len(gram), dtype=gram.dtype, device=gram.device
-    )
-    return torch.linalg.solve(damped, moment).T
+    """Return (Z'Z + ridge mean diag)^-1 Z'Y, transposed: [O, R] fp64."""
+    one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(gram + ridge * gram.diagonal().mean() * one, moment).T
 
 
 def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, columns, dtype=torch.float64, device=device)
-
-
-def _finite_cost(found: Errors) -> float:
-    return found.cost if math.isfinite(found.cost) else math.inf
 
 
 def _cost(e: Tensor, metric: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ the layer is
     z = A a
 
 The Jacobian J of o in (A, B, M) is never formed: `pushed` gives J d for a direction d, `pulled`
-gives J' r for rows r, both exact. Inside this module B stands for alpha B, and parameters go by
-short names: A, B.gate, M.down and so on.
+gives J' r for rows r, both exact. In this module B means alpha B, and parameters have short names:
+A, B.gate, M.down and so on.
 
 Shapes: N tokens, D hidden, F ffn, R rank.
 """
@@ -31,18 +31,17 @@ from npt.config import TARGETS
 from npt.errors import ModelError
 
 Parameters = dict[str, Tensor]
-"""A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those that the adapter's form
-has.
+"""A [R, D]; B.gate, B.up, M.gate, M.up [F, R]; B.down, M.down [D, R]: those of the adapter's form.
 """
 
 
 @dataclass(frozen=True)
 class Linearised:
-    """What the derivative at some parameters needs of [N] tokens.
+    """The layer linearised at some parameters, for [N] tokens.
 
     output: o - h, [N, D]. a: [N, D]. z: [N, R]. into: by target, the factor between a change of the
-    modulated product and of what down_proj reads ([N, F]; None for down). slope: by target,
-    dm/d(Mz) * y, None without a multiplicative term. down_m: m of down.
+    modulated product and of down_proj's input ([N, F]; not for down). slope: by target,
+    dm/d(Mz) * y, if there is an M. down_m: m of down.
     """
 
     output: Tensor
@@ -54,17 +53,13 @@ class Linearised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
         found = [self.output, self.a, self.z, *self.into.values(), *self.slope.values()]
-        return sum(x.nbytes for x in [*found, *([] if self.down_m is None else [self.down_m])])
+        return sum(x.nbytes for x in found) + (0 if self.down_m is None else self.down_m.nbytes)
 
 
 def check_layer_readable(index: int, layer: NPTLayer) -> None:
-    """Refuse a layer of which a `Tail` would not be all there is.
-
-    Raises:
-        ModelError: a part of its MLP is not a plain linear layer, or somebody's hook may change a
-            value.
+    """Refuse a layer that is more than its `Tail`: with a part that is not a plain linear layer, or
+    with a hook that may change a value.
     """
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
@@ -73,9 +68,8 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
             " weights; start with --init random"
         )
     for name in (target.module for target in TARGETS.values()):
-        check_readable(
-            f"layer {index}'s mlp.{name}", getattr(layer.mlp, name), "a calibrated start"
-        )
+        projection = getattr(layer.mlp, name)
+        check_readable(f"layer {index}'s mlp.{name}", projection, "a calibrated start")
     for place, module in (("", layer), (".mlp", layer.mlp), (".mlp.act_fn", layer.mlp.act_fn)):
         if may_change(module):
             raise ModelError(
@@ -86,17 +80,14 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
 
 
 class Tail:
-    """One layer's frozen weights, dense and in fp32, and the maths on them.
-
-    Args:
-        layer: a converted layer; its adapter gives the form alone, never numbers.
+    """One layer's frozen weights, dense and in fp32, and the maths on them. Its adapter gives the
+    form alone, never numbers.
     """
 
     def __init__(self, layer: NPTLayer):
-        self.layer = layer
-        config = layer.npt.config
-        self.targets = tuple(target for target in TARGETS if target in config.targets)
-        self.beta = config.mult_bound
+        self.layer, self.config = layer, layer.npt.config
+        self.targets = tuple(target for target in TARGETS if target in self.config.targets)
+        self.beta = self.config.mult_bound
         mlp = layer.mlp
         self.gate, self.up, self.down = (
             dense_weight(p).to(torch.float32) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
@@ -107,25 +98,22 @@ class Tail:
         }
 
     def form(self, rank: int) -> Parameters:
-        """Zeros for every B and M that an adapter of this form and rank has."""
-        config, like = self.layer.npt.config, self.down
+        """Return zeros for every B and M that an adapter of this form and rank has."""
         sizes = dict(zip(("hidden", "ffn"), self.down.shape, strict=True))
-        kinds = [
-            kind for kind, there in (("B", config.additive), ("M", config.multiplicative)) if there
-        ]
+        kinds = "B" * self.config.additive + "M" * self.config.multiplicative
         return {
-            f"{kind}.{target}": like.new_zeros(sizes[TARGETS[target].width], rank)
+            f"{kind}.{target}": self.down.new_zeros(sizes[TARGETS[target].width], rank)
             for kind in kinds
-            for target in config.targets
+            for target in self.config.targets
         }
 
     def products(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """gate and up [N, F] of the residual stream [N, D] that the MLP reads."""
+        """Return gate and up [N, F] of the residual stream [N, D] that the MLP reads."""
         x = self.layer.post_attention_layernorm(stream).to(torch.float32)
         return F.linear(x, self.gate, self.biases["gate"]), F.linear(x, self.up, self.biases["up"])
 
     def at(self, p: Parameters, h: Tensor, a: Tensor) -> Linearised:
-        """The layer at parameters `p`, from h and a [N, D] of the same tokens."""
+        """Linearise the layer at parameters `p`, from h and a [N, D] of the same tokens."""
         gate, up = self.products(h)
         z = F.linear(a, p["A"])
         slope: dict[str, Tensor] = {}
@@ -151,9 +139,7 @@ class Tail:
         return out, m
 
     def _activation(self, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """act(gate) and its derivative, whatever the family's activation is, elementwise as it must
-        be.
-        """
+        """Return act(gate) and its derivative, for the elementwise activation of any family."""
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_()
             value = self.layer.mlp.act_fn(leaf)
@@ -161,7 +147,7 @@ class Tail:
         return value.detach(), derivative
 
     def pushed(self, p: Parameters, d: Parameters, at: Linearised) -> Tensor:
-        """J d: the change of o, [N, D], to first order in a change `d` of the parameters `p`."""
+        """Return J d: the change of o, [N, D], to first order in a change `d` of `p`."""
         dz = F.linear(at.a, d["A"])
 
         def change(target: str) -> Tensor:
@@ -184,19 +170,18 @@ class Tail:
         return out + change("down") if "down" in self.targets else out
 
     def pulled(self, p: Parameters, r: Tensor, at: Linearised) -> Parameters:
-        """J' r of rows r [N, D], summed over the tokens: a change per parameter."""
+        """Return J' r of rows r [N, D], summed over the tokens: a change per parameter."""
         found: Parameters = {}
         to_z = torch.zeros_like(at.z)
 
         def take(target: str, g: Tensor) -> None:
             nonlocal to_z
-            if f"B.{target}" in p:
-                found[f"B.{target}"] = g.T @ at.z
-                to_z = to_z + g @ p[f"B.{target}"]
-            if f"M.{target}" in p:
-                g = g * at.slope[target]
-                found[f"M.{target}"] = g.T @ at.z
-                to_z = to_z + g @ p[f"M.{target}"]
+            for kind in "BM":
+                name = f"{kind}.{target}"
+                if name in p:
+                    g = g * at.slope[target] if kind == "M" else g
+                    found[name] = g.T @ at.z
+                    to_z = to_z + g @ p[name]
 
         if "down" in self.targets:
             take("down", r)

@@ -1,33 +1,28 @@
-"""Kinds of flag values, and what several verbs have in common."""
+"""Flags that several verbs share, and loading a base and its adapter as they say."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from npt.config import BaseConfig
-from npt.flags import build
+from npt.config import BaseConfig, DataConfig
+from npt.files import to_json
+from npt.flags import add_settings, build
 
-
-def jsonl(text: str) -> str:
-    if not text.endswith(".jsonl"):
-        raise argparse.ArgumentTypeError(
-            f"{text} does not end in .jsonl, by which --dataset_name will know it"
-        )
-    return text
-
-
-def natural(text: str) -> int:
-    return _whole(text, least=0)
-
-
-def positive(text: str) -> int:
-    return _whole(text, least=1)
+_OF_TRAINING = {
+    "num_samples",
+    "dataset_mix",
+    "replay_dataset",
+    "replay_ratio",
+    "teacher_precision",
+    "shard_base",
+}
+"""Settings of base and data that mean nothing to a verb that does not train."""
 
 
-def _whole(text: str, least: int) -> int:
+def natural(text: str, least: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -35,6 +30,10 @@ def _whole(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
     return value
+
+
+def positive(text: str) -> int:
+    return natural(text, least=1)
 
 
 def limit(text: str) -> float:
@@ -47,10 +46,30 @@ def limit(text: str) -> float:
     return value
 
 
+def add_number(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    help: str,
+    default: Any = None,
+    kind: Callable[[str], float] = positive,
+) -> None:
+    """Add a flag of one number; a default that is a number is added to its help."""
+    metavar = "FLOAT" if kind in (float, limit) else "INT"
+    shown = f" (default: {default:g})" if isinstance(default, int | float) else ""
+    parser.add_argument(
+        f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{help}{shown}"
+    )
+
+
+def add_switch(parser: argparse.ArgumentParser, flag: str, help: str, default: Any = False) -> None:
+    """Add a flag without a value."""
+    parser.add_argument(f"--{flag}", action="store_true", default=default, help=help)
+
+
 def add_adapter(
     parser: argparse.ArgumentParser, *, required: bool = True, help: str = "a saved adapter"
 ) -> None:
-    """Add --adapter, for a verb that loads one."""
+    """Add --adapter."""
     parser.add_argument(
         "--adapter",
         required=required,
@@ -62,123 +81,147 @@ def add_adapter(
     )
 
 
-def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with the adapter that they name, if any, found: once for a command. It prints as
-    the name that it was given.
+def add_student(
+    parser: argparse.ArgumentParser,
+    *,
+    data: bool = False,
+    leave_out: Iterable[str] = (),
+    **adapter: Any,
+) -> None:
+    """Add the flags by which a verb loads an adapter on its base, and with `data` those of a data
+    set; `adapter` is passed to `add_adapter`.
+    """
+    add_adapter(parser, **adapter)
+    add_switch(
+        parser,
+        "any_base",
+        "use an adapter of another base too, if its shapes fit; a warning and what is written say"
+        " in what the two differ",
+    )
+    classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
+    add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
+
+
+def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
+    """Return the flags, in which the adapter that they name is found (it prints as the name it was
+    given), and the base. What flags do not say about the base is taken from the adapter.
 
     Raises:
-        AdapterFileError, HubError: there is none, or its configuration cannot be read.
+        AdapterFileError, HubError: there is no adapter, or its configuration cannot be read.
     """
     if given.get("adapter") is None:
-        return dict(given)
+        return dict(given), build(BaseConfig, given)
     from npt.adapters.files.adapter_files import find_adapter
-
-    return {**given, "adapter": find_adapter(given["adapter"])}
-
-
-def base_config(given: Mapping[str, Any]) -> BaseConfig:
-    """The base of the flags, and where these are silent that of their adapter, which was found."""
-    if given.get("adapter") is None:
-        return build(BaseConfig, given)
     from npt.base.recipe import Recipe
 
-    record = given["adapter"].record
-    recipe, name = Recipe.of_record(record), record.get("base_model_name_or_path")
-    known: dict[str, Any] = (
-        {"model_name": name} if isinstance(name, str) and name != "unknown" else {}
+    adapter = find_adapter(given["adapter"])
+    recipe = Recipe.of_record(adapter.record)
+    known: dict[str, Any] = {}
+    name = adapter.record.get("base_model_name_or_path")
+    if isinstance(name, str) and name != "unknown":
+        known["model_name"] = name
+    if recipe is not None:
+        packed = recipe.flags["use_quantization"]
+        if given.get("use_quantization", packed) == packed:
+            known |= recipe.flags
+    return {**given, "adapter": adapter}, build(BaseConfig, {**known, **given})
+
+
+def open_base(base: BaseConfig, **how: Any) -> tuple[Any, Any]:
+    """Call `npt.load_base` with these settings; `how` are its further arguments."""
+    import npt
+
+    return npt.load_base(
+        base.model_name,
+        quantization=base.quantization,
+        use_fp16=base.use_fp16,
+        compute_dtype=base.compute_dtype,
+        **how,
     )
-    if (
-        recipe is not None
-        and given.get("use_quantization", recipe.flags["use_quantization"])
-        == recipe.flags["use_quantization"]
-    ):
-        known |= recipe.flags
-    return build(BaseConfig, {**known, **given})
 
 
 def load(
     base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
 ) -> tuple[Any, Any]:
-    """Load the base of these settings, and say what it is; `device` and `pack_on` are those of
-    `load_base`.
+    """Load the base of these settings and print a line about it; `device` and `pack_on` are those
+    of `npt.load_base`.
     """
     import torch
 
-    import npt
     from npt.base.precision import quantization_of
     from npt.base.quantization_error import product_errors, set_matmul_precision
 
     places: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
     )
-    model, tokenizer = npt.load_base(
-        base.model_name,
-        quantization=base.quantization,
-        use_fp16=base.use_fp16,
-        compute_dtype=base.compute_dtype,
-        attn_implementation=base.attn_implementation,
-        pack_on=pack_on,
-        **places,
+    model, tokenizer = open_base(
+        base, attn_implementation=base.attn_implementation, pack_on=pack_on, **places
     )
     packed = quantization_of(model)
     dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
     chosen = set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
-    console.print(
+    console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
     )
     if chosen is not None:
-        console.print(chosen, soft_wrap=True)
+        console.say(chosen)
     if base.compute_dtype == "bf16":
         errors = product_errors(model)[torch.get_float32_matmul_precision()]
         worst = max(error for kind, error in errors.items() if kind != "lm_head")
-        console.print(
+        console.say(
             f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their"
             " size here; its range is fp32's, so that none overflows which would not in fp32; all"
-            " else computes in fp32",
-            soft_wrap=True,
+            " else computes in fp32"
         )
     return model, tokenizer
 
 
-def add_any_base(parser: argparse.ArgumentParser) -> None:
-    """Add --any_base, for a verb that loads an adapter."""
-    parser.add_argument(
-        "--any_base",
-        action="store_true",
-        help=(
-            "use an adapter of another base too, if its shapes fit; a warning and what is written"
-            " say in what the two differ"
-        ),
-    )
-
-
 def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[Any, dict[str, str]]:
-    """Attach the adapter of the flags, which was found, to a loaded base.
-
-    Args:
-        model: the base.
-        given: of the flags `adapter` and `any_base`.
-        console: where a base that is not the adapter's is warned of.
+    """Attach the adapter of the flags, which was found; warn if its base is another one.
 
     Returns:
-        The base's identity, and what is put on record of such a base: `other_base`, or nothing.
+        The base's identity, and the record of another base: `other_base`, or nothing.
     """
     import npt
     from npt.adapters.files.adapter_files import base_mismatch
 
     base, stored = npt.base_identity(model), given["adapter"]
     if stored.folder != Path(stored.name):
-        console.print(f"adapter {stored.folder}", markup=False, highlight=False, soft_wrap=True)
+        console.say(f"adapter {stored.folder}")
     other = base_mismatch(stored, base) if given["any_base"] else None
     npt.load_adapter(model, stored, base=base, check_base=not given["any_base"])
     if other is None:
         return base, {}
-    console.print(
-        f"warning: --any_base: {stored} was trained on another base: {other}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.say(f"warning: --any_base: {stored} was trained on another base: {other}")
     return base, {"other_base": other}
+
+
+class Student(NamedTuple):
+    """A base with its adapter attached. other: see `load_adapter`."""
+
+    model: Any
+    tokenizer: Any
+    identity: Any
+    other: dict[str, str]
+
+
+def load_student(base: BaseConfig, given: Mapping[str, Any], console: Any) -> Student:
+    """Load the base and attach the adapter of the flags."""
+    model, tokenizer = load(base, console)
+    return Student(model, tokenizer, *load_adapter(model, given, console))
+
+
+def print_json(value: Any) -> None:
+    """Print standard JSON on stdout."""
+    print(to_json(value, indent=2))
+
+
+def plain_table(*headings: str) -> Any:
+    """Return a table for the terminal: the first column holds names, the others numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
+
+    numbers = (Column(heading, justify="right", no_wrap=True) for heading in headings[1:])
+    return Table(headings[0], *numbers, box=SIMPLE_HEAD, pad_edge=False)

@@ -14,44 +14,27 @@ SHELLS = ("bash", "zsh", "fish")
 
 _FILES = ("FILE", "PATH")
 _FOLDERS = ("FOLDER", "DIR", "BUNDLE")
-"""How the metavars of flags begin whose values are such."""
+"""Beginnings of the metavars of flags that take files and folders."""
 
-_PLACES = {
-    "resume": "directory",
-    "output_dir": "directory",
-    "dataset_name": "file",
-    "replay_dataset": "file",
-    "data": "file",
-}
-"""Flags whose values are places on disk, though they may be other things."""
+_FILE_OR_NAME = ("dataset_name", "replay_dataset", "data")
+_FOLDER_OR_NAME = ("resume", "output_dir")
+"""Further flags that take them, though other values too."""
 
 
 def completion(given: dict[str, Any]) -> int:
     """Print a script that completes npt's verbs, flags and their values in a shell."""
     from npt.cli.main import make_parser
 
-    print(script(make_parser("npt"), given["shell"]))
-    return 0
-
-
-def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Write the script for a parser, verbs included.
-
-    Args:
-        parser: its actions are given what shtab asks them for.
-        shell: one of `SHELLS`.
-
-    Raises:
-        ConfigError: shtab, which writes it, is not installed.
-    """
     require("shtab", "npt completion")
     import shtab
 
+    parser = make_parser("npt")
     for action in _actions(parser):
         found = _values(action, shtab.FILE, shtab.DIRECTORY)
         if found is not None:
             setattr(action, "complete", found)  # noqa: B010 - shtab's own attribute, which argparse's class does not have
-    return shtab.complete(parser, shell)
+    print(shtab.complete(parser, given["shell"]))
+    return 0
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -64,55 +47,53 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _values(action: argparse.Action, file: Any, folder: Any) -> Any:
-    """What an action's value may be, where its choices do not say it."""
+    """Return a completer for the action's value, unless its choices are enough."""
+    match action.dest:
+        case "config":
+            return _words("config", presets(), "*.yaml")
+        case "spec":
+            return _words("study", studies(), "*.yaml")
+        case "model_name":
+            return _words("model", (BaseConfig.model_name,), "*/")
+        case "report_to":
+            return _words("tracker", (*TRACKERS, "all", "none"))
     metavar = action.metavar if isinstance(action.metavar, str) else ""
-    kinds = {"file": file, "directory": folder}
-    if action.dest == "config":
-        return _words("config", tuple(presets()), "*.yaml")
-    if action.dest == "spec":
-        return _words("study", tuple(studies()), "*.yaml")
-    if action.dest == "model_name":
-        return _words("model", (BaseConfig.model_name,), "*/")
-    if action.dest == "report_to":
-        return _words("tracker", (*TRACKERS, "all", "none"))
-    if action.dest in _PLACES:
-        return kinds[_PLACES[action.dest]]
-    if metavar.startswith(_FILES):
-        return file
-    return folder if metavar.startswith(_FOLDERS) else None
+    if action.dest in _FOLDER_OR_NAME or metavar.startswith(_FOLDERS):
+        return folder
+    return file if action.dest in _FILE_OR_NAME or metavar.startswith(_FILES) else None
 
 
-def _words(name: str, words: tuple[str, ...], files: str | None = None) -> dict[str, Any]:
-    """A completer for each shell.
+def _words(name: str, words: Any, files: str | None = None) -> dict[str, Any]:
+    """Return a completer of words for each shell, by functions of this name.
 
     Args:
-        name: of the shells' functions.
-        words: that are offered.
-        files: a pattern of files that are offered as well, and folders to look for them in; `*/`
-            for folders alone.
+        files: a pattern of files to offer as well, with folders to look for them in; `*/` for
+            folders alone.
     """
     function, listed = f"_npt_{name}", " ".join(words)
-    folders = files == "*/"
     bash = [f'compgen -W "{listed}" -- "$1"']
     zsh = [f"compadd -- {listed}"]
     fish = [f"printf '%s\\n' {listed}"]
-    if files is not None:
-        bash += ([] if folders else [f"compgen -f -X '!{files}' -- \"$1\""]) + [
-            'compgen -d -- "$1"'
-        ]
-        zsh.append("_files -/" if folders else f"_files -g '{files}'")
-        fish.append(
-            "__fish_complete_directories (commandline -ct)"
-            if folders
-            else f"__fish_complete_suffix {files.removeprefix('*')}"
-        )
+    if files == "*/":
+        bash.append('compgen -d -- "$1"')
+        zsh.append("_files -/")
+        fish.append("__fish_complete_directories (commandline -ct)")
+    elif files is not None:
+        bash += [f"compgen -f -X '!{files}' -- \"$1\"", 'compgen -d -- "$1"']
+        zsh.append(f"_files -g '{files}'")
+        fish.append(f"__fish_complete_suffix {files.removeprefix('*')}")
+
+    def body(opening: str, lines: list[str], closing: str) -> str:
+        return "\n".join([opening, *(f"  {line}" for line in lines), closing])
+
     return {
-        **dict.fromkeys(("bash", "zsh"), function),
+        "bash": function,
+        "zsh": function,
         "fish": f"({function})",
         "preamble": {
-            "bash": "\n".join([f"{function}() {{", *(f"  {line}" for line in bash), "}"]),
-            "zsh": "\n".join([f"{function}() {{", *(f"  {line}" for line in zsh), "}"]),
-            "fish": "\n".join([f"function {function}", *(f"  {line}" for line in fish), "end"]),
+            "bash": body(f"{function}() {{", bash, "}"),
+            "zsh": body(f"{function}() {{", zsh, "}"),
+            "fish": body(f"function {function}", fish, "end"),
         },
     }
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from npt.cli.arguments import (
-    add_adapter,
-    add_any_base,
-    base_config,
+    Student,
+    add_number,
+    add_student,
+    add_switch,
     limit,
-    load,
-    load_adapter,
-    positive,
-    with_adapter,
+    load_student,
+    print_json,
+    with_base,
 )
-from npt.config import TARGETS, BaseConfig, DataConfig
+from npt.config import TARGETS, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
-from npt.flags import add_settings, build
+from npt.flags import build
 
-OF_AN_UPDATE: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "text": None,
     "context": "",
     "token": -1,
@@ -30,45 +31,66 @@ OF_AN_UPDATE: dict[str, Any] = {
     "targets": None,
     "search": False,
 }
-"""Flags of an update that is made, and what they are where they are not given."""
+"""Flags of a new update with their defaults, which the parser does not know: --undo refuses those
+that were given."""
 
 
 def consolidate(given: dict[str, Any]) -> int:
     """Make what a text does to one token part of the model, and report what is recalled and what
     forgotten.
     """
-    given = with_adapter(given)
-    base, data = base_config(given), build(DataConfig, given)
+    given, base = with_base(given)
+    data = build(DataConfig, given)
     if given["undo"]:
-        beside = [
+        unused = [
             f"--{name}"
-            for name in OF_AN_UPDATE
+            for name in _DEFAULTS
             if given[name] is not None and given[name] is not False
         ]
-        if beside:
+        if unused:
             raise ConfigError(
-                f"--undo takes the last update back and makes none, so {', '.join(beside)} mean"
-                " nothing beside it; drop them"
+                f"--undo takes the last update back and makes none, so {', '.join(unused)} mean"
+                " nothing with it; drop them"
             )
-    given = {
-        name: OF_AN_UPDATE[name] if value is None and name in OF_AN_UPDATE else value
-        for name, value in given.items()
-    }
-    if given["text"] is None and not given["undo"]:
+    elif given["text"] is None:
         raise ConfigError(
             "--text is missing: the fact that is to become part of the model (or --undo, to take"
             " the last one back)"
         )
-    from functools import partial
+    given |= {name: value for name, value in _DEFAULTS.items() if given[name] is None}
+    from npt.data.source import check_source
 
+    console = make_console(stderr=given["json"])
+    check_source(data)
+    student = load_student(base, given, console)
+    if given["undo"]:
+        _undo(student, given, console)
+    else:
+        _update(student, data, given, console)
+    return 0
+
+
+def _undo(student: Student, given: dict[str, Any], console: Any) -> None:
+    import npt
+
+    (taken,) = npt.unconsolidate(student.model)
+    npt.save_adapter(student.model, given["output"], base=student.identity)
+    left = len(npt.consolidated(student.model))
+    if given["json"]:
+        found = {"undone": taken.record, "updates": left, "output": given["output"]}
+        print_json({**found, **student.other})
+    else:
+        console.say(f"took back {taken}; {left} updates are left in {given['output']}")
+
+
+def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
     import npt
     from npt.adapters.consolidate import update_from
     from npt.adapters.files.adapter_files import adapter_hash
     from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
-    from npt.data.source import check_source, open_source, own_heldout
+    from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
-    from npt.files import to_json
     from npt.tools.editing.edit_metrics import (
         PROBE_SAMPLES,
         Before,
@@ -79,147 +101,90 @@ def consolidate(given: dict[str, Any]) -> int:
     )
     from npt.tools.editing.edit_table import print_retention
 
-    console = make_console(stderr=given["json"])
-    check_source(data)
-    model, tokenizer = load(base, console)
-    identity, other = load_adapter(model, given, console)
-    if given["undo"]:
-        (taken,) = npt.unconsolidate(model)
-        npt.save_adapter(model, given["output"], base=identity)
-        left = len(npt.consolidated(model))
-        if given["json"]:
-            print(
-                to_json(
-                    {"undone": taken.record, "updates": left, "output": given["output"], **other},
-                    indent=2,
-                )
-            )
-        else:
-            console.print(
-                f"took back {taken}; {left} updates are left in {given['output']}", soft_wrap=True
-            )
-        return 0
-
+    model, tokenizer = student.model, student.tokenizer
+    max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
     token = token_index(as_row(model, list(ids)), given["token"])
     config = given["adapter"].config
-    have = resolve_layers(config.layers, model.config.num_hidden_layers)
-    layers = (
-        have
-        if given["layers"] is None
-        else resolve_layers(given["layers"], model.config.num_hidden_layers)
-    )
-    # At the same cost the additions to the residual stream alone recall most; a search begins from
-    # everything there is.
-    usual = config.targets if given["search"] or "down" not in config.targets else ("down",)
-    targets = (
-        usual if given["targets"] is None else tuple(t.strip() for t in given["targets"].split(","))
-    )
-    # what cannot work is said at once
-    update_from(modulation_of(model, ids, token), given["alpha"], layers=layers, targets=targets)
+    asked = config.layers if given["layers"] is None else given["layers"]
+    layers = resolve_layers(asked, model.config.num_hidden_layers)
+    if given["targets"] is not None:
+        targets = tuple(t.strip() for t in given["targets"].split(","))
+    else:
+        # At the same cost the additions to the residual stream alone recall most; a search starts
+        # from all targets.
+        only_down = "down" in config.targets and not given["search"]
+        targets = ("down",) if only_down else config.targets
+    # refuse what cannot work before measuring
+    update_from(modulation_of(model, ids, token), max_alpha, layers=layers, targets=targets)
     own = own_heldout(data)
     records = own if own is not None else open_source(data)
     samples, heldout = evaluation_samples(
         records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own
     )
-    # What alpha is chosen on is not what is reported on.
+    # alpha is chosen on one half and reported on the other
     chosen_on, reported_on = samples[::2], samples[1::2]
     if not reported_on:
         raise DataError(
             f"{len(samples)} sample of held-out text is too few to choose alpha on one part and"
             " report on another; give more"
         )
+    tried = []
     with console.status("measuring") as status:
-        fitting = Before(model, tokenizer, fact, chosen_on, given["batch_size"])
-        tried = []
+        fitting = Before(model, tokenizer, fact, chosen_on, batch_size)
         if given["search"]:
-            probe = Before(model, tokenizer, fact, chosen_on[:PROBE_SAMPLES], given["batch_size"])
-            start = Choice(token, targets, layers, given["alpha"])
+            probe = Before(model, tokenizer, fact, chosen_on[:PROBE_SAMPLES], batch_size)
+            start = Choice(token, targets, layers, max_alpha)
             tried = search(
-                model,
-                probe,
-                start,
-                given["max_kl"],
-                ids,
-                lambda what: status.update(f"trying {what}"),
+                model, probe, start, max_kl, ids, lambda what: status.update(f"trying {what}")
             )
             token, targets, layers = tried[0].token, tried[0].targets, tried[0].layers
         record = {
             "text": given["text"],
             "context": given["context"],
             "adapter_hash": adapter_hash(model),
-            **other,
+            **student.other,
         }
         modulation = modulation_of(model, ids, token)
         make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
-        alpha = largest_alpha(model, fitting, make, given["alpha"], given["max_kl"])
-        before = Before(model, tokenizer, fact, reported_on, given["batch_size"])
+        alpha = largest_alpha(model, fitting, make, max_alpha, max_kl)
+        before = Before(model, tokenizer, fact, reported_on, batch_size)
         update = make(alpha)
         npt.consolidate(model, update)
         retention = before.against(model)
-    npt.save_adapter(model, given["output"], base=identity)
-    choice = {
-        **update.record,
-        "asked_alpha": given["alpha"],
-        "max_kl": given["max_kl"],
-        "updates": len(npt.consolidated(model)),
-    }
+    npt.save_adapter(model, given["output"], base=student.identity)
+    updates = len(npt.consolidated(model))
     if given["json"]:
-        found = {"tried": [c.as_dict() for c in tried]} if given["search"] else {}
-        print(
-            to_json(
-                {
-                    **choice,
-                    **retention.as_dict(),
-                    "heldout": heldout,
-                    "output": given["output"],
-                    **found,
-                },
-                indent=2,
-            )
-        )
-    else:
-        print_retention(retention, console, "held-out" if heldout else "TRAINING", tried)
-        word = tokenizer.decode([modulation.token_id])
-        bounded = (
-            f" ({given['alpha']:g} was asked for: --max_kl {given['max_kl']:g})"
-            if alpha < given["alpha"]
-            else ""
-        )
-        console.print(
-            f"token {token} ({word!r}), layers {update.record['layers']}, {', '.join(targets)},"
-            f" alpha {alpha:.3g}{bounded}; update {choice['updates']} is in {given['output']}",
-            soft_wrap=True,
-        )
-    return 0
+        choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
+        found = {**choice, **retention.as_dict(), "heldout": heldout, "output": given["output"]}
+        if given["search"]:
+            found["tried"] = [choice.as_dict() for choice in tried]
+        print_json(found)
+        return
+    print_retention(retention, console, "held-out" if heldout else "TRAINING", tried)
+    bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
+    console.say(
+        f"token {token} ({tokenizer.decode([modulation.token_id])!r}), layers"
+        f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; update"
+        f" {updates} is in {given['output']}"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 done, 2 wrong arguments or data, 5 adapter unusable."
     parser.add_argument("--text", metavar="FACT", help="the fact")
     parser.add_argument(
-        "--context",
-        metavar="TEXT",
-        help="what stands in front of the fact when it is read (default: nothing)",
+        "--context", metavar="TEXT", help="text read before the fact (default: nothing)"
     )
-    parser.add_argument(
-        "--token", type=int, metavar="INT", help="whose modulation is taken (default: -1, the last)"
-    )
-    parser.add_argument(
-        "--alpha",
-        type=float,
-        metavar="FLOAT",
-        help="strength, above 0 and at most 1 (default: 0.5)",
-    )
-    parser.add_argument(
-        "--max_kl",
-        type=limit,
-        metavar="FLOAT",
-        help=(
-            "held-out divergence that may come of it, nats per token; alpha is lowered to keep it"
-            " (default: 0.01; inf: no bound)"
-        ),
+    add_number(parser, "token", "whose modulation is taken (default: -1, the last)", kind=int)
+    add_number(parser, "alpha", "strength, above 0 and at most 1 (default: 0.5)", kind=float)
+    add_number(
+        parser,
+        "max_kl",
+        "held-out divergence that may come of it, nats per token; alpha is lowered to keep it"
+        " (default: 0.01; inf: no bound)",
+        kind=limit,
     )
     parser.add_argument(
         "--layers", help="of the adapter's layers, those that are changed (default: all of them)"
@@ -228,53 +193,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--targets",
         help=(
             f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: down"
-            " where it is one)"
+            " if it is one of them)"
         ),
     )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="try other targets, tokens and layers at the same cost, and take the best",
+    add_switch(
+        parser, "search", "try other targets, tokens and layers at the same cost, and take the best"
     )
-    parser.add_argument(
-        "--undo", action="store_true", help="take the adapter's last update back instead"
-    )
-    add_adapter(parser)
-    add_any_base(parser)
+    add_switch(parser, "undo", "take the adapter's last update back instead")
     parser.add_argument(
         "--output",
         required=True,
         metavar="FOLDER",
-        help="folder for the adapter with the update beside it",
+        help="folder for the adapter together with the update",
     )
-    parser.add_argument(
-        "--eval_samples",
-        type=positive,
-        default=64,
-        metavar="INT",
-        help="samples of held-out text (default: 64)",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=positive,
-        default=8,
-        metavar="INT",
-        help="samples at a time (default: 8)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON instead of tables"
-    )
-    add_settings(
-        parser,
-        BaseConfig,
-        DataConfig,
-        leave_out=(
-            "num_samples",
-            "padding_side",
-            "dataset_mix",
-            "replay_dataset",
-            "replay_ratio",
-            "teacher_precision",
-            "shard_base",
-        ),
-    )
+    add_number(parser, "eval_samples", "samples of held-out text", 64)
+    add_number(parser, "batch_size", "samples at a time", 8)
+    add_student(parser, data=True, leave_out=("padding_side",))

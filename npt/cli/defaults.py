@@ -1,21 +1,25 @@
-"""What a run does where its flags are silent: values that were measured to be good together, by how
-it starts.
+"""Values for a run's flags that were measured to be good together, by the start of the run.
 
 The fields' own defaults (npt/config/) are those of single settings. Which rate, scale and
 objective are good depends on the start (docs/choosing-settings.md), and the start on what there is
-to solve it with; so the command line chooses them here, and says so.
+to solve it with; so the command line chooses them, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npt.config import INITS, BaseConfig, DataConfig
+from npt.config import INITS, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
+from npt.flags import read_yaml
+from npt.presets import presets
 from npt.train.sources import DATASETS, named
+
+SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+"""The settings of a run."""
 
 AUTO = "auto"
 
@@ -34,7 +38,7 @@ _EMBEDDED: dict[str, dict[str, Any]] = {
     "random": {"max_steps": 600},
 }
 _INSTEAD = {"adapter_rank": ("ranks", "rank_budget"), "max_steps": ("num_epochs", "num_samples")}
-"""Of a default those flags that say the same in another way."""
+"""By default, flags that say the same in another way."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +48,46 @@ class Chosen:
     """
 
     given: dict[str, Any]
-    said: tuple[str, ...]
+    said: tuple[str, ...] = ()
     fallback: bool = False
+
+
+def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return the flags over the settings of the file in --config, if any, without those that are
+    ignored. A data set replaces the file's mixture, and the other way round.
+    """
+    if "config" not in given:
+        return dict(given)
+    extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
+    written = read_yaml(given["config"], SETTINGS, extra)
+    lost = set(ignored)
+    if "dataset_mix" in given:
+        lost.add("dataset_name")
+    if "dataset_name" in given:
+        lost.add("dataset_mix")
+    return {**{name: value for name, value in written.items() if name not in lost}, **given}
 
 
 def with_defaults(
     given: Mapping[str, Any], before: Mapping[str, Any] | None = None, *, solvable: bool = True
 ) -> Chosen:
-    """The flags of a run with values for those that are not given.
+    """Return the flags of a run with values for those that are not given.
 
     Args:
-        given: by flag name; `init` may be `auto`, which it is where it is missing.
-        before: those of the run that is taken up, where there is one: they come before any default.
-        solvable: False where a start was found not to be solvable.
+        given: by flag name; `init` may be `auto`, which is its default.
+        before: those of the run that is resumed, if any, which come before any default.
+        solvable: False if a start was found not to be solvable.
     """
     asked = given.get("init", AUTO)
-    flags = {
-        name: value
-        for name, value in given.items()
-        if name != "init" or (given.get("adapter") is not None and value != AUTO)
-    }
+    adapter = given.get("adapter") is not None
+    flags = dict(given)
+    if not adapter or asked == AUTO:
+        flags.pop("init", None)
     said: list[str] = []
-    against = _why_random(flags) if solvable else "too little text to solve one"
-    if flags.get("adapter") is not None:
+    if adapter:
         chosen = _near(flags)
     else:
+        against = _why_random(flags) if solvable else "too little text to solve one"
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
         if _on_embedded_text(flags):
@@ -76,32 +95,27 @@ def with_defaults(
         if asked == AUTO and init == "random":
             said.append(f"--init auto: a random start, because of {against}")
         elif asked == AUTO:
-            with_it = " ".join(
-                f"--{name} {value}" for name, value in chosen.items() if name != "init"
-            )
+            others = " ".join(f"--{name} {v}" for name, v in chosen.items() if name != "init")
             said.append(
-                f"--init auto: the start is solved (--init calibrated); with it go {with_it};"
+                f"--init auto: the start is solved (--init calibrated); with it go {others};"
                 " --init random starts at random"
             )
     chosen |= _missing(_SAVING, flags)
     if before:
-        return Chosen(
-            {**flags, **chosen, **{name: before[name] for name in chosen if name in before}}, ()
-        )
+        chosen |= {name: before[name] for name in chosen if name in before}
+        return Chosen({**flags, **chosen})
     wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
     fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
     return Chosen({**flags, **chosen}, tuple(said), fallback)
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """For a student that is near its teacher from the first step on."""
+    """Return defaults for a student that is near its teacher from the first step on."""
     objective = {"stages", "loss", *_WHOLE}
     whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
-    form = {
-        name: value
-        for name, value in _NEAR.items()
-        if flags.get("adapter") is None or name != "additive_scale"
-    }
+    form = dict(_NEAR)
+    if flags.get("adapter") is not None:
+        del form["additive_scale"]
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
     return {**_missing(form, flags), **whole}
 
@@ -115,7 +129,7 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
 
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
-    """What keeps a start from being solved, as far as the flags tell."""
+    """Return what keeps a start from being solved, as far as the flags tell."""
     for name in ("shard_base", "device_map"):
         if flags.get(name):
             return f"--{name}: solving needs the base on one device"
@@ -123,38 +137,23 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
         return "--residual keep, whose random start is its base already"
     if flags.get("mult_form", "sigmoid") != "sigmoid":
         return f"--mult_form {flags['mult_form']}: only the sigmoid's is solved"
-    started = next(
-        (name for name in ("init_std_a", "init_std_b", "init_std_m", "init_a") if name in flags),
-        None,
-    )
-    return None if started is None else f"--{started}, which is of a random start"
+    for name in ("init_std_a", "init_std_b", "init_std_m", "init_a"):
+        if name in flags:
+            return f"--{name}, which is of a random start"
+    return None
 
 
 def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
-    mixed = flags.get("dataset_mix") is not None
     return (
-        not mixed
+        flags.get("dataset_mix") is None
         and flags.get("model_name", EMBEDDED) == EMBEDDED
         and flags.get("dataset_name", BUILTIN) == BUILTIN
     )
 
 
-def over(written: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file with flags beside them, which win: also a mixture over the file's one
-    data set, and the other way round.
-    """
-    instead = {"dataset_mix": "dataset_name", "dataset_name": "dataset_mix"}
-    lost = {other for flag, other in instead.items() if flag in given}
-    return {**{name: value for name, value in written.items() if name not in lost}, **given}
-
-
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
-    """The flags with a data set: short names written out, and where none is named the embedded text
-    for the embedded model alone.
-
-    Args:
-        given: by flag name.
-        model_name: of the base.
+    """Return the flags with a data set: short names written out; if none is named, the embedded
+    text for the embedded model alone.
 
     Raises:
         ConfigError: a data set and a mixture.
@@ -167,18 +166,32 @@ def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
         )
     short = None if name is None else named(name)
     if short is not None:
-        return Chosen(
-            {**short, **{flag: value for flag, value in given.items() if flag != "dataset_name"}},
-            (),
-        )
+        return Chosen({**short, **{f: v for f, v in given.items() if f != "dataset_name"}})
     if name is not None or mixed is not None or model_name == EMBEDDED:
-        return Chosen(dict(given), ())
-    web_text = DATASETS["slimpajama"]["dataset_name"]
+        return Chosen(dict(given))
+    web_text = DATASETS["slimpajama"]
     said = (
-        f"no --dataset_name: text is streamed from {web_text}; name a file, a folder or another"
-        " data set to use that"
+        f"no --dataset_name: text is streamed from {web_text['dataset_name']}; name a file, a"
+        " folder or another data set to use that"
     )
-    return Chosen({**DATASETS["slimpajama"], **given}, (said,))
+    return Chosen({**web_text, **given}, (said,))
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that mean several settings of a run."""
+    names = ", ".join(presets())
+    parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=argparse.SUPPRESS,
+        help=f"settings by flag name, a file or a preset ({names}); other flags win",
+    )
+    parser.add_argument(
+        "--safe_mode",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="additive modulation only: short for --modulation additive",
+    )
 
 
 def offer_auto(parser: argparse.ArgumentParser) -> None:
@@ -186,6 +199,6 @@ def offer_auto(parser: argparse.ArgumentParser) -> None:
     action = parser._option_string_actions["--init"]
     action.choices = (AUTO, *INITS)
     action.help = (
-        "auto: calibrated where that can be solved, else random; random: small normal start;"
+        "auto: calibrated if that can be solved, else random; random: small normal start;"
         " calibrated: closed form (default: auto)"
     )

@@ -7,28 +7,28 @@ import contextlib
 from dataclasses import fields, replace
 from typing import Any
 
-from npt.cli.arguments import natural, positive
-from npt.cli.defaults import EMBEDDED, over, with_data
+from npt.cli.arguments import add_number, add_switch, natural, print_json
+from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
 from npt.cli.planning import make_plan, print_page
 from npt.cli.products import measure_products, print_products
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
-from npt.errors import ConfigError
-from npt.flags import add_settings, build, read_yaml, with_safe_mode
+from npt.errors import ConfigError, DataError
+from npt.flags import add_settings, build, with_safe_mode
 
-_OF_DATA = {"model_name", "batch_size", "seed"}
-"""Settings of training, beside those of the data, that a look at the data heeds."""
-
-_OF_PLAN = {
-    flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)
-} - _OF_DATA
+_OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)} - {
+    "model_name",
+    "batch_size",
+    "seed",
+}
+"""Settings that --data does not use."""
 
 _OF_PRODUCTS = {flag_of(f) for f in fields(BaseConfig)} - {
     "matmul_precision",
     "teacher_precision",
     "share_embeddings",
 }
-"""Settings that a measurement of products heeds."""
+"""Settings that --products uses."""
 
 
 def doctor(given: dict[str, Any]) -> int:
@@ -42,11 +42,11 @@ def doctor(given: dict[str, Any]) -> int:
             " (error and speed of its products on this device)"
         )
     _check_flags(given)
-    given = {"batch_size": 4, "seed": 0, **_with_config(given)}
-    from npt.files import to_json
+    shape = given["shape"]
+    given = with_config(given, ignored=() if shape is None else ("model_name",))
+    given = with_safe_mode({"batch_size": 4, "seed": 0, **given})
     from npt.tools.data_doctor.table import print_report
 
-    given = with_safe_mode(given)
     console = make_console(stderr=given["json"])
     reports = {} if given["data"] is None else _examine(given, console)
     if not given["json"]:
@@ -55,14 +55,10 @@ def doctor(given: dict[str, Any]) -> int:
     page = make_plan(given, console) if given["plan"] else None
     products = measure_products(given, console) if given["products"] else None
     if given["json"]:
-        found = {part: report.as_dict() for part, report in reports.items()}
-        further = {"plan": page, "products": products}
-        print(
-            to_json(
-                found | {part: one.as_dict() for part, one in further.items() if one is not None},
-                indent=2,
-            )
-        )
+        found = {name: report.as_dict() for name, report in reports.items()}
+        if page is not None:
+            found["plan"] = page.as_dict()
+        print_json(found if products is None else {**found, "products": products})
     else:
         if page is not None:
             print_page(page, console)
@@ -72,39 +68,22 @@ def doctor(given: dict[str, Any]) -> int:
     return 0 if sound else 2
 
 
-def _with_config(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags over those of a file; a shape that is named beside it stands in the place of its
-    base.
-    """
-    if "config" not in given:
-        return given
-    written = read_yaml(
-        given["config"],
-        (BaseConfig, NPTConfig, DataConfig, TrainConfig),
-        {"safe_mode": bool, "any_base": bool, "adapter": str},
-    )
-    if given["shape"] is not None:
-        written.pop("model_name", None)
-    return over(written, given)
-
-
 def _check_flags(given: dict[str, Any]) -> None:
     """Refuse flags that would be ignored, and seeds out of range."""
     if given.get("seed", 0) > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     if given["plan"]:
         return
-    heeded = {"device", *_OF_PRODUCTS} if given["products"] else set()
-    switches = (
-        name for name in ("shape", "device", "measure", "no_trial", "safe_mode") if given.get(name)
-    )
-    only = [name for name in (*sorted(_OF_PLAN & set(given)), *switches) if name not in heeded]
-    if only:
-        raise ConfigError(f"--{only[0]} means nothing without --plan; add it or drop the other")
+    used = {"device", *_OF_PRODUCTS} if given["products"] else set()
+    switches = ("shape", "device", "measure", "no_trial", "safe_mode")
+    unused = [name for name in sorted(_OF_PLAN & set(given)) if name not in used]
+    unused += [name for name in switches if given.get(name) and name not in used]
+    if unused:
+        raise ConfigError(f"--{unused[0]} means nothing without --plan; add it or drop the other")
 
 
 def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
-    """Reports on the data and, where there are any, on what is replayed."""
+    """Return reports on the data and, if any are, on those that are replayed."""
     if given["data"] is not True:
         if given.get("dataset_name", given["data"]) != given["data"]:
             raise ConfigError(
@@ -117,22 +96,16 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     from npt.adapters.fit import check_length
     from npt.base.load import load_tokenizer, read_config
     from npt.data.source import open_source
-    from npt.errors import DataError
     from npt.tools.data_doctor.report import examine
     from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
-    parts = sources_of(data)
-    how = {
-        "batch_size": given["batch_size"],
-        "seed": given["seed"],
-        "max_records": given["max_records"],
-    }
+    how = {name: given[name] for name in ("batch_size", "seed", "max_records")}
+    found = {}
     with console.status("reading the data"):
-        found = {}
-        for part in parts:
+        for part in sources_of(data):
             config = part.config
             if part.label != FIRST:
                 with contextlib.suppress(DataError):  # the report says where
@@ -141,36 +114,30 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
             if data.dataset_mix is not None:
                 report = replace(report, name=f"{part.label} ({part.share:.1%} of the samples)")
             found["replay" if part.label == REPLAY else part.label] = report
-        return found
+    return found
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Exit status: 0 nothing stands in the way of training, 2 something does, or wrong"
-        " arguments."
+        "Exit status: 0 nothing prevents training, 2 something does, or wrong arguments."
     )
     parser.add_argument(
         "--data",
         nargs="?",
         const=True,
         metavar="NAME",
-        help="look at the data; NAME as in --dataset_name, which it may stand for",
+        help="look at the data; NAME as in --dataset_name, which it replaces",
     )
-    parser.add_argument(
-        "--max_records",
-        type=positive,
-        metavar="INT",
-        help="look at the first records only (default: all)",
+    add_number(parser, "max_records", "look at the first records only (default: all)")
+    add_switch(
+        parser,
+        "plan",
+        "predict the memory and the time of a run with these flags; no weights are read",
     )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="predict the memory and the time of a run with these flags; no weights are read",
-    )
-    parser.add_argument(
-        "--products",
-        action="store_true",
-        help="load the base and measure error and speed of its products at each --matmul_precision",
+    add_switch(
+        parser,
+        "products",
+        "load the base and measure error and speed of its products at each --matmul_precision",
     )
     parser.add_argument(
         "--shape",
@@ -182,45 +149,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="that is planned for or measured on (default: the GPU, if there is one)",
     )
-    parser.add_argument(
-        "--measure", action="store_true", help="run a few steps for real as well, and compare"
-    )
-    parser.add_argument(
-        "--no_trial", action="store_true", help="leave the time out, for which one layer is run"
-    )
+    add_switch(parser, "measure", "run a few steps for real as well, and compare")
+    add_switch(parser, "no_trial", "leave the time out, for which one layer is run")
     quiet = argparse.SUPPRESS
-    parser.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        default=quiet,
-        help="settings as npt pretrain takes them, a file or a preset",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=positive,
-        default=quiet,
-        metavar="INT",
-        help="samples of a micro-batch (default: 4)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=natural,
-        default=quiet,
-        metavar="INT",
-        help="which samples are shown (default: 0)",
-    )
-    parser.add_argument(
-        "--safe_mode",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="short for --modulation additive",
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_settings(
-        parser,
-        BaseConfig,
-        NPTConfig,
-        DataConfig,
-        TrainConfig,
-        leave_out=("num_samples", "batch_size", "seed"),
-    )
+    add_number(parser, "batch_size", "samples of a micro-batch (default: 4)", quiet)
+    add_number(parser, "seed", "which samples are shown (default: 0)", quiet, natural)
+    add_config(parser)
+    add_settings(parser, *SETTINGS, leave_out=("num_samples", "batch_size", "seed"))

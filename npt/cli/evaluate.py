@@ -5,48 +5,33 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import (
-    add_adapter,
-    add_any_base,
-    base_config,
-    load,
-    load_adapter,
-    natural,
-    positive,
-    with_adapter,
-)
+from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
-from npt.flags import add_settings, build
+from npt.flags import build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 NEW_TOKENS = 64
-"""Of a greedy continuation, by default."""
+"""Default length of a greedy continuation."""
 
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
-    given = with_adapter(given)
-    base, data = base_config(given), build(DataConfig, given)
+    given, base = with_base(given)
+    data = build(DataConfig, given)
     import npt
-    from npt.data.batch import pad_id_of
     from npt.data.source import check_source, open_source, own_heldout
-    from npt.evaluation.attribution import refer
     from npt.evaluation.harness import find_tasks, lm_eval
     from npt.evaluation.heldout import evaluation_samples
     from npt.evaluation.table import print_fidelity, print_scores
-    from npt.files import to_json
 
     console = make_console(stderr=given["json"])
     check_source(data)
-    tasks = (
-        [name for name in (given["lm_eval"] or "").split(",") if name.strip()]
-        if given["lm_eval"] is not None
-        else None
-    )
-    if tasks is not None:
+    tasks = None
+    if given["lm_eval"] is not None:
+        tasks = [name for name in given["lm_eval"].split(",") if name.strip()]
         find_tasks(tasks, given["lm_eval_tasks_path"])
     elif given["lm_eval_tasks_path"] is not None or given["lm_eval_limit"] is not None:
         raise ConfigError(
@@ -58,8 +43,6 @@ def evaluate(given: dict[str, Any]) -> int:
             f"--max_new_tokens is {given['max_new_tokens']}, and nothing is continued without"
             " --divergence_prompts; add it or drop this"
         )
-    if given["attribution"] is not None:
-        _check_attribution(base)
     own = own_heldout(data)
 
     def samples_of(model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
@@ -68,26 +51,11 @@ def evaluate(given: dict[str, Any]) -> int:
             records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own
         )
 
-    reference, memory = None, {}
+    reference = None
+    further: dict[str, Any] = {}
     if given["attribution"] is not None:
-        model, tokenizer = _load_unquantized(base, given["attribution"])
-        memory["unquantized_model_bytes"] = sum(
-            p.numel() * p.element_size() for p in model.parameters()
-        )
-        reference = refer(
-            model,
-            samples_of(model, tokenizer)[0],
-            batch_size=given["batch_size"],
-            pad_id=pad_id_of(tokenizer),
-        )
-        memory |= {
-            "kept_state_bytes": reference.state_bytes,
-            "kept_head_bytes": reference.head_bytes,
-        }
-        console.print(_memory_line(memory, given["attribution"]), soft_wrap=True)
-        del model  # before the 4-bit base is loaded; the reference holds its head
-    model, tokenizer = load(base, console)
-    _, other = load_adapter(model, given, console)
+        reference, further["attribution_memory"] = _reference(base, samples_of, given, console)
+    model, tokenizer, _, other = load_student(base, given, console)
     samples, heldout = samples_of(model, tokenizer)
     fidelity = npt.evaluate(
         model,
@@ -95,18 +63,22 @@ def evaluate(given: dict[str, Any]) -> int:
         samples,
         batch_size=given["batch_size"],
         divergence_prompts=given["divergence_prompts"],
-        max_new_tokens=NEW_TOKENS if given["max_new_tokens"] is None else given["max_new_tokens"],
+        max_new_tokens=given["max_new_tokens"] or NEW_TOKENS,
         unquantized=reference,
     )
     scores = None
     if tasks is not None:
-        how = {"limit": given["lm_eval_limit"], "batch_size": given["batch_size"]}
-        scores = lm_eval(model, tokenizer, tasks, tasks_path=given["lm_eval_tasks_path"], **how)
-    if given["json"]:
-        further = ({"attribution_memory": memory} if memory else {}) | (
-            {"lm_eval": scores} if scores is not None else {}
+        scores = lm_eval(
+            model,
+            tokenizer,
+            tasks,
+            tasks_path=given["lm_eval_tasks_path"],
+            limit=given["lm_eval_limit"],
+            batch_size=given["batch_size"],
         )
-        print(to_json({**fidelity.as_dict(), **further, "heldout": heldout, **other}, indent=2))
+        further["lm_eval"] = scores
+    if given["json"]:
+        print_json({**fidelity.as_dict(), **further, "heldout": heldout, **other})
     else:
         print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
         if scores is not None:
@@ -114,9 +86,17 @@ def evaluate(given: dict[str, Any]) -> int:
     return 0
 
 
-def _check_attribution(base: BaseConfig) -> None:
-    """Refuse what has no unquantised original, or nothing that it is the original of."""
+def _reference(
+    base: BaseConfig, samples_of: Any, given: dict[str, Any], console: Any
+) -> tuple[Any, dict[str, int]]:
+    """Run the unquantised base on the samples; return the outputs that are kept, and bytes of
+    memory by name. The base is freed.
+    """
     from npt.base.load import read_config
+    from npt.base.quantization_error import set_matmul_precision
+    from npt.data.batch import pad_id_of
+    from npt.diagnostics.headroom import load_variant
+    from npt.evaluation.attribution import refer
 
     if getattr(read_config(base.model_name), "quantization_config", None) is not None:
         raise ConfigError(
@@ -128,62 +108,38 @@ def _check_attribution(base: BaseConfig) -> None:
             "--attribution compares a 4-bit base with its original; add --use_quantization, or"
             " drop it"
         )
-
-
-def _load_unquantized(base: BaseConfig, precision: str) -> tuple[Any, Any]:
-    from npt.base.quantization_error import set_matmul_precision
-    from npt.diagnostics.headroom import load_variant
-
-    attention = base.attn_implementation
-    model, tokenizer = load_variant(base.model_name, precision, attn_implementation=attention)
-    set_matmul_precision(base.matmul_precision, model)
-    return model, tokenizer
-
-
-def _memory_line(memory: dict[str, int], precision: str) -> str:
-    whole, states, head = (
-        f"{memory[key] / 2**20:,.1f} MiB"
-        for key in ("unquantized_model_bytes", "kept_state_bytes", "kept_head_bytes")
+    precision = given["attribution"]
+    model, tokenizer = load_variant(
+        base.model_name, precision, attn_implementation=base.attn_implementation
     )
-    return (
+    set_matmul_precision(base.matmul_precision, model)
+    samples, _ = samples_of(model, tokenizer)
+    reference = refer(model, samples, batch_size=given["batch_size"], pad_id=pad_id_of(tokenizer))
+    memory = {
+        "unquantized_model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "kept_state_bytes": reference.state_bytes,
+        "kept_head_bytes": reference.head_bytes,
+    }
+    whole, states, head = (f"{size / 2**20:,.1f} MiB" for size in memory.values())
+    console.say(
         f"attribution: the unquantised base ({precision}, {whole}) ran first and is gone; kept of"
         f" it are final states on the host ({states}) and its head ({head})"
     )
+    return reference, memory
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_adapter(parser)
-    add_any_base(parser)
-    parser.add_argument(
-        "--eval_samples",
-        type=positive,
-        default=64,
-        metavar="INT",
-        help="samples to evaluate on (default: 64)",
+    add_number(parser, "eval_samples", "samples to evaluate on", 64)
+    add_number(parser, "batch_size", "samples at a time", 8)
+    add_number(
+        parser,
+        "divergence_prompts",
+        "continue the beginnings of so many samples greedily, and see where the student parts from"
+        " its teacher",
+        0,
+        natural,
     )
-    parser.add_argument(
-        "--batch_size",
-        type=positive,
-        default=8,
-        metavar="INT",
-        help="samples at a time (default: 8)",
-    )
-    parser.add_argument(
-        "--divergence_prompts",
-        type=natural,
-        default=0,
-        metavar="INT",
-        help=(
-            "continue the beginnings of so many samples greedily, and see where the student parts"
-            " from its teacher (default: 0)"
-        ),
-    )
-    parser.add_argument(
-        "--max_new_tokens",
-        type=positive,
-        metavar="INT",
-        help=f"of such a continuation (default: {NEW_TOKENS})",
-    )
+    add_number(parser, "max_new_tokens", f"of such a continuation (default: {NEW_TOKENS})")
     parser.add_argument(
         "--attribution",
         nargs="?",
@@ -205,23 +161,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of YAML tasks; only these are known then",
     )
-    parser.add_argument(
-        "--lm_eval_limit", type=positive, metavar="INT", help="documents of a task, at most"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON instead of tables"
-    )
-    add_settings(
-        parser,
-        BaseConfig,
-        DataConfig,
-        leave_out=(
-            "num_samples",
-            "padding_side",
-            "dataset_mix",
-            "replay_dataset",
-            "replay_ratio",
-            "shard_base",
-            "teacher_precision",
-        ),
-    )
+    add_number(parser, "lm_eval_limit", "documents of a task, at most")
+    add_student(parser, data=True, leave_out=("padding_side",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_adapter
+from npt.cli.arguments import add_adapter, print_json
 from npt.config import BASE_PRECISIONS
 from npt.console import make_console
 
@@ -15,7 +15,6 @@ def export(given: dict[str, Any]) -> int:
     the code that joins them.
     """
     import npt
-    from npt.files import to_json
 
     console = make_console(stderr=given["json"])
     with console.status("writing, and reading it back"):
@@ -26,28 +25,15 @@ def export(given: dict[str, Any]) -> int:
             base_name=given["model_name"],
         )
     if given["json"]:
-        print(to_json(done.as_dict(), indent=2))
+        print_json(done.as_dict())
         return 0
-    base = (
-        "4 bit"
-        if done.precision == "4bit"
-        else "16 bit, rounded"
-        if done.rounded
-        else "unquantised"
-    )
-    files = (
-        f"{done.files} file{'s' if done.files > 1 else ''} of weights, {done.size / 1e6:,.1f} MB"
-    )
-    console.print(
-        f"wrote {done.folder}: base in {base}, {files}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
+    stored = "16 bit, rounded" if done.rounded else "unquantised"
+    base = "4 bit" if done.precision == "4bit" else stored
+    files = f"{done.files} file{'s' if done.files > 1 else ''} of weights"
+    console.say(
+        f"wrote {done.folder}: base in {base}, {files}, {done.size / 1e6:,.1f} MB",
         f"checked without npt: largest difference of a logit {done.largest:.3g} over {done.tokens}"
         " tokens",
-        soft_wrap=True,
     )
     return 0
 
@@ -58,20 +44,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         " left), 5 adapter unusable."
     )
     add_adapter(parser)
-    parser.add_argument(
-        "--output", required=True, metavar="FOLDER", help="folder, made anew or empty"
-    )
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
     parser.add_argument(
         "--base_precision",
         choices=BASE_PRECISIONS,
         help=(
-            "of the base's weights on disk: 4bit as they were packed, or 16bit, rounded where they"
+            "of the base's weights on disk: 4bit as they were packed, or 16bit, rounded if they"
             " were not (default: as it was loaded)"
         ),
     )
     parser.add_argument(
         "--model_name",
         metavar="NAME",
-        help="of the base, where it is not under the name that the adapter knows",
+        help="of the base, if it is not under the name that the adapter knows",
     )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")

@@ -1,5 +1,5 @@
-"""What `npt doctor --plan` says: the memory and the time of a run before it is begun, and against
-what it really takes.
+"""The page of `npt doctor --plan`: memory and time of a run before it starts, next to those of
+the first steps with --measure.
 """
 
 from __future__ import annotations
@@ -8,19 +8,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from npt.cli.arguments import open_base, plain_table
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.flags import build
 
 
 @dataclass(frozen=True)
-class Page:
-    """All that is said of a plan.
+class CalibrationForecast:
+    """The cost of --init calibrated before the first step.
 
-    workload: what was planned. memory: `MemoryPlan`. limit: bytes, None where nothing says how many
-    there are. remedies: settings that would fit. times: `StepTime` by strategy. measured:
-    `Measured` by strategy, of what was run. calibration: forecast of --init calibrated, if that is
-    asked for.
+    device_bytes: at its highest moment, the base included; 0 on a CPU. host_bytes: of memory, on a
+    CPU the base included. disk_bytes: of temporary files. placement: of matrices and rows. seconds:
+    in all, eigendecomposition_seconds among them; None if nothing was timed.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    placement: str
+    seconds: float | None
+    eigendecomposition_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Page:
+    """A plan. memory: a `MemoryPlan`. limit: bytes, None if unknown. remedies: settings that would
+    fit. times: `StepTime` by strategy. measured: `Measured` by strategy, if it was run.
     """
 
     name: str
@@ -38,7 +52,7 @@ class Page:
 
     @property
     def tokens(self) -> int:
-        """Of a window."""
+        """Tokens of a window."""
         c = self.workload.training
         return c.batch_size * c.gradient_accumulation_steps * self.workload.length
 
@@ -60,41 +74,19 @@ class Page:
             },
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "measured": {
-                name: {
-                    **m.as_dict(),
-                    "errors": {
-                        "peak_bytes": self.memory.peak / m.peak - 1,
-                        **{
-                            phase: self.memory.of(phase) / size - 1
-                            for phase, size in m.phases.items()
-                        },
-                        **(
-                            {"seconds": self.times[name].seconds / m.seconds - 1}
-                            if name in self.times
-                            else {}
-                        ),
-                    },
-                }
+                name: {**m.as_dict(), "errors": self._errors(name, m)}
                 for name, m in self.measured.items()
             },
         }
 
-
-@dataclass(frozen=True)
-class CalibrationForecast:
-    """What --init calibrated takes before the first step.
-
-    device_bytes: at its highest moment, the base included; 0 on a CPU. host_bytes: of memory, on a
-    CPU the base included. disk_bytes: of temporary files. placement: of matrices and rows. seconds:
-    in all, of which eigendecomposition_seconds; None without a trial.
-    """
-
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    placement: str
-    seconds: float | None
-    eigendecomposition_seconds: float | None
+    def _errors(self, strategy: str, measured: Any) -> dict[str, float]:
+        """Relative errors of the prediction."""
+        found = {"peak_bytes": self.memory.peak / measured.peak - 1}
+        for phase, size in measured.phases.items():
+            found[phase] = self.memory.of(phase) / size - 1
+        if strategy in self.times:
+            found["seconds"] = self.times[strategy].seconds / measured.seconds - 1
+        return found
 
 
 def forecast_calibration(
@@ -103,14 +95,14 @@ def forecast_calibration(
     """Forecast the calibrated start of a workload.
 
     Args:
-        workload: whose adapters start calibrated.
+        workload: a `Workload`.
         base: bytes of the base.
-        limit: bytes of the device, None if nothing says how many there are.
+        limit: bytes of the device, None if unknown.
         trial: time a product and an eigendecomposition.
     """
     from npt.adapters.fit import resolve_layers
+    from npt.base.quantization_error import fp32_products
     from npt.calibration.plan import plan
-    from npt.calibration.precision import full_precision
 
     w, c, device = workload, workload.training, workload.device
     work = plan(
@@ -129,7 +121,7 @@ def forecast_calibration(
     placement = work.place(device, free)
     seconds = None
     if trial:
-        with full_precision():
+        with fp32_products("highest"):
             seconds = work.seconds(device, placement)
     return CalibrationForecast(
         base + work.peak(device, placement) if on_gpu else 0,
@@ -142,7 +134,7 @@ def forecast_calibration(
 
 
 def make_plan(given: Mapping[str, Any], console: Any) -> Page:
-    """Plan what the flags say, with a trial for the time, and run it where that is asked for.
+    """Plan a run by its flags, time one layer, and with --measure run a few steps.
 
     Raises:
         ConfigError: settings that cannot work together.
@@ -175,13 +167,11 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
         fits = limit is None or memory.peak <= limit
         found = [] if fits or limit is None else remedies(workload, limit, planner.counts)
         base = memory.terms[0].bytes
-        del planner  # nothing hollow is to be there when memory is measured
+        del planner  # no fake model may be alive when memory is measured
     trial = not given["no_trial"]
-    calibration = (
-        forecast_calibration(workload, base, limit, trial)
-        if workload.adapter.init == "calibrated"
-        else None
-    )
+    calibration = None
+    if workload.adapter.init == "calibrated":
+        calibration = forecast_calibration(workload, base, limit, trial)
     times: dict[str, Any] = {}
     if trial and fits:
         with console.status("timing one layer"):
@@ -199,13 +189,13 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
 
 
 def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
-    """What the model is called, and what is to be planned."""
+    """Return the model's name and the workload to plan."""
     import torch
 
     from npt.adapters.fit import check_fit
     from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.planning.named_models import llama_config, parse_shape
+    from npt.planning.shape import llama_config, parse_shape
     from npt.planning.workload import Workload
     from npt.train.run_checks import check_trainable
 
@@ -239,8 +229,8 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str, Any]:
-    """The real base where its weights are at hand, else one with random weights: neither time nor
-    memory depends on them.
+    """Run a few steps on the real base, or for --shape on random weights: neither time nor memory
+    depends on them.
     """
     import npt
     from npt.planning.timing import made_base, measure
@@ -254,14 +244,11 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             teacher = made_base(other, workload.config)
     else:
         base = build(BaseConfig, given)
-        where = {"device": workload.device, "attn_implementation": base.attn_implementation}
-        model, _ = npt.load_base(
-            base.model_name,
-            quantization=base.quantization,
-            use_fp16=base.use_fp16,
-            compute_dtype=base.compute_dtype,
-            **where,
-        )
+        where: dict[str, Any] = {
+            "device": workload.device,
+            "attn_implementation": base.attn_implementation,
+        }
+        model, _ = open_base(base, **where)
         if base.teacher_precision is not None:
             teacher = npt.load_teacher(base.model_name, base.teacher_precision, **where)
     npt.attach(model, replace(workload.form, init="random"))
@@ -274,102 +261,86 @@ def _measured(given: Mapping[str, Any], workload: Any, memory: Any) -> dict[str,
             memory.evaluated_at_once,
             teacher=teacher,
         )
-        for name, (_, config) in workload.stages.items()
+        for name, config in workload.stages.items()
     }
 
 
 def print_page(page: Page, console: Any) -> None:
-    """The page for a terminal of 80 columns."""
+    """Print the page for a terminal of 80 columns."""
     from npt.planning.memory import PHASES, shown
 
-    w, c = page.workload, page.workload.training
+    w, c, memory = page.workload, page.workload.training, page.memory
     stored = "unquantised" if w.quantization is None else w.quantization.upper()
     shape = w.shape
-    console.print(
+    console.say(
         f"{page.name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,},"
         f" {stored}, on {w.device}",
-        soft_wrap=True,
-    )
-    console.print(
         f"rank {max(w.ranks)} on {w.depth.converted} layers, {' then '.join(w.stages)}; a step of"
         f" {c.gradient_accumulation_steps} x {c.batch_size} samples of {w.length:,} tokens",
-        soft_wrap=True,
     )
     if w.adapter.init == "random":
-        console.print("from a random start; where flags are silent a run starts solved, as with")
-        console.print("--init calibrated --strategy end_to_end --logit_kl_weight 1.0")
+        console.say(
+            "from a random start; if flags are silent a run starts solved, as with",
+            "--init calibrated --strategy end_to_end --logit_kl_weight 1.0",
+        )
     if w.approximate:
-        console.print(
+        console.say(
             f"--rank_budget {c.rank_budget} is planned as if it were spent evenly; the calibration"
-            " spends it",
-            soft_wrap=True,
+            " spends it"
         )
-    if page.memory.samples_at_once < c.batch_size:
-        console.print(
-            f"{page.memory.samples_at_once} of {c.batch_size} samples of a micro-batch are computed"
-            " at once",
-            soft_wrap=True,
+    if memory.samples_at_once < c.batch_size:
+        console.say(
+            f"{memory.samples_at_once} of {c.batch_size} samples of a micro-batch are computed at"
+            " once"
         )
-    console.print()
-    table = _table("memory", *PHASES)
     rows: dict[str, dict[str, int]] = {}
-    for term in page.memory.terms:
+    for term in memory.terms:
         rows.setdefault(term.name, {}).update(dict.fromkeys(term.phases, term.bytes))
-    for term_name, sizes in rows.items():
-        table.add_row(
-            term_name, *(shown(sizes[phase]) if phase in sizes else "" for phase in PHASES)
-        )
+    table = plain_table("memory", *PHASES)
+    for name, sizes in rows.items():
+        table.add_row(name, *(shown(sizes[phase]) if phase in sizes else "" for phase in PHASES))
     table.add_section()
-    table.add_row("together", *(shown(page.memory.of(phase)) for phase in PHASES))
+    table.add_row("together", *(shown(memory.of(phase)) for phase in PHASES))
+    console.print()
     console.print(table)
-    _print_verdict(page, console)
+    console.say(*_verdict(page))
     if page.calibration is not None:
-        for line in _calibration_lines(page.calibration, str(w.device)):
-            console.print(line, soft_wrap=True)
+        console.say(*_calibration_lines(page.calibration, str(w.device)))
     for name, time in page.times.items():
-        console.print()
-        table = _table(f"time of a step, {name}", "seconds")
+        table = plain_table(f"time of a step, {name}", "seconds")
         for part, seconds in time.parts.items():
             table.add_row(part, f"{seconds:.3g}")
         table.add_section()
         table.add_row("together", f"{time.seconds:.3g}")
-        console.print(table)
-        layer = (
-            "one layer" if time.narrowed == 1 else f"one layer of 1/{time.narrowed} of the width"
-        )
-        speed = page.tokens / time.seconds
-        console.print(
-            f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
-            f"tokens per second, from {layer} timed here and now",
-            soft_wrap=True,
-        )
-    for name, measured in page.measured.items():
         console.print()
-        table = _table(f"{name}: predicted against measured", "predicted", "measured", "error")
+        console.print(table)
+        part = "" if time.narrowed == 1 else f" of 1/{time.narrowed} of the width"
+        speed = page.tokens / time.seconds
+        rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+        console.say(f"{rate} tokens per second, from one layer{part} timed here and now")
+    for name, measured in page.measured.items():
+        table = plain_table(f"{name}: predicted against measured", "predicted", "measured", "error")
         for phase in PHASES:
-            table.add_row(phase, *_against(page.memory.of(phase), measured.phases[phase], shown))
-        table.add_row("peak", *_against(page.memory.peak, measured.peak, shown))
+            table.add_row(phase, *_against(memory.of(phase), measured.phases[phase], shown))
+        table.add_row("peak", *_against(memory.peak, measured.peak, shown))
         if name in page.times:
-            table.add_row(
-                "a step",
-                *_against(
-                    page.times[name].seconds, measured.seconds, lambda seconds: f"{seconds:.3g} s"
-                ),
-            )
+            predicted = page.times[name].seconds
+            table.add_row("a step", *_against(predicted, measured.seconds, "{:.3g} s".format))
+        console.print()
         console.print(table)
 
 
 def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
     from npt.planning.memory import shown
 
-    lines = ["not in it is what --init calibrated takes before the first step, a forecast:"]
+    lines = ["not in it is the cost of --init calibrated before the first step, a forecast:"]
+    host = shown(found.host_bytes)
     if found.device_bytes:
         lines.append(
-            f"  {shown(found.device_bytes)} on {device} with the base, {shown(found.host_bytes)} of"
-            " host memory,"
+            f"  {shown(found.device_bytes)} on {device} with the base, {host} of host memory,"
         )
     else:
-        lines.append(f"  {shown(found.host_bytes)} of memory with the base,")
+        lines.append(f"  {host} of memory with the base,")
     lines.append(f"  {shown(found.disk_bytes)} of temporary disk")
     if found.device_bytes:
         lines.append(f"  {found.placement}")
@@ -379,40 +350,23 @@ def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
     return lines
 
 
-def _print_verdict(page: Page, console: Any) -> None:
+def _verdict(page: Page) -> list[str]:
     from npt.planning.memory import shown
 
     peak = f"peak {shown(page.memory.peak)} in the {page.memory.phase}"
     if page.limit is None:
-        console.print(peak, soft_wrap=True)
-        return
+        return [peak]
     size = shown(page.limit)
-    room = (
-        f"--max_memory {size}"
-        if page.workload.training.max_memory is not None
-        else f"the {size} free on {page.workload.device}"
-    )
-    console.print(
-        f"{peak}; it {'fits' if page.fits else 'does not fit'} into {room}", soft_wrap=True
-    )
-    if page.fits:
-        return
-    for flag, less in page.remedies:
-        console.print(f"  {flag} would: {shown(less)} with one sample at a time", soft_wrap=True)
-    if not page.remedies:
-        console.print(
-            "  no single setting would; lower several, or take a smaller base", soft_wrap=True
-        )
-
-
-def _table(*headings: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=bool(index))
-    return table
+    room = f"the {size} free on {page.workload.device}"
+    if page.workload.training.max_memory is not None:
+        room = f"--max_memory {size}"
+    lines = [f"{peak}; it {'fits' if page.fits else 'does not fit'} into {room}"]
+    if not page.fits:
+        lines += [
+            f"  {flag} would: {shown(less)} with one sample at a time"
+            for flag, less in page.remedies
+        ] or ["  no single setting would; lower several, or take a smaller base"]
+    return lines
 
 
 def _against(predicted: float, measured: float, text: Any) -> tuple[str, str, str]:

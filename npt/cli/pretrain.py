@@ -7,51 +7,60 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from npt.cli.arguments import base_config, load, load_adapter, with_adapter
-from npt.cli.defaults import offer_auto, over, with_data, with_defaults
+from npt.cli.arguments import add_switch, load, load_adapter, with_base
+from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError, TooLittleTextError
-from npt.flags import add_settings, build, read_yaml, with_safe_mode
-from npt.presets import presets
+from npt.flags import add_settings, build, with_safe_mode
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
-_TRAINING = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+
+class _Settings(NamedTuple):
+    """start: the saved adapter to train from, if any. any_base: its base may be another one."""
+
+    base: BaseConfig
+    adapter: NPTConfig
+    data: DataConfig
+    training: TrainConfig
+    start: Any
+    any_base: bool
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Facts of a run before its base is loaded.
+
+    adapter: with the ranks of the run that is resumed. resumes: a checkpoint. folder: the run's.
+    resume_at: the step of the run in it.
+    """
+
+    adapter: NPTConfig
+    resumes: bool
+    folder: Path
+    resume_at: int | None
 
 
 def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
-    idle = next(
-        (
-            name
-            for name in ("calibration_tokens", "calibration_inputs", "calibration_rounds")
-            if name in given
-        ),
-        None,
-    )
-    if "config" in given:
-        given = over(
-            read_yaml(
-                given["config"], _TRAINING, {"safe_mode": bool, "any_base": bool, "adapter": str}
-            ),
-            given,
-        )
-    given = with_adapter(with_safe_mode(given))
-    any_base, start = given.pop("any_base", False), given.get("adapter")
-    base = base_config(given)
+    of_solving = ("calibration_tokens", "calibration_inputs", "calibration_rounds")
+    idle = next((name for name in of_solving if name in given), None)
+    given, base = with_base(with_safe_mode(with_config(given)))
+    any_base = given.pop("any_base", False)
     found = with_data(given, base.model_name)
-    given, said = found.given, found.said
-    chosen = with_defaults(given, _taken_up(given))
-    adapter, data, training = _settings(chosen.given)
+    given = found.given
+    chosen = with_defaults(given, _resumed_flags(given))
+    settings = _settings(base, chosen.given, any_base)
+    training, start = settings.training, settings.start
     if start is not None and (idle is not None or training.rank_budget is not None):
         raise ConfigError(
             f"--{idle or 'rank_budget'} is about a start that is solved, but --adapter {start} is"
             " one; drop one of the two"
         )
-    if idle is not None and adapter.init != "calibrated":
+    if idle is not None and settings.adapter.init != "calibrated":
         raise ConfigError(
             f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or"
             " drop the other"
@@ -62,94 +71,84 @@ def pretrain(given: dict[str, Any]) -> int:
             " --any_base"
         )
     from npt.distributed.processes import join_processes
+    from npt.runs.signals import StopOnSignal
+    from npt.runs.trackers import start_trackers
 
     processes = join_processes(training.rank_timeout)
     try:
         with processes.member():
-            _check_placing(
-                base, [name for name, _ in training.stage_shares], processes.size, adapter.init
-            )
+            strategies = [name for name, _ in training.stage_shares]
+            _check_placing(base, strategies, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
-            _say(console, *said, *chosen.said)
-            checked = _check(processes, base, adapter, data, training, start)
-            with _start_trackers(processes, training, checked) as trackers:
-                rest = (any_base, start, console, trackers)
+            console.say(*found.said, *chosen.said)
+            checked = _check(processes, settings)
+            with StopOnSignal(at_once=True):  # trackers may wait for a network
+                trackers = start_trackers(
+                    processes, training, checked.folder, resume_at=checked.resume_at
+                )
+            with trackers:
                 try:
-                    return _train(processes, base, checked, data, training, *rest)
+                    return _train(processes, console, settings, checked, trackers)
                 except TooLittleTextError:
                     if processes.size > 1 or not chosen.fallback:
                         raise
-                    # but for the trackers nothing has begun yet
+                    # only the trackers have started
                     chosen = with_defaults(given, solvable=False)
-                    _say(console, *chosen.said)
-                    adapter, data, training = _settings(chosen.given)
-                    return _train(
-                        processes,
-                        base,
-                        _check(processes, base, adapter, data, training, start),
-                        data,
-                        training,
-                        *rest,
-                    )
+                    console.say(*chosen.said)
+                    settings = _settings(base, chosen.given, any_base)
+                    checked = _check(processes, settings)
+                    return _train(processes, console, settings, checked, trackers)
     finally:
         processes.close()
 
 
-def _taken_up(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings, by flag, of the run that `--resume` names, as far as they can be read here; whether
-    it can be taken up is seen later.
+def _resumed_flags(given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings, by flag, of the run that `--resume` names, as far as they can be read;
+    whether it can be resumed is checked later.
     """
     resume, output = given.get("resume"), given.get("output_dir")
-    places = (
-        []
-        if resume is None
-        else (
-            [Path(output)]
-            if resume == "auto" and output
-            else [Path(resume), Path(resume).parent.parent]
-        )
-    )
+    if resume is None:
+        return {}
+    places = [Path(resume), Path(resume).parent.parent]
+    if resume == "auto" and output:
+        places = [Path(output)]
     for place in places:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            settings = json.loads((place / "run.json").read_text(encoding="utf-8")).get(
-                "settings", {}
-            )
-            flags = {f.name: flag_of(f) for cls in _TRAINING for f in fields(cls)}
+            record = json.loads((place / "run.json").read_text(encoding="utf-8"))
+            settings = record.get("settings", {})
+            flags = {f.name: flag_of(f) for cls in SETTINGS for f in fields(cls)}
             return {flags[name]: value for name, value in settings.items() if name in flags}
     return {}
 
 
-def _settings(given: dict[str, Any]) -> tuple[NPTConfig, DataConfig, TrainConfig]:
-    """What is trained, on what, and how."""
+def _settings(base: BaseConfig, given: dict[str, Any], any_base: bool) -> _Settings:
     start = given.get("adapter")
     adapter = build(NPTConfig, given) if start is None else _form_of(start, given)
-    return adapter, build(DataConfig, given), build(TrainConfig, given)
+    data, training = build(DataConfig, given), build(TrainConfig, given)
+    return _Settings(base, adapter, data, training, start, any_base)
 
 
 def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
-    """The form of a saved adapter, beside which the flags may say nothing else.
+    """Return the form of a saved adapter, which flags may not change.
 
     Raises:
         ConfigError: a flag says something else.
     """
     form = start.config
-    asked = build(
-        NPTConfig, {**{flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}, **given}
-    )
-    other = next(
-        (f for f in fields(NPTConfig) if getattr(asked, f.name) != getattr(form, f.name)), None
-    )
-    if other is not None:
-        was, wanted = (getattr(config, other.name) for config in (form, asked))
-        raise ConfigError(
-            f"--{flag_of(other)} is {wanted}, but --adapter {start} has {was}, which training"
-            " keeps; drop one of the two"
-        )
+    kept = {flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}
+    asked = build(NPTConfig, {**kept, **given})
+    for f in fields(NPTConfig):
+        was, wanted = (getattr(config, f.name) for config in (form, asked))
+        if wanted != was:
+            raise ConfigError(
+                f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}, which training"
+                " keeps; drop one of the two"
+            )
     return form
 
 
 def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
-    """Refuse ways to place the base that do not go with the processes or the strategy."""
+    """Refuse ways to place the base that do not suit the processes or the strategy."""
     if processes > 1 and base.device_map is not None:
         raise ConfigError(
             f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
@@ -167,8 +166,8 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
         )
     if base.shard_base and base.teacher_precision is not None:
         raise ConfigError(
-            f"--teacher_precision {base.teacher_precision} puts a whole unquantised model beside a"
-            " base that --shard_base shares out; drop one of the two"
+            f"--teacher_precision {base.teacher_precision} loads a whole unquantised model, but"
+            " --shard_base shares the base out; drop one of the two"
         )
     other = next((strategy for strategy in strategies if strategy != "local"), None)
     if base.shard_base and other is not None:
@@ -178,76 +177,26 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
         )
 
 
-def _say(console: Any, *lines: str) -> None:
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What is known of a run before its base is loaded.
-
-    adapter: with the ranks of the run that is gone on with. goes_on: from a checkpoint. folder: the
-    run's; resume_at: the step that the run in it goes on from. config: of the base.
-    """
-
-    adapter: NPTConfig
-    goes_on: bool
-    folder: Path
-    resume_at: int | None
-    config: Any
-
-
-def _check(
-    processes: Any,
-    base: BaseConfig,
-    adapter: NPTConfig,
-    data: DataConfig,
-    training: TrainConfig,
-    start: Any,
-) -> _Checked:
+def _check(processes: Any, settings: _Settings) -> _Checked:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
     from npt.planning.plan import Planner
     from npt.planning.workload import Workload
-    from npt.runs.resume import changed_settings, find_resumed
-    from npt.runs.run_folder import check_free, default_folder
     from npt.runs.trackers import check_trackers
     from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
     from npt.train.sources import check_sources
 
-    def check_folder() -> tuple[bool, Any, str, int | None]:
-        """Whether a checkpoint is gone on from, the ranks that a budget was spent on in its run,
-        the run's folder and the step it is at.
-        """
-        if training.resume is not None:
-            resumed = find_resumed(training.resume, training.output_dir)
-            place = str(resumed.folder), resumed.step if resumed.goes_on else None
-            if resumed.checkpoint is not None:
-                before = resumed.checkpoint.record["settings"]
-                spent = before.get("ranks") if training.rank_budget is not None else adapter.ranks
-                now = {
-                    name: value
-                    for part in (base, adapter, data, training)
-                    for name, value in asdict(part).items()
-                }
-                changed_settings(before, {**now, "ranks": spent})
-                return True, spent, *place
-            return False, None, *place
-        folder = default_folder() if training.output_dir is None else Path(training.output_dir)
-        check_free(folder)
-        return False, None, str(folder), None
-
-    goes_on, spent, folder, resume_at = processes.first(check_folder)
-    if goes_on:
-        adapter = replace(adapter, ranks=spent)
+    base, adapter, data, training, start, _ = settings
+    resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
+    if resumes:
+        adapter = replace(adapter, ranks=ranks)
     config = read_config(base.model_name)
     if base.teacher_precision is not None:
         check_teacher(base.model_name, config)
     layers = check_fit(adapter, config, data.max_length)
-    if not goes_on and start is None:
+    if not resumes and start is None:
         check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
     check_sources(data)
     check_trackers(training)
@@ -265,69 +214,75 @@ def _check(
             processes.device,
             processes=processes.size,
         )
-        # as the loaded base is going to be asked
+        # as the loaded base will be asked
         Planner(workload).fitting(training.max_memory_bytes)
-    return _Checked(adapter, goes_on, Path(folder), resume_at, config)
+    return _Checked(adapter, resumes, Path(folder), resume_at)
 
 
-def _start_trackers(processes: Any, training: TrainConfig, checked: _Checked) -> Any:
-    """Trackers may have to wait for a network, and a signal does not wait for them."""
-    from npt.runs.signals import StopOnSignal
-    from npt.runs.trackers import start_trackers
+def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
+    """Check the run's folder; return whether a checkpoint in it is resumed, that one's ranks, the
+    folder, and the step of the run in it. All of it can be JSON, for other processes.
+    """
+    from npt.runs.resume import changed_settings, find_resumed
+    from npt.runs.run_folder import check_free, default_folder
 
-    with StopOnSignal(at_once=True):
-        return start_trackers(processes, training, checked.folder, resume_at=checked.resume_at)
+    adapter, training = settings.adapter, settings.training
+    if training.resume is None:
+        folder = default_folder() if training.output_dir is None else Path(training.output_dir)
+        check_free(folder)
+        return False, None, str(folder), None
+    resumed = find_resumed(training.resume, training.output_dir)
+    resume_at = resumed.step if resumed.goes_on else None
+    if resumed.checkpoint is None:
+        return False, None, str(resumed.folder), resume_at
+    before = resumed.checkpoint.record["settings"]
+    # the ranks that a budget was spent on
+    ranks = before.get("ranks") if training.rank_budget is not None else adapter.ranks
+    now: dict[str, Any] = {}
+    for part in settings[:4]:
+        now |= asdict(part)
+    changed_settings(before, {**now, "ranks": ranks})
+    return True, ranks, str(resumed.folder), resume_at
 
 
 def _train(
-    processes: Any,
-    base: BaseConfig,
-    checked: _Checked,
-    data: DataConfig,
-    training: TrainConfig,
-    any_base: bool,
-    start: Any,
-    console: Any,
-    trackers: Any,
+    processes: Any, console: Any, settings: _Settings, checked: _Checked, trackers: Any
 ) -> int:
-    """One of the run's processes."""
+    """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
     from npt.evaluation.table import print_fidelity
     from npt.runs.signals import StopOnSignal
 
-    adapter, goes_on = checked.adapter, checked.goes_on
+    base, _, data, training, start, any_base = settings
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
         model, tokenizer = load(base, console, device, pack_on)
         if base.share_embeddings:
-            console.print(
+            console.say(
                 "--share_embeddings: teacher and student share the whole base in any case,"
                 " embeddings included"
             )
         teacher = None
         if base.teacher_precision is not None:
-            attention = base.attn_implementation
             teacher = npt.load_teacher(
                 base.model_name,
                 base.teacher_precision,
                 device=model.device,
-                attn_implementation=attention,
+                attn_implementation=base.attn_implementation,
             )
-            console.print(
+            console.say(
                 f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision},"
                 " computes in fp32"
             )
-        if start is None or goes_on:
-            console.print(str(npt.attach(model, adapter, seed=training.seed)), soft_wrap=True)
+        if start is None or checked.resumes:
+            console.say(str(npt.attach(model, checked.adapter, seed=training.seed)))
         else:
             load_adapter(model, {"adapter": start, "any_base": any_base}, console)
-            console.print(
-                f"training goes on from {start}: {AttachReport.of(model)}", soft_wrap=True
-            )
+            console.say(f"training starts from {start}: {AttachReport.of(model)}")
         if base.shard_base:
             npt.shard_base(model, processes)
-            console.print(f"the base is sharded over {processes.size} processes", soft_wrap=True)
+            console.say(f"the base is sharded over {processes.size} processes")
         trainer = npt.Trainer(
             model,
             tokenizer,
@@ -341,62 +296,43 @@ def _train(
             any_base=any_base,
             trackers=trackers,
         )
-        stop.check()  # what is raised inside a destructor goes no further
+        stop.check()  # an error raised inside a destructor is lost
         result = trainer.train()
     if result.fidelity is not None:
         console.print()
         print_fidelity(result.fidelity, console, "held-out" if result.heldout else "TRAINING")
-    console.print(
+    console.say(
         f"{result.steps} steps, {result.tokens:,} tokens in {result.seconds:.0f} s,"
-        f" {result.refused} refusals; everything is in {result.folder}",
-        soft_wrap=True,
+        f" {result.refused} refusals; everything is in {result.folder}"
     )
     if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
-        kinds = ", ".join(
-            f"{count} {kind}" for kind, count in sorted(result.refused_by_kind.items())
-        )
-        console.print(
+        by_kind = sorted(result.refused_by_kind.items())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in by_kind)
+        console.say(
             f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were"
-            f" refused ({kinds}); see events.jsonl before trusting this run",
-            soft_wrap=True,
+            f" refused ({kinds}); see events.jsonl before trusting this run"
         )
     return result.exit_status
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        default=argparse.SUPPRESS,
-        help=(
-            f"settings by flag name, a file or a preset ({', '.join(presets())}); flags given"
-            " beside it win"
-        ),
-    )
-    parser.add_argument(
-        "--safe_mode",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="additive modulation only: short for --modulation additive",
-    )
-    parser.add_argument(
-        "--any_base",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help=(
-            "with --resume or --adapter: another base than theirs too, if its shapes fit; a"
-            " warning, events.jsonl and run.json tell"
-        ),
+    add_config(parser)
+    add_switch(
+        parser,
+        "any_base",
+        "with --resume or --adapter: another base than theirs too, if its shapes fit; a"
+        " warning, events.jsonl and run.json tell",
+        argparse.SUPPRESS,
     )
     parser.add_argument(
         "--adapter",
         metavar="PATH",
         default=argparse.SUPPRESS,
         help=(
-            "go on from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the"
+            "start from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the"
             " hub), on its base and in its form, as a new run with moments and schedule of its own;"
             " --resume takes those up"
         ),
     )
-    add_settings(parser, *_TRAINING)
+    add_settings(parser, *SETTINGS)
     offer_auto(parser)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from npt.cli.arguments import add_switch, print_json
 from npt.console import make_console
 
 
@@ -13,20 +14,21 @@ def push(given: dict[str, Any]) -> int:
     """Put a saved adapter into a repository of the model hub."""
     import npt
     from npt.errors import DataError
-    from npt.files import to_json
     from npt.stored import read_json
 
-    fidelity = (
-        read_json(Path(given["fidelity"]), DataError) if given["fidelity"] is not None else None
+    fidelity = given["fidelity"]
+    address = npt.push_to_hub(
+        given["adapter"],
+        given["repo_id"],
+        fidelity=None if fidelity is None else read_json(Path(fidelity), DataError),
+        private=given["private"],
+        revision=given["revision"],
+        message=given["message"],
     )
-    options = {name: given[name] for name in ("private", "revision", "message")}
-    address = npt.push_to_hub(given["adapter"], given["repo_id"], fidelity=fidelity, **options)
     if given["json"]:
-        print(to_json({"repo_id": given["repo_id"], "commit": address}, indent=2))
+        print_json({"repo_id": given["repo_id"], "commit": address})
     else:
-        make_console().print(
-            f"pushed {given['adapter']} to {given['repo_id']}: {address}", soft_wrap=True
-        )
+        make_console().say(f"pushed {given['adapter']} to {given['repo_id']}: {address}")
     return 0
 
 
@@ -42,11 +44,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--repo_id",
         required=True,
         metavar="USER/NAME",
-        help="repository; made where it does not exist",
+        help="repository; created if it does not exist",
     )
-    parser.add_argument(
-        "--private", action="store_true", help="make the repository private, where it is made"
-    )
+    add_switch(parser, "private", "make the repository private if it is created")
     parser.add_argument(
         "--revision", metavar="BRANCH", help="branch to push to (default: the main one)"
     )
@@ -59,4 +59,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="of the commit (default: 'NPT adapter')",
     )
-    parser.add_argument("--json", action="store_true", help="print the commit's address as JSON")

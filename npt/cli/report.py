@@ -6,15 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from npt.cli.arguments import print_json
 from npt.console import make_console
+from npt.errors import ConfigError
+from npt.extras import require
 
 
 def report(given: dict[str, Any]) -> int:
     """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one,
     or one that is under way.
     """
-    from npt.errors import ConfigError
-    from npt.files import to_json
     from npt.report.summary import summary
     from npt.runs.run_folder import REPORT, is_run
     from npt.tools.sweep.study import is_study
@@ -28,51 +29,41 @@ def report(given: dict[str, Any]) -> int:
         if output.is_dir():
             raise ConfigError(f"--output {output} is a folder; name a file")
         if is_study(folder):
-            return _study(folder, output, given["json"])
-        if not is_run(folder):
+            found, lines = _study(folder, output)
+        elif is_run(folder):
+            found = summary(write_report(folder, output))
+            lines = [f"{found['status']}; refused: {found['refused']:,}"]
+            lines += [f"{name}: {why}" for name, why in found["missing"].items()]
+            lines.append(f"written to {output}")
+            found = {"report": str(output), **found}
+        else:
             raise ConfigError(
                 f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl,"
                 " checkpoints or study.json"
             )
-        record = write_report(folder, output)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or output} cannot be read or written: {error.strerror}; check its"
             " rights"
         ) from error
-    found = summary(record)
     if given["json"]:
-        print(to_json({"report": str(output), **found}, indent=2))
-        return 0
-    console = make_console()
-    console.print(f"{found['status']}; refused: {found['refused']:,}", soft_wrap=True)
-    for name, why in found["missing"].items():
-        console.print(f"{name}: {why}", soft_wrap=True)
-    console.print(f"written to {output}", soft_wrap=True)
+        print_json(found)
+    else:
+        make_console().say(*lines)
     return 0
 
 
-def _study(folder: Path, output: Path, json: bool) -> int:
-    from npt.extras import require
-    from npt.files import to_json
-
+def _study(folder: Path, output: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write the page about a study; return its figures and lines about them."""
     for package in ("pandas", "pyarrow", "scipy"):
         require(package, "the page about a study")
     from npt.tools.sweep.report import write_study_report
 
     found = write_study_report(folder, output)
-    if json:
-        print(to_json(found, indent=2))
-        return 0
-    console = make_console()
-    console.print(
-        ", ".join(f"{count} {name}" for name, count in found["outcomes"].items()), soft_wrap=True
-    )
-    console.print(
+    return found, [
+        ", ".join(f"{count} {name}" for name, count in found["outcomes"].items()),
         f"written to {output}, and {len(found['pictures'])} pictures in {folder / 'figures'}",
-        soft_wrap=True,
-    )
-    return 0
+    ]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,4 +71,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="where to write the page (default: FOLDER/report.html)"
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")

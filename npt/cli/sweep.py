@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import positive
+from npt.cli.arguments import add_number, add_switch, print_json
 from npt.console import make_console, silent_console
 from npt.presets import studies, study_file
 
@@ -17,7 +17,6 @@ def sweep(given: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
-    from npt.files import to_json
     from npt.runs.run_folder import versions
     from npt.tools.sweep.lab import check_design
     from npt.tools.sweep.spec import read_design
@@ -25,18 +24,17 @@ def sweep(given: dict[str, Any]) -> int:
     from npt.tools.sweep.study import Display, check_folder, open_folder, run_workers, storage_url
     from npt.tools.sweep.worker import label
 
+    console = silent_console() if given["json"] else make_console()
     if given["parent"] is not None:
-        return _work(given)
+        _work(given, console)
+        return 0
     spec = study_file(given["spec"])
     design = read_design(str(spec))
     check_design(design)
-    console = silent_console() if given["json"] else make_console()
     if given["dry_run"]:
-        for trial in design.trials:
-            console.print(f"{trial.key}  {label(trial)}", soft_wrap=True)
-        console.print(
+        console.say(
+            *(f"{trial.key}  {label(trial)}" for trial in design.trials),
             f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order",
-            soft_wrap=True,
         )
         return 0
     folder = Path(given["study"]) if given["study"] is not None else Path("outputs") / design.name
@@ -45,11 +43,10 @@ def sweep(given: dict[str, Any]) -> int:
     open_folder(folder, spec, design, given["storage"], versions())
     new = storage.enqueue(design.trials, again=True)
     before = storage.progress(design.by_key).finished
-    console.print(
-        f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}",
-        soft_wrap=True,
+    console.say(
+        f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}"
     )
-    display = Display(storage, design, folder, lambda line: console.print(line, soft_wrap=True))
+    display = Display(storage, design, folder, console.say)
     display.table()
     count = given["workers"]
     threads = max(1, (os.cpu_count() or 1) // count)
@@ -60,48 +57,33 @@ def sweep(given: dict[str, Any]) -> int:
     status = run_workers(command, count, threads, display.update)
     rows = display.table()
     if given["json"]:
-        print(
-            to_json(
-                {
-                    "study": str(folder),
-                    "trials": [{k: v for k, v in row.items() if k != "curve"} for row in rows],
-                },
-                indent=2,
-            )
-        )
+        trials = [{k: v for k, v in row.items() if k != "curve"} for row in rows]
+        print_json({"study": str(folder), "trials": trials})
         return status
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
-    console.print(
-        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}",
-        soft_wrap=True,
+    console.say(
+        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}"
     )
     return status
 
 
-def _work(given: dict[str, Any]) -> int:
-    """A worker process. The study is the one in the folder, whatever has been written into its
-    specification since.
+def _work(given: dict[str, Any], console: Any) -> None:
+    """Run trials as a worker process, by the study that is in the folder: its specification may
+    have been edited since.
     """
     from npt.tools.sweep.lab import Lab
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import design_in, storage_url
     from npt.tools.sweep.worker import Worker
 
-    console = silent_console() if given["json"] else make_console()
     folder = Path(given["study"])
     design = design_in(folder)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     storage.enqueue(design.trials)
     Worker(
-        design,
-        storage,
-        folder,
-        Lab(),
-        lambda line: console.print(f"  {line}", soft_wrap=True),
-        given["parent"],
+        design, storage, folder, Lab(), lambda line: console.say(f"  {line}"), given["parent"]
     ).work()
-    return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,26 +98,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--study",
         metavar="FOLDER",
-        help="the study's folder, gone on with if it is there (default: outputs/NAME)",
+        help="the study's folder, continued if it exists (default: outputs/NAME)",
     )
     parser.add_argument(
         "--storage",
         metavar="URL",
         help="database that workers share, sqlite:/// or a server's (default: in the folder)",
     )
-    parser.add_argument(
-        "--workers",
-        type=positive,
-        default=1,
-        metavar="INT",
-        help="processes that share the study (default: 1)",
-    )
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="check the study and list its trials, and run nothing",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the table as JSON and nothing else"
-    )
+    add_number(parser, "workers", "processes that share the study", 1)
+    add_switch(parser, "dry_run", "check the study and list its trials, and run nothing")
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)

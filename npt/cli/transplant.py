@@ -5,42 +5,24 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import (
-    add_adapter,
-    add_any_base,
-    base_config,
-    load,
-    load_adapter,
-    positive,
-    with_adapter,
-)
-from npt.config import BaseConfig
+from npt.cli.arguments import add_number, add_student, load_student, print_json, with_base
 from npt.console import make_console
-from npt.flags import add_settings
 
 
 def transplant(given: dict[str, Any]) -> int:
     """Put the modulation of one text's token in the place of another's, and show what
     comes next.
     """
-    given = with_adapter(given)
-    base = base_config(given)
+    given, base = with_base(given)
     import npt
-    from npt.files import to_json
 
     console = make_console(stderr=given["json"])
-    model, tokenizer = load(base, console)
-    _, other = load_adapter(model, given, console)
-    texts = {name: list(tokenizer(given[name])["input_ids"]) for name in ("text_from", "text_to")}
-    result = npt.transplant(
-        model, texts["text_from"], texts["text_to"], given["token_from"], given["token_to"]
-    )
+    model, tokenizer, _, other = load_student(base, given, console)
+    donor, receiver = (list(tokenizer(given[f"text_{end}"])["input_ids"]) for end in ("from", "to"))
+    result = npt.transplant(model, donor, receiver, given["token_from"], given["token_to"])
     top, divergences = result.top(given["top"]), result.divergences()
-    words = {
-        "donor": texts["text_from"][result.token_from],
-        "receiver": texts["text_to"][result.token_to],
-    }
-    names = {name: tokenizer.decode([token]) for name, token in words.items()}
+    word_from = tokenizer.decode([donor[result.token_from]])
+    word_to = tokenizer.decode([receiver[result.token_to]])
     if given["json"]:
         listed = {
             name: [
@@ -52,31 +34,31 @@ def transplant(given: dict[str, Any]) -> int:
         places = {
             "token_from": result.token_from,
             "token_to": result.token_to,
-            "from": names["donor"],
-            "to": names["receiver"],
+            "from": word_from,
+            "to": word_to,
         }
-        print(to_json({**places, "top": listed, "kl": divergences, **other}, indent=2))
+        print_json({**places, "top": listed, "kl": divergences, **other})
         return 0
     from rich.table import Table
 
-    where = (
-        f"token {result.token_to} ({names['receiver']!r}) modulated as token {result.token_from}"
-        f" ({names['donor']!r}) of the donor"
+    table = Table(
+        "donor's text",
+        "receiver's text",
+        "receiver's, transplanted",
+        title=(
+            f"Next token: token {result.token_to} ({word_to!r}) modulated as token"
+            f" {result.token_from} ({word_from!r}) of the donor"
+        ),
+        title_justify="left",
     )
-    table = Table(title=f"Next token: {where}", title_justify="left")
-    for heading in ("donor's text", "receiver's text", "receiver's, transplanted"):
-        table.add_column(heading)
-    for row in zip(*(top[name] for name in ("donor", "receiver", "transplanted")), strict=True):
+    for row in zip(top["donor"], top["receiver"], top["transplanted"], strict=True):
         table.add_row(*(f"{p:6.1%}  {tokenizer.decode([token])!r}" for token, p in row))
     console.print(table)
-    moved, ahead, apart = (
-        divergences[name]
-        for name in ("receiver_to_transplanted", "donor_to_transplanted", "donor_to_receiver")
-    )
-    console.print(
-        f"KL to the transplanted distribution, in nats: {moved:.4f} from the receiver's own,"
-        f" {ahead:.4f} from the donor's (which is {apart:.4f} from the receiver's)",
-        soft_wrap=True,
+    console.say(
+        "KL to the transplanted distribution, in nats:"
+        f" {divergences['receiver_to_transplanted']:.4f} from the receiver's own,"
+        f" {divergences['donor_to_transplanted']:.4f} from the donor's (which is"
+        f" {divergences['donor_to_receiver']:.4f} from the receiver's)"
     )
     return 0
 
@@ -84,31 +66,12 @@ def transplant(given: dict[str, Any]) -> int:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 done, 2 wrong arguments, 5 adapter unusable."
     parser.add_argument(
-        "--text_from", required=True, metavar="TEXT", help="the donor: where the modulation is read"
+        "--text_from", required=True, metavar="TEXT", help="the donor: its modulation is read"
     )
     parser.add_argument(
-        "--text_to", required=True, metavar="TEXT", help="the receiver: where it is put"
+        "--text_to", required=True, metavar="TEXT", help="the receiver of the modulation"
     )
-    parser.add_argument(
-        "--token_from",
-        type=int,
-        default=-1,
-        metavar="INT",
-        help="token of the donor (default: -1, the last)",
-    )
-    parser.add_argument(
-        "--token_to",
-        type=int,
-        default=-1,
-        metavar="INT",
-        help="token of the receiver (default: -1, the last)",
-    )
-    parser.add_argument(
-        "--top", type=positive, default=8, metavar="INT", help="next tokens shown (default: 8)"
-    )
-    add_adapter(parser)
-    add_any_base(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON instead of a table"
-    )
-    add_settings(parser, BaseConfig, leave_out=("teacher_precision", "shard_base"))
+    add_number(parser, "token_from", "token of the donor, from the end if negative", -1, int)
+    add_number(parser, "token_to", "token of the receiver, likewise", -1, int)
+    add_number(parser, "top", "next tokens shown", 8)
+    add_student(parser)

@@ -1,4 +1,4 @@
-"""Which part of a student's distance from the unquantised base is quantisation's, and which the
+"""Split a student's distance from the unquantised base into quantisation's part and the
 conversion's.
 
 Three comparisons on the same tokens: unquantised to 4-bit, 4-bit to NPT, unquantised to NPT. The
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled
-from npt.data.batch import Sample, batches, find_fault
-from npt.errors import DataError
-from npt.evaluation.states import final_states, predicting
+from npt.data.batch import Sample, batches
+from npt.evaluation.metrics import check_ids, evaluating, final_states, predicting
 from npt.random_state import kept_random_state
 
 UNQUANTIZED = "unquantized"
@@ -34,10 +33,8 @@ COMPARISONS = {
 
 @dataclass(frozen=True)
 class Reference:
-    """What is kept of an unquantised base.
-
-    states: of each sample the states that its tokens are predicted from, [P, D], on the host. head:
-    its lm_head. samples_hash: of the samples that it ran on.
+    """Outputs of an unquantised base. states: of each sample, the states that its tokens are
+    predicted from, [P, D], on the host. head: lm_head. samples_hash: of the samples it ran on.
     """
 
     states: tuple[Tensor, ...]
@@ -58,41 +55,27 @@ class Reference:
 def refer(
     model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0
 ) -> Reference:
-    """Run the unquantised base on the samples and keep what the others are compared with.
+    """Run the unquantised base on the samples and keep the outputs to compare the others with.
 
-    Memory: P * D values on the host for P predicted tokens (1 GiB for 64 Ki tokens of D 4096 in
-    fp32), and the head, V * D values, for as long as the reference lives. The rest of the model can
-    be deleted.
-
-    Args:
-        model: without adapters, or with adapters, whose teacher then runs.
-        samples: those that will be evaluated on.
-        batch_size: samples at a time.
-        pad_id: what rows are padded with.
+    Of a model with adapters, the teacher runs. Memory: P * D values on the host for P predicted
+    tokens (1 GiB for 64 Ki tokens of D 4096 in fp32), and the head, V * D values, for as long as
+    the reference lives. The rest of the model can be deleted.
 
     Raises:
         DataError: token ids outside the vocabulary.
     """
     device = next(model.parameters()).device
     states: list[Tensor] = []
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluating(model), adapters_disabled(model):
         for batch in batches(samples, batch_size, pad_id):
-            fault = find_fault(batch, model.config.vocab_size)
-            if fault is not None:
-                raise DataError(f"evaluation data: {fault}; is this the tokenizer of the model?")
-            with adapters_disabled(model):
-                rows = final_states(model, batch.to(device)).cpu()
+            check_ids(batch, model, "evaluation data")
+            rows = final_states(model, batch.to(device)).cpu()
             states += rows.split(predicting(batch).sum(dim=-1).tolist())
-    finally:
-        for module in in_training:
-            module.training = True
     return Reference(tuple(states), model.lm_head, samples_hash(samples))
 
 
 def samples_hash(samples: Sequence[Sample]) -> str:
-    """Of ids and targets, by which a reference for other samples is noticed."""
+    """Return a hash of ids and targets, by which a reference for other samples is noticed."""
     return hashlib.sha256(
         repr([(s.input_ids, s.labels, s.lengths) for s in samples]).encode()
     ).hexdigest()

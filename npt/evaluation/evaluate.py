@@ -1,11 +1,10 @@
-"""`evaluate`: student and floor against the teacher, on the same held-out tokens."""
+"""Compare student and floor with the teacher on the same held-out tokens."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,19 +14,31 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import attached_config
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
-from npt.data.batch import Batch, Sample, batches, find_fault, pad_id_of
+from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
 from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, refer, samples_hash
-from npt.evaluation.greedy import end_ids
-from npt.evaluation.greedy_divergence import Divergence, measure_divergence, parting_prompts
+from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
 from npt.evaluation.layers import BatchErrors, LayerErrors
-from npt.evaluation.metrics import Figures, Pair, compare_pairs, figures, per_sample_sums
-from npt.evaluation.states import final_states, predicting
+from npt.evaluation.metrics import (
+    Figures,
+    Pair,
+    check_ids,
+    compare_pairs,
+    evaluating,
+    figures,
+    final_states,
+    nan_for_null,
+    per_sample_sums,
+    predicting,
+)
 from npt.random_state import kept_random_state
 
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
+
+
+_Layers = dict[int, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -35,18 +46,18 @@ class Fidelity:
     """Figures of each model, and of each layer.
 
     layers: of converted layer i the NMSE, over all `layer_tokens`, fed the teacher's h, as
-    `nmse_<model>`, and of the model's own stream behind it, as `free_running_<model>`; each with
-    its `_se`. unconverted_layers: the latter for the layers behind the first converted one that
-    were left as they are. divergence, attribution: where they were asked for. sources: the
-    student's figures on the samples of each source, where they are of several.
+    `nmse_<model>`, and of the model's own stream after it, as `free_running_<model>`; each with
+    its `_se`. unconverted_layers: the latter for unconverted layers after the first converted one.
+    divergence, attribution: if they were asked for. sources: the student's figures by source, if
+    the samples are of several.
     """
 
     teacher: Figures
     floor: Figures
     student: Figures
     initial: Figures | None = None
-    layers: dict[int, dict[str, float]] = field(default_factory=dict)
-    unconverted_layers: dict[int, dict[str, float]] = field(default_factory=dict)
+    layers: _Layers = field(default_factory=dict)
+    unconverted_layers: _Layers = field(default_factory=dict)
     layer_tokens: int | None = None
     divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
@@ -54,20 +65,17 @@ class Fidelity:
 
     @property
     def aim(self) -> Figures:
-        """The student against what it is to be like: the unquantised base where that was measured,
-        else its teacher.
+        """The student against the model it is to be like: the unquantised base if that was
+        measured, else its teacher.
         """
         return self.attribution.get("unquantized_to_npt", self.student)
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of `fidelity.json`."""
-        named = {
-            "teacher": self.teacher,
-            "floor": self.floor,
-            "initial": self.initial,
-            "student": self.student,
-        }
-        found: dict[str, Any] = {name: f.as_dict() for name, f in named.items() if f is not None}
+        """Return the content of `fidelity.json`."""
+        found: dict[str, Any] = {}
+        for name in ("teacher", "floor", "initial", "student"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name).as_dict()
         found["layers"] = {str(index): values for index, values in self.layers.items()}
         if self.unconverted_layers:
             found["unconverted_layers"] = {
@@ -77,75 +85,64 @@ class Fidelity:
             found["layer_tokens"] = self.layer_tokens
         if self.divergence is not None:
             found["divergence"] = self.divergence.as_dict()
-        if self.attribution:
-            found["attribution"] = {name: f.as_dict() for name, f in self.attribution.items()}
-        if self.sources:
-            found["sources"] = {name: f.as_dict() for name, f in self.sources.items()}
+        for name in ("attribution", "sources"):
+            if getattr(self, name):
+                found[name] = {key: f.as_dict() for key, f in getattr(self, name).items()}
         return found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
-        """The figures that `as_dict` gave, now or in an earlier version, through JSON or not; what
-        JSON has no word for comes back as NaN."""
-
-        def made(name: str) -> Figures | None:
-            found = values.get(name)
-            return Figures.from_dict(found) if found else None
-
-        teacher, floor, student = made("teacher"), made("floor"), made("student")
-        if teacher is None or floor is None or student is None:
+        """Return the figures of an `as_dict`, now or of an earlier version, through JSON or not;
+        null becomes NaN.
+        """
+        found = {
+            name: Figures.from_dict(values[name])
+            for name in ("teacher", "floor", "student", "initial")
+            if values.get(name)
+        }
+        if not {"teacher", "floor", "student"} <= found.keys():
             raise ValueError(
                 f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
             )
         parted = values.get("divergence")
+
+        def by_name(kind: str) -> dict[str, Figures]:
+            return {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
+
         return cls(
-            teacher,
-            floor,
-            student,
-            made("initial"),
+            found["teacher"],
+            found["floor"],
+            found["student"],
+            found.get("initial"),
             _layers(values["layers"]),
             _layers(values.get("unconverted_layers", {})),
             values.get("layer_tokens"),
-            Divergence.from_dict(parted) if parted else None,
-            {
-                name: Figures.from_dict(found)
-                for name, found in values.get("attribution", {}).items()
-            },
-            {name: Figures.from_dict(found) for name, found in values.get("sources", {}).items()},
+            Divergence(**nan_for_null(parted)) if parted else None,
+            by_name("attribution"),
+            by_name("sources"),
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
-        """These figures as those of the trained student, with `initial`'s student as the one before
-        training.
+        """Return these figures of the trained student, with those of `initial`'s student, the one
+        before training.
         """
 
-        def both(
-            now: dict[int, dict[str, float]], before: dict[int, dict[str, float]]
-        ) -> dict[int, dict[str, float]]:
-            return {
-                index: (
-                    values
-                    | {
-                        f"{kind}_initial{tail}": before[index][f"{kind}_student{tail}"]
-                        for kind in ("nmse", "free_running")
-                        for tail in ("", "_se")
-                        if f"{kind}_student{tail}" in before.get(index, {})
-                    }
-                )
-                for index, values in now.items()
+        def both(now: _Layers, before: _Layers) -> _Layers:
+            added = {
+                index: {
+                    key.replace("_student", "_initial"): value
+                    for key, value in values.items()
+                    if "_student" in key
+                }
+                for index, values in before.items()
             }
+            return {index: values | added.get(index, {}) for index, values in now.items()}
 
-        return Fidelity(
-            self.teacher,
-            self.floor,
-            self.student,
-            initial.student,
-            both(self.layers, initial.layers),
-            both(self.unconverted_layers, initial.unconverted_layers),
-            self.layer_tokens,
-            self.divergence,
-            self.attribution,
-            self.sources,
+        return replace(
+            self,
+            initial=initial.student,
+            layers=both(self.layers, initial.layers),
+            unconverted_layers=both(self.unconverted_layers, initial.unconverted_layers),
         )
 
 
@@ -170,8 +167,8 @@ def evaluate(
     """Compare the student with its teacher and with its floor (the same layers, attention dropped)
     on the same tokens.
 
-    Three forwards of the model a batch, and three of its head. Memory beside the model: the logits
-    of a chunk of tokens, and the teacher's states behind every layer from the first converted one
+    Three forwards of the model a batch, and three of its head. Memory besides the model: the logits
+    of a chunk of tokens, and the teacher's states after every layer from the first converted one
     on, N * D values a layer, for one batch at a time.
 
     Args:
@@ -180,17 +177,16 @@ def evaluate(
         data: records, or samples already cut. Of prompts with completions only the completions'
             tokens are predicted; the layers' NMSE is over all tokens.
         max_length: tokens of a sample, when `data` are records.
-        text_column, prompt_column, completion_column: fields that hold a record's text, or its
-            prompt and completion.
+        text_column, prompt_column, completion_column: fields of a record.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
         divergence_prompts: continue the beginnings of so many samples greedily and see where the
             student parts from its teacher.
         max_new_tokens: of such a continuation.
-        unquantized: the base before quantisation, for the attribution of what is lost; or what
-            `attribution.refer` kept of it, for which it need not be in memory any more.
-        between: called in front of every batch; what it raises ends the evaluation.
-        sources: of each sample what its source is called, to have the student's figures on each
+        unquantized: the base before quantisation, to attribute the loss, or the outputs that
+            `attribution.refer` kept of it, which need it in memory no longer.
+        between: called before every batch; what it raises ends the evaluation.
+        sources: of each sample the name of its source, to have the student's figures on each
             source as well.
 
     Raises:
@@ -210,12 +206,8 @@ def evaluate(
     samples = _samples(data, tokenizer, config, max_samples)
     prompts = []
     if divergence_prompts:
-        prompts = parting_prompts(
-            samples,
-            divergence_prompts,
-            max_new_tokens,
-            getattr(model.config, "max_position_embeddings", None),
-        )
+        positions = getattr(model.config, "max_position_embeddings", None)
+        prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, positions)
     pad_id = pad_id_of(tokenizer)
     if unquantized is not None and not isinstance(unquantized, Reference):
         unquantized = refer(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
@@ -225,104 +217,75 @@ def evaluate(
             " are evaluated on"
         )
     device = next(model.parameters()).device
-    pairs: list[Pair] = [(mode, "teacher") for mode in MODES]
-    if unquantized is not None:
-        pairs += [pair for pair in COMPARISONS.values() if pair not in pairs]
+    comparisons = COMPARISONS if unquantized is not None else {}
+    pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     layer_errors = LayerErrors()
     parted = None
     done = 0
     scored: list[int] = []
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches(samples, batch_size, pad_id):
-                if between is not None:
-                    between()
-                fault = find_fault(batch, model.config.vocab_size)
-                if fault is not None:
-                    raise DataError(
-                        f"evaluation data: {fault}; is this the tokenizer of the model?"
-                    )
-                batch = batch.to(device)
-                hidden = _compare_layers(model, batch, layer_errors)
-                heads = dict.fromkeys(hidden, model.lm_head)
-                if unquantized is not None:
-                    rows = unquantized.states[done : done + len(batch.input_ids)]
-                    hidden[UNQUANTIZED] = torch.cat(rows).to(device)
-                    heads[UNQUANTIZED] = unquantized.head
-                scored += [done + row for row in _compare(model, batch, hidden, heads, sums)]
-                done += len(batch.input_ids)
-            if prompts:
-                parted = measure_divergence(
-                    model,
-                    prompts,
-                    end_ids(model, tokenizer),
-                    max_new_tokens=max_new_tokens,
-                    batch_size=batch_size,
-                    between=between,
-                )
-    finally:
-        for module in in_training:
-            module.training = True
-    if not sum(map(len, sums["teacher", "teacher"])):
+    with torch.no_grad(), evaluating(model):
+        for batch in batches(samples, batch_size, pad_id):
+            if between is not None:
+                between()
+            check_ids(batch, model, "evaluation data")
+            batch = batch.to(device)
+            hidden = _compare_layers(model, batch, layer_errors)
+            heads = dict.fromkeys(hidden, model.lm_head)
+            if unquantized is not None:
+                rows = unquantized.states[done : done + len(batch.input_ids)]
+                hidden[UNQUANTIZED] = torch.cat(rows).to(device)
+                heads[UNQUANTIZED] = unquantized.head
+            scored += [done + row for row in _compare(model, batch, hidden, heads, sums)]
+            done += len(batch.input_ids)
+        if prompts:
+            parted = measure_divergence(
+                model,
+                prompts,
+                end_ids(model, tokenizer),
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+                between=between,
+            )
+    if not scored:
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
-    found = {pair: figures(torch.cat(parts)) for pair, parts in sums.items()}
+    per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
+    found = {pair: figures(parts) for pair, parts in per_sample.items()}
     layers = layer_errors.figures()
+    converted = {i: values for i, values in layers.items() if "nmse_student" in values}
+    by_source: dict[str, list[int]] = {}
+    if sources is not None:
+        for row, number in enumerate(scored):
+            by_source.setdefault(sources[number], []).append(row)
     return Fidelity(
         found["teacher", "teacher"],
         found["floor", "teacher"],
         found["student", "teacher"],
-        None,
-        {index: values for index, values in layers.items() if "nmse_student" in values},
-        {index: values for index, values in layers.items() if "nmse_student" not in values},
-        layer_errors.tokens,
-        parted,
-        (
-            {name: found[pair] for name, pair in COMPARISONS.items()}
-            if unquantized is not None
-            else {}
-        ),
-        (
-            {}
-            if sources is None
-            else _by_source(
-                torch.cat(sums["student", "teacher"]), [sources[number] for number in scored]
-            )
-        ),
+        layers=converted,
+        unconverted_layers={i: v for i, v in layers.items() if i not in converted},
+        layer_tokens=layer_errors.tokens,
+        divergence=parted,
+        attribution={name: found[pair] for name, pair in comparisons.items()},
+        sources={
+            name: figures(per_sample["student", "teacher"][rows])
+            for name, rows in by_source.items()
+        },
     )
 
 
-def _by_source(sums: Tensor, sources: Sequence[str]) -> dict[str, Figures]:
-    """Figures of the samples of each source, from the sums [C, ...] of each sample and what its
-    source is called.
-    """
-    rows = {
-        name: [number for number, other in enumerate(sources) if other == name] for name in sources
-    }
-    return {name: figures(sums[own]) for name, own in rows.items()}
-
-
-def _layers(values: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    return {
-        int(index): {key: math.nan if v is None else v for key, v in layer.items()}
-        for index, layer in values.items()
-    }
+def _layers(values: Mapping[str, Mapping[str, Any]]) -> _Layers:
+    return {int(index): nan_for_null(layer) for index, layer in values.items()}
 
 
 def _samples(
     data: Iterable[Record] | Sequence[Sample], tokenizer: Any, config: DataConfig, limit: int | None
 ) -> list[Sample]:
-    samples: list[Sample] = []
     items = iter(data)
-    first = next(items, None)
-    if first is not None:
-        rest: Iterable[Any] = itertools.chain([first], items)
-        for sample in rest if isinstance(first, Sample) else cut(rest, tokenizer, config):
-            if limit is not None and len(samples) == limit:
-                break
-            samples.append(sample)
+    first = list(itertools.islice(items, 1))
+    rest: Iterable[Any] = itertools.chain(first, items)
+    if not (first and isinstance(first[0], Sample)):
+        rest = cut(rest, tokenizer, config)
+    samples = list(itertools.islice(rest, limit))
     if not samples:
         raise DataError("no text of two tokens or more to evaluate on; check the data")
     return samples
@@ -331,9 +294,7 @@ def _samples(
 def _compare_layers(
     model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors
 ) -> dict[str, Tensor]:
-    """Run each model on one batch: its final states, and the errors of its layers added to the
-    others'.
-    """
+    """Run each model on one batch; return its final states, and add the errors of its layers."""
     errors = BatchErrors(model, batch)
     hidden: dict[str, Tensor] = {}
     for mode in MODES:
@@ -350,9 +311,7 @@ def _compare(
     heads: Mapping[str, torch.nn.Module],
     sums: dict[Pair, list[Tensor]],
 ) -> list[int]:
-    """Add the per-sample sums of one batch; the rows that have any, because something is predicted
-    of them.
-    """
+    """Add the per-sample sums of one batch; return the rows in which something is predicted."""
     predicted = predicting(batch)
     rows = predicted.nonzero()[:, 0]
     per_pair = compare_pairs(

@@ -1,9 +1,7 @@
-"""The figures of fidelity for a reader: what each is called, its unit, and how it is written with
-its error.
+"""The figures of fidelity for a reader: their names, units, and their writing with an error.
 
 Files, tables of studies and `--json` hold plain numbers, in which a share is a fraction and 1 is
-all of it. Terminals and pages write the same share in per cent. Both come from here, so that a
-figure reads the same wherever it stands.
+all of it. Terminals and pages write the same share in per cent.
 """
 
 from __future__ import annotations
@@ -15,14 +13,15 @@ NO_ERROR = 1e-6
 """A difference or an error below this is rounding, as that of the teacher against itself."""
 
 MORE_DIGITS = 4
-"""Digits at most that are added where a figure would read as the teacher's own."""
+"""Digits at most that are added if a figure would read as the teacher's own."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """name: in words, with the unit where that does not stand at the number. short: for a table's
-    narrow column. digits: behind the point. percent: it is a share. ideal: what the teacher has
-    against itself; None where that depends on the text."""
+    """name: in words, with the unit unless that follows the number. short: for a table's narrow
+    column. digits: after the point. percent: it is a share. ideal: the teacher's against itself;
+    None if that depends on the text.
+    """
 
     name: str
     short: str
@@ -31,7 +30,7 @@ class Figure:
     ideal: float | None = None
 
     def write(self, value: float, error: float = math.nan) -> str:
-        """The figure with its standard error, which is left out where there is none."""
+        """Return the figure with its standard error, if it has one."""
         if not math.isfinite(value):
             return "not finite"
         scale, unit = (100.0, "%") if self.percent else (1.0, "")
@@ -42,7 +41,7 @@ class Figure:
         return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
 
     def _digits(self, value: float, scale: float) -> int:
-        """As many as it takes for what is not the teacher's figure not to read as that."""
+        """Return as many digits as another figure than the teacher's needs to read otherwise."""
         if self.ideal is None or abs(value - self.ideal) < NO_ERROR:
             return self.digits
         shown = range(self.digits, self.digits + MORE_DIGITS)
@@ -65,8 +64,8 @@ FIGURES: dict[str, Figure] = {
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Any other share, in per cent, with more digits or a sign where it would read as none or all
-    of it and is neither.
+    """Return any other share, in per cent, with more digits or a sign if it would read as none or
+    all of it and is neither.
     """
     if not math.isfinite(share):
         return "not finite"
@@ -80,5 +79,5 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def _is_told(share: float, digits: int) -> bool:
-    """Whether so many digits tell it from none and from all."""
+    """Return whether so many digits tell a share from none and from all."""
     return share in (0.0, 1.0) or abs(float(f"{100 * share:.{digits}f}")) not in (0.0, 100.0)

@@ -1,9 +1,8 @@
-"""Text out of a model, token by token, through transformers' own `generate`: what a user gets is
-what is shown.
-"""
+"""Text out of a model, token by token, through transformers' own `generate`, as users get it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +30,12 @@ from npt.evaluation.greedy import end_ids
 Show = Callable[[str], None]
 
 _CONTEXT = 8
-"""Tokens that what follows them is decoded behind, at least: more than one, since special ones at
-their end are no text.
-"""
+"""Tokens decoded again before those that follow them, at least: special ones are no text."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen.
+    """The choice of tokens.
 
     temperature: 0 for the most likely token, else logits are divided by it and a token is drawn.
     top_p: of the most likely tokens that together have this probability. seed: of the draws.
@@ -71,32 +68,32 @@ class Decoding:
         return self.temperature == 0
 
     def arguments(self) -> dict[str, Any]:
-        """For `generate`; whatever the model's own generation settings say about drawing is
-        overridden.
-        """
-        drawn = (
-            {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-            if not self.greedy
-            else {"do_sample": False}
-        )
+        """Return arguments for `generate` that override the model's own settings for drawing."""
+        if self.greedy:
+            drawn: dict[str, Any] = {"do_sample": False}
+        else:
+            drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
         return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **drawn}
 
     def warpers(self) -> list[LogitsProcessor]:
-        """What makes the distribution that is drawn from out of logits.
+        """Return the processors that make logits the distribution to draw from.
 
-        Handed over as processors, not as settings: those a draft model is given prepared and then
-        applies them once more on its own, so that it would draft at the square of the temperature.
+        As settings they would be given to a draft model applied, which applies them once more: it
+        would draft at the square of the temperature.
         """
-        if self.greedy:
-            return []
-        temperature = [TemperatureLogitsWarper(self.temperature)] if self.temperature != 1 else []
-        return [*temperature, *([TopPLogitsWarper(self.top_p)] if self.top_p < 1 else [])]
+        found: list[LogitsProcessor] = []
+        if self.temperature not in (0, 1):
+            found.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_p < 1:
+            found.append(TopPLogitsWarper(self.top_p))
+        return found
 
 
 @dataclass(frozen=True)
 class Written:
-    """ids: the new tokens. text: of them behind the prompt, special tokens left out. seconds: of
-    wall-clock time. ended: by an end token, not by the limit."""
+    """ids: the new tokens. text: theirs after the prompt, without special tokens. seconds: of
+    wall-clock time. ended: by an end token, not by the limit.
+    """
 
     ids: tuple[int, ...]
     text: str
@@ -115,46 +112,44 @@ class Written:
 
 
 class NoNaN(LogitsProcessor):
-    """Ends a generation whose logits are not numbers, from which a token would come all
-    the same.
-    """
+    """Ends a generation whose logits are not numbers, of which a token would come all the same."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if bool((torch.isnan(scores) | (scores == math.inf)).any()):
             raise NumericalError(
-                f"the logits behind token {input_ids.shape[1]} are not finite; npt trace --adapter"
+                f"the logits after token {input_ids.shape[1]} are not finite; npt trace --adapter"
                 " finds the operation"
             )
         return scores
 
 
 class Streamer(TextStreamer):
-    """Hands text on as soon as it is words; a token may be a part of a character only.
+    """Shows text as soon as it is words; a token may be a part of a character only.
 
-    Tokens are decoded behind the last ones that were handed on: by themselves they would lose the
-    space that they begin with.
+    Tokens are decoded together with the last ones that were shown: by themselves they would lose
+    the space that they begin with.
     """
 
     def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._show = show
-        self._go_on_behind(list(prompt))
+        self._continue_after(list(prompt))
 
     def put(self, value: Tensor) -> None:
         shown = [*self.token_cache, *value.flatten().tolist()]
         super().put(value)
         if not self.token_cache:  # a line has ended
-            self._go_on_behind(shown)
+            self._continue_after(shown)
 
-    def _go_on_behind(self, ids: list[int]) -> None:
-        """Behind as few of these as end in whole characters: one that was cut in two may spoil all
+    def _continue_after(self, ids: list[int]) -> None:
+        """Keep as few of these as end in whole characters: one that was cut in two may spoil all
         that follow it.
         """
         size = _CONTEXT
-        while "\ufffd" in (
-            text := self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
-        ) and size < len(ids):
+        text = self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
+        while "\ufffd" in text and size < len(ids):
             size *= 2
+            text = self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
         self.token_cache, self.print_len = ids[-size:], len(text)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -162,20 +157,15 @@ class Streamer(TextStreamer):
 
 
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
-    """A prompt's tokens: what the user says, in the words of the tokenizer's chat template where it
-    has one, else the text itself.
-
-    Args:
-        tokenizer: of the base model.
-        text: the prompt.
-        chat: False leaves a chat template aside.
+    """Return a prompt's tokens: the text as the user's turn in the tokenizer's chat template, if it
+    has one and `chat` is set, else the text itself.
 
     Raises:
         DataError: no token comes of it, or the template refuses it.
     """
     try:
         text.encode()
-    # a terminal hands on bytes that are no text as halves of characters
+    # terminals pass bytes that are no text as halves of characters
     except UnicodeEncodeError as error:
         raise DataError(
             f"the prompt is broken at character {error.start} ({error.reason}); mend it there"
@@ -208,18 +198,10 @@ def write(
     show: Show | None = None,
     **arguments: Any,
 ) -> Written:
-    """What the model writes behind one prompt.
+    """Continue one prompt with a model, in the mode that it is in, or a view. The random state
+    stays as it is. `show` is given the text as it comes, transformers' `generate` the arguments.
 
-    Memory: beside the cache, the fp32 form of a head that is stored in 16 bit, 4 V D bytes from the
-    first token to the last.
-
-    Args:
-        model: with or without adapters, in the mode that it is in, or a view.
-        tokenizer: of the base model.
-        prompt: ids.
-        decoding: how tokens are chosen. The random state outside stays as it is.
-        show: told of the text as it comes.
-        arguments: further ones, for `generate`.
+    Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
 
     Raises:
         ConfigError: prompt and new tokens exceed the model's positions.
@@ -259,27 +241,21 @@ def write(
         )
     new = found[0, len(prompt) :].tolist()
     seconds = time.perf_counter() - started
-    return Written(
-        tuple(new),
-        continuation_text(tokenizer, prompt, new),
-        seconds,
-        bool(new) and new[-1] in ends,
-    )
+    text = continuation_text(tokenizer, prompt, new)
+    return Written(tuple(new), text, seconds, bool(new) and new[-1] in ends)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts part: the index of the first token that only one has, or that differs; None
-    where they are the same.
+    """Return the index of the first token that differs or that only one text has, None if the two
+    are the same.
     """
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return None if len(one) == len(other) else min(len(one), len(other))
+    pairs = itertools.zip_longest(one, other)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 @contextmanager
 def _quiet():
-    """Transformers' advice about arguments off: the arguments are ours, not the user's."""
+    """Silence transformers' advice on arguments: they are ours, not the user's."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

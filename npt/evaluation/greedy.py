@@ -1,24 +1,47 @@
-"""Greedy continuation of several prompts at once, with a cache of keys and values.
+"""Greedy texts: continue prompts in batches, and find where the student's leaves its teacher's.
 
-Prompts are padded on the left, so that the tokens of a row, and what is added to them, are
-neighbours: a window counts columns, and padding behind a prompt would use up some. Padding sees
-itself and nothing else, as a document of its own in a packed row does: a query without a key is one
-that some attention kernels answer with NaN. Which tokens come out does not depend on the batch they
-are in, but for ties that rounding decides: rows of another width sum in another order.
+Prompts are padded on the left, so that the tokens of a row, and those that are added, are
+neighbours: a window counts columns, and padding after a prompt would use up some. Padding sees
+itself and nothing else, as a document of its own in a packed row does: some attention kernels
+answer a query without a key with NaN. Tokens do not depend on the batch they are in, except for
+ties that rounding decides: rows of another width sum in another order.
+
+The teacher continues each prompt; on its tokens the student is asked, position by position, for
+its own. Up to the first position at which that differs the two texts are the same, so this is
+where the student, left to itself, would part from its teacher: one forward of the student instead
+of a second text.
+
+Not every text parts. A text that agrees up to the limit on new tokens is *censored*: it parts
+later, if at all. So a mean position over the others would be biased low, and none is given.
+Reported are the mean number of tokens before the parting or the limit, which is a lower bound; the
+median by the product-limit estimator, which takes censoring into account (Kaplan and Meier, 1958),
+if half of the texts part; and partings per token, which are the rate under which most texts of any
+length would be seen to part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from npt.adapters.attach import adapter_mode
+from npt.adapters.layer import Mode
 from npt.adapters.stream import MASKED, model_inputs
 from npt.base.linear import cast_once
-from npt.data.batch import Batch, batch_from_tensors
-from npt.errors import NumericalError
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
+from npt.distill.divergence import LOGIT_CHUNK
+from npt.errors import ConfigError, NumericalError
+from npt.evaluation.metrics import check_ids, compare_tokens, final_states, mean_and_error
+
+PROMPT_TOKENS = 32
+"""Leading tokens of a text that serve as a prompt, at most."""
 
 
 @torch.no_grad()
@@ -29,39 +52,17 @@ def continue_greedily(
     ends: Collection[int],
     names: Sequence[str],
 ) -> list[list[int]]:
-    """The most likely token again and again, in the mode that the model's adapters are in.
+    """Append the most likely token again and again, in the mode of the model's adapters; return the
+    new tokens of each prompt: up to its limit, or to one of `ends`, included.
 
-    Memory: beside the cache, the fp32 form of a head that is stored in 16 bit, 4 V D bytes from the
-    first token to the last.
-
-    Args:
-        model: in evaluation mode.
-        prompts: B of them, none empty.
-        limits: how many tokens to add to each, at most.
-        ends: ids that end a row; they are part of it.
-        names: of the prompts, for an error.
-
-    Returns:
-        The new tokens of each prompt.
+    Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
 
     Raises:
-        NumericalError: logits that are not finite, from which argmax would make a token all the
-            same.
+        NumericalError: logits that are not finite, of which argmax would make a token all the same;
+            `names` are those of the prompts in it.
     """
     if not prompts:
         return []
-    with cast_once(model.lm_head):
-        return _continue(model, prompts, limits, ends, names)
-
-
-def _continue(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    ends: Collection[int],
-    names: Sequence[str],
-) -> list[list[int]]:
-    """`continue_greedily` of at least one prompt."""
     device = next(model.parameters()).device
     batch = _padded(prompts)
     apart = batch.padded and model.config._attn_implementation in MASKED
@@ -70,42 +71,43 @@ def _continue(
     open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
-    while open_rows:
-        out = model.model(**inputs, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
-        ids = logits.argmax(dim=-1, keepdim=True)
-        # One answer from the device for both: which token, and whether it is one.
-        answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
-        for row in sorted(open_rows):
-            if answers[row] < 0:
-                raise NumericalError(
-                    f"the logits behind token {len(prompts[row]) + len(added[row])} of {names[row]}"
-                    " are not finite; npt trace finds the operation"
-                )
-            added[row].append(answers[row])
-            if answers[row] in ends or len(added[row]) == limits[row]:
-                open_rows.discard(row)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-        positions = positions[:, -1:] + 1
-        # every query a token now, which has keys
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    with cast_once(model.lm_head):
+        while open_rows:
+            out = model.model(**inputs, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits = model.lm_head(out.last_hidden_state[:, -1].to(device)).to(device)
+            ids = logits.argmax(dim=-1, keepdim=True)
+            # one answer from the device: the token, or -1 if it is none
+            answers = torch.where(torch.isfinite(logits).all(dim=-1), ids[:, 0], -1).tolist()
+            for row in sorted(open_rows):
+                if answers[row] < 0:
+                    raise NumericalError(
+                        f"the logits after token {len(prompts[row]) + len(added[row])} of"
+                        f" {names[row]} are not finite; npt trace finds the operation"
+                    )
+                added[row].append(answers[row])
+                if answers[row] in ends or len(added[row]) == limits[row]:
+                    open_rows.discard(row)
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+            positions = positions[:, -1:] + 1
+            # every query is a token now, which has keys
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     return added
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> Batch:
-    """The prompts in one batch, padded on the left."""
+    """Return the prompts in one batch, padded on the left by their own first tokens, so that the
+    embedding of the pad token does not matter.
+    """
     width = max(len(prompt) for prompt in prompts)
-    # Padding repeats the row's first token: a broken embedding of the pad token is nobody's
-    # business here.
     ids = [[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return batch_from_tensors(torch.tensor(ids), torch.tensor(mask))
 
 
 def _with_padding_apart(batch: Batch) -> Batch:
-    """The same with its padding for a document of its own: no key of any other, and never without
-    one.
+    """Return the batch with its padding as a document of its own: it sees itself, and nothing else
+    sees it.
     """
     every = torch.ones_like(batch.attention_mask)
     return replace(
@@ -116,10 +118,205 @@ def _with_padding_apart(batch: Batch) -> Batch:
 
 
 def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
-    """The ids that end a text: the tokenizer's, and those of the model's generation settings, which
-    know more.
+    """Return the ids that end a text: the tokenizer's, and those of the model's generation
+    settings, which know more.
     """
     found: list[object] = [getattr(tokenizer, "eos_token_id", None)]
     further = getattr(model.generation_config, "eos_token_id", None)
     found += further if isinstance(further, list | tuple) else [further]
     return frozenset(i for i in found if isinstance(i, int))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Student against teacher on the teacher's continuation of one prompt.
+
+    completion: the teacher's tokens, C of them. figures: [C, len(COLUMNS)], per token. position:
+    index of the first token at which the student leaves, if any. student_token: its own there.
+    """
+
+    prompt: Sample
+    completion: tuple[int, ...]
+    figures: Tensor
+    position: int | None
+    student_token: int | None
+
+    @property
+    def student_start(self) -> tuple[int, ...]:
+        """The student's own completion up to where it leaves, that token included."""
+        assert self.position is not None and self.student_token is not None
+        return (*self.completion[: self.position], self.student_token)
+
+
+@torch.no_grad()
+def compare_prompts(
+    model: PreTrainedModel, prompts: Sequence[Sample], max_new_tokens: int, ends: frozenset[int]
+) -> list[Comparison]:
+    """Continue each prompt greedily with the teacher, and compare the student on its tokens.
+
+    The student leaves at the first token that is not its most likely one. A token that the teacher
+    itself would not write again in the pass that compares the two (a tie, which rounding decides)
+    does not count.
+    """
+    check_ids(collate(prompts, pad_id=0), model, "prompts")
+    names = [prompt.id for prompt in prompts]
+    limits = [max_new_tokens] * len(prompts)
+    with adapter_mode(model, "teacher"):
+        added = continue_greedily(model, [p.input_ids for p in prompts], limits, ends, names)
+    rows = [
+        Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
+        for p, new in zip(prompts, added, strict=True)
+    ]
+    hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
+    tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
+    head, size = model.lm_head, model.config.vocab_size
+    with cast_once(head):
+        figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
+        written = {mode: _argmax(states, head, size) for mode, states in hidden.items()}
+    leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
+    lengths = [len(new) for new in added]
+    parts = zip(
+        prompts,
+        added,
+        figures.split(lengths),
+        leaves.split(lengths),
+        written["student"].cpu().split(lengths),
+        strict=True,
+    )
+    found = []
+    for prompt, new, per_token, leaving, own in parts:
+        if not torch.isfinite(per_token).all():
+            raise NumericalError(
+                f"the student's logits after {prompt.id} are not finite; npt trace --adapter finds"
+                " the operation"
+            )
+        position = next(iter(leaving.nonzero()[:, 0].tolist()), None)
+        token = None if position is None else int(own[position])
+        found.append(Comparison(prompt, tuple(new), per_token.double().cpu(), position, token))
+    return found
+
+
+def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
+    """Return the states that the completions' tokens are predicted from, [N, D], row by row."""
+    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
+    # needs no embedding.
+    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
+    with adapter_mode(model, mode):
+        return final_states(model, batch)
+
+
+def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
+    with cast_once(head):
+        parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
+        return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
+    prompts, of the figure before it.
+
+    prompts, parted: how many, and how many of their texts part within `max_new_tokens`. censored:
+    still the same at that limit. ended: the same up to an end token. tokens: of the teacher's
+    texts. agreed: mean number of tokens that are the same before the parting, the limit or the end;
+    a lower bound. median: of the number of tokens before the parting, by the product-limit
+    estimator; NaN if fewer than half part. rate: partings per token that was compared.
+    """
+
+    prompts: int
+    max_new_tokens: int
+    parted: int
+    censored: int
+    ended: int
+    tokens: int
+    agreed: float
+    agreed_se: float
+    median: float
+    rate: float
+    rate_se: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def divergence(compared: Sequence[Comparison], max_new_tokens: int) -> Divergence:
+    """Return the figures of at least one comparison, made with this limit on new tokens."""
+    before = [len(c.completion) if c.position is None else c.position for c in compared]
+    parted = torch.tensor([float(c.position is not None) for c in compared], dtype=torch.float64)
+    agreed = torch.tensor(before, dtype=torch.float64)
+    censored = sum(c.position is None and len(c.completion) == max_new_tokens for c in compared)
+    mean, error = mean_and_error(agreed, torch.ones_like(agreed))
+    # the token at which two texts part was compared as well
+    rate, rate_error = mean_and_error(parted, agreed + parted)
+    return Divergence(
+        prompts=len(compared),
+        max_new_tokens=max_new_tokens,
+        parted=int(parted.sum()),
+        censored=censored,
+        ended=len(compared) - int(parted.sum()) - censored,
+        tokens=sum(len(c.completion) for c in compared),
+        agreed=mean,
+        agreed_se=error,
+        median=_median(
+            [(n, c.position is not None) for n, c in zip(before, compared, strict=True)]
+        ),
+        rate=rate,
+        rate_se=rate_error,
+    )
+
+
+def _median(observed: Sequence[tuple[int, bool]]) -> float:
+    """Return the first number of tokens by which half have parted, of pairs (tokens that agree,
+    whether the texts part there); NaN if none.
+    """
+    surviving = 1.0
+    for tokens in sorted({n for n, parts in observed if parts}):
+        at_risk = sum(n > tokens or (n == tokens and parts) for n, parts in observed)
+        surviving *= 1 - sum(parts and n == tokens for n, parts in observed) / at_risk
+        if surviving <= 0.5:
+            return float(tokens)
+    return math.nan
+
+
+def parting_prompts(
+    samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
+) -> list[Sample]:
+    """Return prompts of the first `count` samples: the text before a completion, or the leading
+    tokens of the first document. They lose their beginning to fit the model's positions.
+
+    Raises:
+        ConfigError: no room for a prompt.
+    """
+    room = PROMPT_TOKENS + max_new_tokens if positions is None else positions - max_new_tokens
+    if max_new_tokens < 1 or room < 1:
+        raise ConfigError(
+            f"--max_new_tokens is {max_new_tokens}; it must be at least 1 and below the model's"
+            f" {positions} positions"
+        )
+    prompts = []
+    for sample in samples[:count]:
+        ids = sample.input_ids if sample.lengths is None else sample.input_ids[: sample.lengths[0]]
+        labels = (sample.labels or ())[: len(ids)]
+        given = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))
+        length = given if 0 < given < len(ids) else max(1, min(len(ids) // 2, PROMPT_TOKENS))
+        prompts.append(Sample(sample.id, ids[:length][-room:]))
+    return prompts
+
+
+def measure_divergence(
+    model: PreTrainedModel,
+    prompts: Sequence[Sample],
+    ends: frozenset[int],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    between: Callable[[], None] | None = None,
+) -> Divergence:
+    """Continue the prompts and compare, `between` being called before every batch."""
+    compared: list[Comparison] = []
+    for start in range(0, len(prompts), batch_size):
+        if between is not None:
+            between()
+        batch = prompts[start : start + batch_size]
+        compared += compare_prompts(model, batch, max_new_tokens, ends)
+    return divergence(compared, max_new_tokens)

@@ -1,4 +1,4 @@
-"""Held-out samples: the rule that training and evaluation share."""
+"""Held-out samples, by the rule that training and evaluation share."""
 
 from __future__ import annotations
 
@@ -21,15 +21,9 @@ def evaluation_samples(
     vocab_size: int,
     own: Iterable[Record] | None = None,
 ) -> tuple[list[Sample], bool]:
-    """Return `count` samples to evaluate on, and whether they are held out.
-
-    Args:
-        records: what is trained on; one sample in twenty of it is held out, if it has no held-out
-            records of its own. If none is, training samples are returned.
-        tokenizer, config: as for `cut`.
-        count: samples at most.
-        vocab_size: V; samples with ids outside it are left out.
-        own: held-out records of the source's own, over which the samples are spread.
+    """Return at most `count` samples to evaluate on, and whether they are held out: spread over the
+    source's `own` held-out records, else the one in twenty that training on `records` leaves out;
+    if there is none, training samples. Samples with ids outside the vocabulary are left out.
     """
     if own is not None:
         samples = spread(within(cut(own, tokenizer, config), vocab_size), count)

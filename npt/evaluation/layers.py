@@ -1,9 +1,8 @@
-"""How far each layer's output is from the teacher's, in two ways, gathered while the model's own
-forward runs.
+"""The distance of each layer's output from the teacher's, taken while the model's own forward runs.
 
 Teacher-forced: the layer is fed the teacher's state, so its figure is its own fault alone.
 Free-running: the student's stream after the layer against the teacher's stream there, so its figure
-is what all layers up to it have come to: how error compounds with depth.
+shows how error compounds with depth.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class BatchErrors:
     """NMSE of one batch's tokens by layer: pass the teacher through `watching` first, then floor
     and student.
 
-    Until the batch is done the teacher's states behind every layer from the first converted one on
+    Until the batch is done the teacher's states after every layer from the first converted one on
     are kept: N * D values a layer.
     """
 
@@ -47,7 +46,7 @@ class BatchErrors:
 
     @contextmanager
     def watching(self, mode: Mode) -> Iterator[None]:
-        """Within the context the model computes `mode`, and its layers are compared."""
+        """Let the model compute `mode`, and compare its layers."""
         with adapter_mode(self._model, mode), ExitStack() as stack:
             for index, layer in enumerate(self._layers[self._first :], self._first):
                 if mode == "teacher":
@@ -94,23 +93,19 @@ class BatchErrors:
         stack.callback(layer.register_forward_hook(compare).remove)
 
     def _rows(self, states: Tensor) -> Tensor:
-        """The valid tokens' rows of [B, T, D] states: [N, D]."""
-        return states.reshape(-1, states.shape[-1]).index_select(
-            0, self._batch.valid_index.to(states.device)
-        )
+        """Return the valid tokens' rows of [B, T, D] states: [N, D]."""
+        valid = self._batch.valid_index.to(states.device)
+        return states.reshape(-1, states.shape[-1]).index_select(0, valid)
 
     def per_sample(self) -> dict[Key, Tensor]:
-        """Sums over each row's valid tokens: [B] fp64 on the host."""
-        length = self._batch.input_ids.shape[1]
+        """Return sums over each row's valid tokens: [B] fp64 on the host."""
+        count, length = self._batch.input_ids.shape
         row = self._batch.valid_index.cpu() // length
         device = self._batch.input_ids.device
         # one wait for all
-        table = torch.stack([values.to(device) for values in self._per_token.values()]).to(
-            "cpu", torch.float64
-        )
-        sums = torch.zeros(len(table), len(self._batch.input_ids), dtype=torch.float64).index_add_(
-            1, row, table
-        )
+        table = torch.stack([values.to(device) for values in self._per_token.values()])
+        sums = torch.zeros(len(table), count, dtype=torch.float64)
+        sums.index_add_(1, row, table.to("cpu", torch.float64))
         return dict(zip(self._per_token, sums, strict=True))
 
 
@@ -131,8 +126,8 @@ class LayerErrors:
         return int(torch.cat(self._counts).sum())
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Of each layer the mean NMSE per valid token by name, and its standard error over samples
-        as `<name>_se`.
+        """Return by layer the mean NMSE per valid token by name, and its standard error over
+        samples as `<name>_se`.
         """
         counts = torch.cat(self._counts)
         found: dict[int, dict[str, float]] = {}

@@ -1,5 +1,5 @@
-"""Agreement of two next-token distributions, summed per sample so that every figure gets an honest
-standard error.
+"""Agreement of two models' next-token distributions, summed per sample so that every figure gets an
+honest standard error.
 
 Tokens of one text are not independent, samples nearly are. So the error of a mean over tokens is
 taken over samples, as that of a ratio of two sums (the linearised, or delta-method, variance of a
@@ -9,16 +9,20 @@ ratio estimator; Cochran, Sampling Techniques, 1977, ch. 6).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from npt.adapters.stream import model_inputs
 from npt.base.linear import cast_once
+from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.divergence import LOGIT_CHUNK, kl_of_logs
-from npt.evaluation.assisted import overlap_of
+from npt.errors import DataError
 
 COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")
 
@@ -61,20 +65,60 @@ class Figures:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Figures:
-        """Figures that `as_dict` gave, now or in an earlier version; what JSON has no word for
-        comes back as NaN.
+        """Return the figures of an `as_dict`, now or of an earlier version; null becomes NaN.
 
         Raises:
             TypeError: a figure that every version has is missing, or one is unknown.
         """
-        numbers: dict[str, Any] = {
-            key: math.nan if value is None else value for key, value in values.items()
-        }
-        return cls(**numbers)
+        return cls(**nan_for_null(values))
+
+
+def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with NaN for null, as which JSON writes it."""
+    return {key: math.nan if value is None else value for key, value in values.items()}
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Set a model to evaluation mode, and each module back afterwards."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
+
+
+def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
+    """Raise DataError, about these data, if the batch has a fault or an id without a token."""
+    fault = find_fault(batch, model.config.vocab_size)
+    if fault is not None:
+        raise DataError(f"{data}: {fault}; is this the tokenizer of the model?")
+
+
+def predicting(batch: Batch) -> Tensor:
+    """Return [B, T - 1] bool: a valid token, followed by one to predict."""
+    return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
+
+
+def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the last hidden states, after the final norm, from which a token is predicted: [P, D],
+    row by row. The model's own forward is used, in the mode of its adapters, as users do.
+    """
+    # Padding is filled with a real token of its row: a broken embedding of the pad token is
+    # nobody's business here.
+    first = batch.attention_mask.argmax(dim=-1, keepdim=True)
+    filled = torch.where(
+        batch.attention_mask.bool(), batch.input_ids, batch.input_ids.gather(1, first)
+    )
+    inputs = model_inputs(model, replace(batch, input_ids=filled))
+    states = model.model(**inputs, use_cache=False).last_hidden_state
+    return states[:, :-1][predicting(batch).to(states.device)]
 
 
 class _Predicted(NamedTuple):
-    """What one model says about N tokens. logs: log-probabilities, [N, V] fp32. first: its most
+    """One model's prediction of N tokens. logs: log-probabilities, [N, V] fp32. first: the most
     likely token, [N].
     """
 
@@ -89,48 +133,31 @@ def compare_pairs(
     vocab_size: int,
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
-    """Per token and pair of models, the quantities of COLUMNS. Every model goes through its head
-    once, whatever the pairs.
+    """Return [N, len(COLUMNS)] fp32 per pair of models: the quantities of COLUMNS, per token. Every
+    model goes through its head once, whatever the pairs.
 
-    Args:
-        hidden: [N, D] of each model, its last hidden state after the final norm.
-        heads: lm_head of each model. Logits exist for a chunk of tokens at a time only; the fp32
-            form of a head that is stored in 16 bit for the whole call.
-        targets: [N], the token that came next in the text.
-        vocab_size: V.
-        pairs: of names of models.
-
-    Returns:
-        [N, len(COLUMNS)] fp32 of each pair.
+    hidden: [N, D] of each model. targets: [N], the next tokens of the text. Memory: logits of a
+    chunk of tokens, and the fp32 form of a head that is stored in 16 bit.
     """
-    with cast_once(*heads.values()):
-        return _compare_chunks(hidden, heads, targets, max(1, LOGIT_CHUNK // vocab_size), pairs)
-
-
-def _compare_chunks(
-    hidden: Mapping[str, Tensor],
-    heads: Mapping[str, torch.nn.Module],
-    targets: Tensor,
-    rows: int,
-    pairs: Sequence[Pair],
-) -> dict[Pair, Tensor]:
-    """`compare_pairs`, so many rows at a time."""
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
-    references = dict.fromkeys(reference for _, reference in pairs)
-    for start in range(0, max(1, len(targets)), rows):
-        chunk = slice(start, start + rows)
+    rows = max(1, LOGIT_CHUNK // vocab_size)
+    with cast_once(*heads.values()):
+        for start in range(0, max(1, len(targets)), rows):
+            chunk = slice(start, start + rows)
 
-        def predicted(name: str, chunk: slice = chunk) -> _Predicted:
-            # lm_head of a model that is spread over several devices may be on another one.
-            logits = heads[name](hidden[name][chunk]).to(targets.device, torch.float32)
-            return _Predicted(torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1))
+            def predicted(name: str, chunk: slice = chunk) -> _Predicted:
+                # a model over several devices may have its head on another one
+                logits = heads[name](hidden[name][chunk]).to(targets.device, torch.float32)
+                return _Predicted(torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1))
 
-        teachers = {name: predicted(name) for name in references}
-        for name in dict.fromkeys(model for model, _ in pairs):
-            of_model = teachers[name] if name in teachers else predicted(name)
-            for pair in pairs:
-                if pair[0] == name:
-                    parts[pair].append(_columns(of_model, teachers[pair[1]], targets[chunk]))
+            references = dict.fromkeys(reference for _, reference in pairs)
+            teachers = {name: predicted(name) for name in references}
+            for name in dict.fromkeys(model for model, _ in pairs):
+                of_model = teachers[name] if name in teachers else predicted(name)
+                for pair in pairs:
+                    if pair[0] == name:
+                        columns = _columns(of_model, teachers[pair[1]], targets[chunk])
+                        parts[pair].append(columns)
     return {pair: torch.cat(found) for pair, found in parts.items()}
 
 
@@ -138,8 +165,7 @@ def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
     log_q, log_p = model.logs, teacher.logs
     pick = targets.unsqueeze(-1)
     first = log_q.gather(-1, teacher.first.unsqueeze(-1))
-    # A comparison with NaN is false, which would count as agreement where a count of larger ones is
-    # taken.
+    # Comparisons with NaN are false, so a count of larger ones would take it for agreement.
     known = ~(torch.isnan(first).squeeze(-1) | torch.isnan(log_p[:, 0]))
     return torch.stack(
         [
@@ -156,6 +182,17 @@ def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
     )
 
 
+def overlap_of(p: Tensor, q: Tensor) -> Tensor:
+    """Return sum_v min(p, q): [N, V] twice -> [N], the rate at which speculative sampling accepts a
+    draft of q.
+
+    In fp32 the probabilities of a large vocabulary add up to 1 only within some 1e-5, so the sum is
+    taken over that of the larger one: it is never above 1, since rounded sums in one order grow
+    with what is added, and 1 to the last bit if both are the same.
+    """
+    return torch.minimum(p, q).sum(dim=-1) / torch.maximum(p.sum(dim=-1), q.sum(dim=-1))
+
+
 def compare_tokens(
     hidden: Tensor,
     teacher_hidden: Tensor,
@@ -164,36 +201,16 @@ def compare_tokens(
     vocab_size: int,
     teacher_head: torch.nn.Module | None = None,
 ) -> Tensor:
-    """Per token, the quantities of COLUMNS, of one model against its teacher.
-
-    Args:
-        hidden: [N, D], the model's last hidden state after the final norm.
-        teacher_hidden: [N, D], the teacher's.
-        targets: [N], the token that came next in the text.
-        head: lm_head. Logits exist for a chunk of tokens at a time only.
-        vocab_size: V.
-        teacher_head: the teacher's, where it has its own.
-
-    Returns:
-        [N, len(COLUMNS)] fp32.
-    """
+    """Return `compare_pairs` of one model and its teacher, which may have a head of its own."""
     heads = {"model": head, "teacher": head if teacher_head is None else teacher_head}
+    states = {"model": hidden, "teacher": teacher_hidden}
     pair = ("model", "teacher")
-    return compare_pairs(
-        {"model": hidden, "teacher": teacher_hidden}, heads, targets, vocab_size, [pair]
-    )[pair]
+    return compare_pairs(states, heads, targets, vocab_size, [pair])[pair]
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Sum the rows of `compare_tokens` by sample.
-
-    Args:
-        per_token: [N, len(COLUMNS)].
-        rows: [N], the sample that each token belongs to.
-        count: C, samples.
-
-    Returns:
-        [C or fewer, len(COLUMNS)] fp64 on the host: a sample without a predicted token is left out.
+    """Sum [N, len(COLUMNS)] per-token quantities by sample: rows [N] are the samples of the tokens,
+    of `count` samples. Returned in fp64 on the host, without samples that predict nothing.
     """
     sums = torch.zeros(count, len(COLUMNS), dtype=torch.float64)
     sums.index_add_(0, rows.cpu(), per_token.to("cpu", torch.float64))
@@ -201,14 +218,8 @@ def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
-    """Mean per token and its standard error over samples.
-
-    Args:
-        sums: [C], a quantity summed over each sample's tokens, fp64.
-        counts: [C], those tokens.
-
-    Returns:
-        (mean, standard error); the error is NaN for fewer than two samples.
+    """Return the mean per token and its standard error over samples, NaN for fewer than two, from
+    fp64 sums over each sample's tokens, [C], and the numbers of these, [C].
     """
     total, n = float(counts.sum()), len(counts)
     mean = float(sums.sum()) / total
@@ -219,7 +230,7 @@ def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
 
 
 def figures(per_sample: Tensor) -> Figures:
-    """Figures from [C, len(COLUMNS)] per-sample sums in fp64."""
+    """Return the figures of [C, len(COLUMNS)] per-sample sums in fp64."""
     column = {name: per_sample[:, i] for i, name in enumerate(COLUMNS)}
     counts = column["tokens"]
     nll, nll_se = mean_and_error(column["nll"], counts)

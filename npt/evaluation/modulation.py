@@ -1,10 +1,9 @@
-"""What the adapters do to a student's tokens: how far the multipliers move, how many sit at their
+"""The effect of the adapters on a student's tokens: how far multipliers move, how many sit at their
 bounds, how large the additive terms are.
 
-A loss does not show that a multiplicative term has run into its bounds, where it has no gradient
-left, or that an additive term has outgrown the product it corrects. Batches stream through the
-student as it is used, each layer fed by the one before it; only counts and sums of squares are
-kept.
+A loss does not show that a multiplicative term has run into its bounds, so that it has no gradient
+left, or that an additive term has outgrown the product it corrects. Only counts and sums of squares
+are kept.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from npt.adapters.layer import NPTAdapter, device_of
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
 from npt.config import TARGETS
-from npt.data.batch import Batch, find_fault
+from npt.data.batch import Batch
 from npt.errors import DataError
+from npt.evaluation.metrics import check_ids, evaluating
 from npt.random_state import kept_random_state
 
 BINS = 40
@@ -91,36 +91,25 @@ class Modulation:
 def measure_modulation(
     model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None
 ) -> Modulation:
-    """Run the student over some batches and look at its modulation.
-
-    Args:
-        model: with adapters attached; left as it was, observers of its adapters included.
-        batches: valid tokens count, padding does not.
-        between: called in front of every batch; what it raises ends the measurement.
+    """Run the student over some batches and look at its modulation of their valid tokens. The model
+    is left as it was. `between` is called before every batch, and may raise.
 
     Raises:
         DataError: no batch, or token ids outside the vocabulary.
-        ModelError: no adapters are attached.
     """
     config = attached_config(model)
     layers = npt_layers(model)
     looks = {index: _Look(layer.npt) for index, layer in layers}
     before = {index: layer.npt.observer for index, layer in layers}
-    in_training = [module for module in model.modules() if module.training]
     tokens = 0
-    model.eval()
     try:
         for index, layer in layers:
             layer.npt.observer = looks[index]
-        with torch.no_grad(), adapter_mode(model, "student"):
+        with torch.no_grad(), evaluating(model), adapter_mode(model, "student"):
             for batch in batches:
                 if between is not None:
                     between()
-                fault = find_fault(batch, model.config.vocab_size)
-                if fault is not None:
-                    raise DataError(
-                        f"modulation data: {fault}; is this the tokenizer of the model?"
-                    )
+                check_ids(batch, model, "modulation data")
                 batch = batch.to(next(model.parameters()).device)
                 for look in looks.values():
                     look.valid = batch.valid_index
@@ -129,8 +118,6 @@ def measure_modulation(
     finally:
         for index, layer in layers:
             layer.npt.observer = before[index]
-        for module in in_training:
-            module.training = True
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
     return Modulation(
@@ -142,7 +129,7 @@ def measure_modulation(
 
 
 def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
-    """The stream through the layers as far as something is modulated."""
+    """Run the stream through the layers up to the last one that is modulated."""
     stream = open_stream(model, batch)
     hidden = stream.hidden
     for layer in decoder_layers(model)[: last + 1]:
@@ -151,44 +138,36 @@ def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
 
 
 class _Look:
-    """What one layer's adapter shows, summed up. Sums are in fp64 where the numbers lie: nothing
-    waits for them.
-    """
+    """Sums of one layer's modulation, in fp64 on the layer's device: nothing waits for them."""
 
     def __init__(self, adapter: NPTAdapter):
         self.config = adapter.config
-        self.valid: Tensor | None = None  # [N], of the batch that is under way
-        self._stream: Tensor | None = None
+        self.valid: Tensor | None = None  # [N], of the current batch
         self._width = 0
-        # [2]: sums of squares of the additive term and of what it is added to
-        self._products: dict[str, Tensor] = {}
-        # [BINS + 4]: counts, saturated, bad, sum and sum of squares of m - 1
-        self._multipliers: dict[str, Tensor] = {}
-        self._sizes: dict[str, int] = {}  # elements
+        self._sizes: dict[str, int] = {}  # elements of a target's products
+        # "stream": sum of squares. ("product", target): [2], sums of squares of the additive term
+        # and of what it is added to. ("m", target): [BINS + 4], as `_spread` gives them
+        self._sums: dict[Any, Tensor] = {}
 
     def __call__(self, stages: dict[str, Tensor | None]) -> None:
         stream = stages.get("stream")
         if stream is not None:
             self._width = stream.shape[-1]
-            self._stream = _added(self._stream, _squares(self._rows(stream)))
-        for target, stage in ((name, target.stage) for name, target in TARGETS.items()):
-            product = stages.get(stage)
-            if product is not None and target in self.config.targets:
-                self._target(
-                    target,
-                    self._rows(product),
-                    stages.get(f"m_{target}"),
-                    stages.get(f"s_{target}"),
-                )
+            self._add("stream", _squares(self._rows(stream)))
+        for name, target in TARGETS.items():
+            product = stages.get(target.stage)
+            if product is not None and name in self.config.targets:
+                m, s = stages.get(f"m_{name}"), stages.get(f"s_{name}")
+                self._target(name, self._rows(product), m, s)
+
+    def _add(self, key: Any, part: Tensor) -> None:
+        self._sums[key] = self._sums[key] + part if key in self._sums else part
 
     def _rows(self, states: Tensor) -> Tensor:
-        """The valid tokens' rows of [B, T, O], as fp32: [N, O]."""
+        """Return the valid tokens' rows of [B, T, O], as fp32: [N, O]."""
         assert self.valid is not None
-        return (
-            states.reshape(-1, states.shape[-1])
-            .index_select(0, self.valid.to(states.device))
-            .to(torch.float32)
-        )
+        rows = states.reshape(-1, states.shape[-1])
+        return rows.index_select(0, self.valid.to(states.device)).to(torch.float32)
 
     def _target(self, target: str, product: Tensor, m: Tensor | None, s: Tensor | None) -> None:
         self._sizes[target] = self._sizes.get(target, 0) + product.numel()
@@ -196,17 +175,13 @@ class _Look:
         if s is not None:
             rows = self._rows(s)
             added, product = _squares(rows), product - rows
-        self._products[target] = _added(
-            self._products.get(target), torch.stack([added, _squares(product)])
-        )
+        self._add(("product", target), torch.stack([added, _squares(product)]))
         if m is not None:
-            self._multipliers[target] = _added(
-                self._multipliers.get(target), self._spread(self._rows(m))
-            )
+            self._add(("m", target), self._spread(self._rows(m)))
 
     def _spread(self, m: Tensor) -> Tensor:
-        """[BINS + 4] of [N, O] multipliers. At the ends fp32 rounds m to the bound itself, which
-        belongs to the outermost bin.
+        """Return [BINS + 4] of [N, O] multipliers m: counts, saturated, bad, sum and sum of squares
+        of m - 1. At the ends fp32 rounds m to the bound itself, which belongs to the outermost bin.
         """
         bound = self.config.mult_bound
         away = m - 1.0
@@ -222,20 +197,18 @@ class _Look:
         )
 
     def result(self, tokens: int) -> LayerModulation:
-        """The layer's figures over `tokens` valid tokens."""
-        assert self._stream is not None
-        stream = math.sqrt(float(self._stream) / (tokens * self._width))
-        return LayerModulation(
-            stream, {target: self._result(target) for target in TARGETS if target in self._products}
-        )
+        """Return the layer's figures over `tokens` valid tokens."""
+        stream = math.sqrt(float(self._sums["stream"]) / (tokens * self._width))
+        targets = [target for target in TARGETS if target in self._sizes]
+        return LayerModulation(stream, {target: self._result(target) for target in targets})
 
     def _result(self, target: str) -> TargetModulation:
         n = self._sizes[target]
-        added, product = (math.sqrt(x / n) for x in self._products[target].tolist())
+        added, product = (math.sqrt(x / n) for x in self._sums["product", target].tolist())
         add_rms = added if self.config.additive else None
-        if target not in self._multipliers:
+        if ("m", target) not in self._sums:
             return TargetModulation(None, None, None, None, None, add_rms, product)
-        *counts, saturated, bad, total, squares = self._multipliers[target].tolist()
+        *counts, saturated, bad, total, squares = self._sums["m", target].tolist()
         finite = n - bad
         mean = total / finite if finite else math.nan
         std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
@@ -245,9 +218,5 @@ class _Look:
 
 
 def _squares(values: Tensor) -> Tensor:
-    """The sum of squares, [] in fp64: it neither overflows where fp32 would nor hides a NaN."""
+    """Return the sum of squares, [] in fp64, which neither overflows as fp32 nor hides a NaN."""
     return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-
-
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total + part

@@ -1,22 +1,22 @@
 """The figures of an evaluation for a terminal: models, layers, attribution, greedy divergence.
 
-A figure is a row and a model a column, so that all of it fits 80 columns with errors beside the
-values.
+A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import FIGURES, NO_ERROR
-from npt.evaluation.greedy_divergence import Divergence
+from npt.evaluation.greedy import Divergence
 from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
 
@@ -31,57 +31,34 @@ _COMPARISONS = {
 }
 
 
-def fidelity_tables(
-    fidelity: Fidelity, text: str = "held-out", width: int = WIDE
-) -> list[RenderableType]:
-    """What there is to show: models and layers, and attribution and divergence where they were
-    measured.
-
-    Args:
-        fidelity: the figures.
-        text: what was evaluated on.
-        width: columns of the terminal.
-    """
-    of_text = f"{fidelity.teacher.tokens:,} {text} tokens"
-    found: list[RenderableType] = [
-        _figures_table(
-            f"Fidelity to the teacher on {of_text} (± standard error)",
-            _models(fidelity, width >= WIDE),
-            width,
-        ),
-        _layers_table(fidelity, width),
-    ]
+def print_fidelity(
+    fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
+) -> None:
+    """Print models and layers, and what else was measured; `text` names the text evaluated on."""
+    console = console if console is not None else Console()
+    width = console.width
+    title = f"Fidelity to the teacher on {fidelity.teacher.tokens:,} {text} tokens"
+    models = _models(fidelity, width >= WIDE)
+    console.print(_figures_table(f"{title} (± standard error)", models, width))
+    console.print(_layers_table(fidelity, width))
     if fidelity.sources:
-        found.append(_sources_table(fidelity, width))
+        console.print(_sources_table(fidelity, width))
     if fidelity.attribution:
         columns = [
             (heading, fidelity.attribution[name])
             for name, heading in _COMPARISONS.items()
             if name in fidelity.attribution
         ]
-        found.append(
-            _figures_table("What quantisation costs, and what the conversion", columns, width)
-        )
+        title = "What quantisation costs, and what the conversion"
+        console.print(_figures_table(title, columns, width))
     if fidelity.divergence is not None:
-        found.append(Text(divergence_line(fidelity.divergence)))
-    return found
-
-
-def print_fidelity(
-    fidelity: Fidelity, console: Console | None = None, text: str = "held-out"
-) -> None:
-    console = console if console is not None else Console()
-    for table in fidelity_tables(fidelity, text, console.width):
-        console.print(table)
+        console.print(Text(divergence_line(fidelity.divergence)))
 
 
 def print_scores(scores: Results, console: Console) -> None:
-    """The table of lm-evaluation-harness: a metric of a task is a row, a model a column."""
-    table = _table("lm-evaluation-harness (± standard error)", console.width)
-    for heading in ("task", "metric", "samples"):
-        table.add_column(heading)
-    for mode in scores:
-        table.add_column(mode, justify="right")
+    """Print lm-evaluation-harness' table: a metric of a task is a row, a model a column."""
+    title = "lm-evaluation-harness (± standard error)"
+    table = _table(title, console.width, ["task", "metric", "samples"], scores)
     first = next(iter(scores.values()), {})
     for task, values in first.items():
         for metric in [name for name in values if name != "samples" and not name.endswith("_se")]:
@@ -94,17 +71,17 @@ def print_scores(scores: Results, console: Console) -> None:
 
 
 def divergence_line(d: Divergence) -> str:
-    """Where greedy texts part, in words that do not hide those that never did within the limit."""
+    """Return a line about where greedy texts part, those that never did counted."""
     ended = f", {d.ended} ended the same" if d.ended else ""
     median = (
-        f"half have parted behind {d.median:.0f} tokens"
+        f"half have parted within {d.median:.0f} tokens"
         if not math.isnan(d.median)
         else "fewer than half part"
     )
     agreed, rate = _plus_minus(d.agreed, d.agreed_se, 1), _plus_minus(d.rate, d.rate_se, 4)
     bound = " (at least: the limit cuts some off)" if d.censored else ""
     return (
-        f"Greedy texts of student and teacher behind {d.prompts} prompts, up to {d.max_new_tokens}"
+        f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
         f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}. {agreed} tokens"
         f" agree on average{bound}; {median}; {rate} partings per token."
     )
@@ -112,8 +89,7 @@ def divergence_line(d: Divergence) -> str:
 
 def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     trained = fidelity.initial is not None
-    # Where attention stays in the residual stream, what is left without modulation is the teacher
-    # itself.
+    # If attention stays in the residual stream, the model without modulation is the teacher itself.
     floor = "floor (adapters off)" if fidelity.floor.kl == 0 else "floor (attention dropped)"
     named: Sequence[tuple[str, str, Figures | None]] = (
         (floor, "floor", fidelity.floor),
@@ -124,25 +100,21 @@ def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     return [(long if wide else short, f) for long, short, f in named if f is not None]
 
 
-def _table(title: str, width: int) -> Table:
-    """Without lines between columns where these would cost the width that errors need."""
-    if width >= WIDE:
-        return Table(title=title, title_justify="left")
-    return Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+def _table(title: str, width: int, names: Sequence[str | Column], numbers: Iterable[str]) -> Table:
+    """Return a table with columns of names and of numbers, narrow without lines between them."""
+    narrow: dict[str, Any] = {
+        "box": SIMPLE_HEAD,
+        "show_edge": False,
+        "pad_edge": False,
+        "collapse_padding": True,
+    }
+    columns = [*names, *(Column(heading, justify="right") for heading in numbers)]
+    shape = {} if width >= WIDE else narrow
+    return Table(*columns, title=title, title_justify="left", **shape)
 
 
 def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: int) -> Table:
-    table = _table(title, width)
-    table.add_column("", no_wrap=True)
-    for heading, _ in columns:
-        table.add_column(heading, justify="right")
+    table = _table(title, width, [Column(no_wrap=True)], [heading for heading, _ in columns])
     for name in _ROWS:
         if not all(math.isnan(getattr(f, name)) for _, f in columns):
             table.add_row(FIGURES[name].short, *(_figure(f, name) for _, f in columns))
@@ -150,11 +122,10 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
 
 
 def _sources_table(fidelity: Fidelity, width: int) -> Table:
-    """A source is a row: there may be many, with long names."""
-    table = _table("The student by source", width)
+    """Return a table with a row for each source: there may be many, with long names."""
     shown = ("perplexity_ratio", "kl", "top1")
-    for heading in ("source", "tokens", *(FIGURES[name].short for name in shown)):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+    headings = ["tokens", *(FIGURES[name].short for name in shown)]
+    table = _table("The student by source", width, ["source"], headings)
     for source, f in fidelity.sources.items():
         table.add_row(Text(source), f"{f.tokens:,}", *(_figure(f, name) for name in shown))
     return table
@@ -163,8 +134,7 @@ def _sources_table(fidelity: Fidelity, width: int) -> Table:
 def _figure(figures: Figures, name: str) -> str:
     value = getattr(figures, name)
     if math.isnan(value) and math.isfinite(figures.kl):
-        # an earlier version did not take it; numbers that are not finite leave no KL either
-        return "–"
+        return "–"  # an earlier version did not take it
     return FIGURES[name].write(value, getattr(figures, f"{name}_se"))
 
 
@@ -178,20 +148,15 @@ def _layers_table(fidelity: Fidelity, width: int) -> Table:
         for model, heading in headings.items()
         if any(f"{kind}_{model}" in values for values in layers.values())
     ]
-    table = _table(
-        "NMSE behind each layer: fed the teacher's states (forced), and running on its own (free)",
-        width,
+    title = (
+        "NMSE after each layer: fed the teacher's states (forced), and running on its own (free)"
     )
-    table.add_column("layer", justify="right", no_wrap=True)
-    for _, heading in columns:
-        table.add_column(heading, justify="right")
+    index_column = Column("layer", justify="right", no_wrap=True)
+    table = _table(title, width, [index_column], [heading for _, heading in columns])
     for index, values in layers.items():
-        table.add_row(str(index), *(_cell(values, key) for key, _ in columns))
+        cells = (f"{values[key]:.5f}" if key in values else "" for key, _ in columns)
+        table.add_row(str(index), *cells)
     return table
-
-
-def _cell(values: Mapping[str, float], key: str) -> str:
-    return f"{values[key]:.5f}" if key in values else ""
 
 
 def _plus_minus(value: float, error: float, digits: int) -> str:

@@ -1,11 +1,10 @@
-"""Teacher and student as two models, where there is one: a view runs in its own mode and shares
-everything else.
+"""Views of one model: each runs in its own mode, as teacher, student or floor, and shares all else.
 
 The mode is a flag on the adapters, so one model object is the teacher or the student, never both.
-What takes two models at once, as transformers' assisted generation does, takes two views: each is a
+Code that takes two models at once, as transformers' assisted generation, takes two views: each is a
 shallow copy, with settings of its own for generation, whose forward is the model's own forward with
 the flag set for as long as it runs. Weights, buffers and modules are the model's, also as they
-change later; a view costs no memory and does not hold the adapters alive beyond `detach`.
+change later; a view costs no memory and does not keep the adapters alive after `detach`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,23 @@ from npt.adapters.layer import Mode
 
 
 def student_view(model: PreTrainedModel) -> Any:
-    """The model as its student: `teacher_view(model).generate(...,
-    assistant_model=student_view(model))`.
+    """Return the model as its student, for example as the draft model of its teacher:
+    `teacher_view(model).generate(..., assistant_model=student_view(model))`.
     """
     return mode_view(model, "student")
 
 
 def teacher_view(model: PreTrainedModel) -> Any:
-    """The model as its teacher, the base."""
+    """Return the model as its teacher, the base."""
     return mode_view(model, "teacher")
 
 
 def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
-    """A model of the same class that runs in `mode`, whatever mode the given one is in, which it
-    leaves as it was.
+    """Return a model of the same class that runs in `mode`, and leaves the given one in its own.
 
     `config` and `generation_config` are copies, hooks on the view itself its own; hooks on the
-    model run as well. Forward and generate obey the mode; what reaches past them to `view.model`
-    directly gets the shared decoder in the mode that it is in.
+    model run as well. Forward and generate obey the mode; `view.model` is the shared decoder, in
+    the mode that it is in.
 
     Args:
         model: with adapters attached, or a view of such a model.
@@ -51,8 +49,7 @@ def mode_view(model: PreTrainedModel, mode: Mode) -> Any:
     attached_config(model)
     view = copy.copy(model)
     for name, value in vars(model).items():
-        # What is registered on the view stays off the model. The model's own hooks run when the
-        # view calls it, and only then.
+        # The view's hooks stay off the model, whose own run when the view calls it, and only then.
         if name.startswith(("_forward_", "_backward_")):
             vars(view)[name] = type(value)()
         elif isinstance(value, dict | set):

@@ -1,9 +1,7 @@
-"""What a call really takes: the peak of live tensor memory, and the speed that the device reaches
-on plain matrix products.
+"""Measurements: the peak of live tensor memory in a call, and the speed of plain matrix products.
 
-Memory is counted in bytes of live tensors, on every device alike: that is what fits or does not
-fit, while the size of the process also holds libraries, freed memory that the allocator keeps, and
-whatever else the process did before.
+Memory is counted in bytes of live tensors, on every device alike; the size of the process also has
+libraries and freed memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -28,38 +26,29 @@ from npt.base.device import wait_for
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-"""Sides of the square products that are tried, by the device's type: large enough that nothing but
-arithmetic counts.
-"""
+"""Sides of the square products, by the device's type: large enough that only arithmetic counts."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of live tensors on one device. baseline: when a call began. peak: at its highest
-    moment, the baseline included.
-    """
+    """Bytes of live tensors on one device: as a call began, and at its highest moment in all."""
 
     baseline: int
     peak: int
 
     @property
     def added(self) -> int:
-        """What the call itself needed on top."""
+        """Bytes that the call itself needed."""
         return self.peak - self.baseline
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
-    """Run `call` once and see how high the live tensor memory of a device rises.
+    """Run `call` once and measure how high the live tensor memory of a device rises.
 
     On a GPU the caching allocator counts. On the CPU every allocation of torch's allocator is
-    followed, among them those inside operations and in backward; scratch memory that a library
-    takes past torch's allocator is in neither figure. Memory that was live before and is freed by
-    the call is seen on a GPU only: on the CPU the peak is then too high by so much, and never too
-    low.
-
-    Args:
-        call: without arguments. It runs as it would otherwise, slower on the CPU.
-        device: whose memory is meant.
+    followed, also inside operations and in backward; scratch memory that a library takes elsewhere
+    is in neither figure. Memory that was live before and is freed by the call is seen on a GPU
+    only: on the CPU the peak is then too high by so much, and never too low.
     """
     device = torch.device(device)
     gc.collect()  # what only a cycle keeps alive would be freed at any moment
@@ -73,22 +62,20 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
     baseline = live_bytes(device)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
-    return Peak(baseline, baseline + _highest(_allocations(profiler.kineto_results, device)))
+    return Peak(baseline, baseline + _highest(profiler.kineto_results, device))
 
 
 def live_bytes(device: torch.device | str) -> int:
-    """Bytes of all tensors that Python knows of on a device, those kept by a graph alone not among
-    them.
+    """Return the bytes of all tensors that Python knows of on a device: none that only a graph
+    keeps, but gradients, which are no Python objects until they are read.
     """
     kind = torch.device(device).type
     found = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
-    return storage_bytes(t for t in _with_gradients(found) if t.device.type == kind)
+    return storage_bytes(t for o in found for t in (o, *_gradient(o)) if t.device.type == kind)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind tensors; what several of them share counts once, and all of it
-    where one shows a part.
-    """
+    """Return the bytes of the tensors' storages; each counts once, and whole."""
     sizes: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         if (
@@ -102,11 +89,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def tensors_of(*owners: Any) -> Iterator[Tensor]:
-    """Every tensor that the owners hold: parameters and buffers of a module, packed weights'
-    statistics, gradients, an optimizer's moments, the fields of a dataclass, the members of a
-    container. A tensor that is held twice comes once.
-
-    With `storage_bytes` this is the memory of one of several models in a process.
+    """Yield every tensor that the owners hold, once: parameters and buffers of a module, packed
+    weights' statistics, gradients, an optimizer's moments, fields of a dataclass, members of a
+    container.
     """
     seen: set[int] = set()
     waiting = list(owners)
@@ -122,46 +107,31 @@ def tensors_of(*owners: Any) -> Iterator[Tensor]:
             waiting += [*owner.keys(), *owner.values()]
         elif isinstance(owner, list | tuple | set | frozenset):
             waiting += list(owner)
-        elif isinstance(owner, nn.Module | torch.optim.Optimizer | QuantState):
+        elif isinstance(owner, nn.Module | torch.optim.Optimizer | QuantState) or (
+            is_dataclass(owner) and not isinstance(owner, type)
+        ):
             waiting += list(vars(owner).values())
-        elif is_dataclass(owner) and not isinstance(owner, type):
-            waiting += [getattr(owner, field.name) for field in fields(owner)] + list(
-                vars(owner).values()
-            )
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The highest speed of a plain matrix product. size: side of the square matrices that reached
-    it.
-    """
+    """The highest speed of a plain matrix product, and the side of the matrices that reached it."""
 
     flops_per_second: float
     size: int
 
 
 def matmul_roofline(
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    sizes: Iterable[int] | None = None,
-    seconds: float = 1.0,
+    device: torch.device | str, *, sizes: Iterable[int] | None = None, seconds: float = 1.0
 ) -> Roofline:
-    """The speed that this device reaches, as it is set up now (threads, TF32), on square products
-    that nothing holds up.
-
-    What a training step reaches of it says how much of its time is arithmetic. The best of many
-    repetitions is taken: whatever else the machine does can only make a product slower.
-
-    Args:
-        device, dtype: of the matrices.
-        sizes: sides to try; by default those of `ROOFLINE_SIZES`.
-        seconds: spent on each size; it runs three times at least.
+    """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
+    fp32 products of `sizes`, each for `seconds` and three times at least. The best is taken: other
+    work can only make one slower.
     """
     device = torch.device(device)
     best = Roofline(0.0, 0)
     for size in ROOFLINE_SIZES[device.type] if sizes is None else sizes:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(size, size, device=device) for _ in range(2))
         out = torch.empty_like(a)
         spent: list[float] = []
         while len(spent) < 4 or sum(spent) < seconds:
@@ -179,16 +149,9 @@ def _gradient(tensor: Tensor) -> list[Tensor]:
     return [tensor.grad] if tensor.is_leaf and tensor.grad is not None else []
 
 
-def _with_gradients(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Gradients too: one that nobody has looked at yet is no Python object."""
-    for tensor in tensors:
-        yield tensor
-        yield from _gradient(tensor)
-
-
-def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
-    """(address, bytes) of each allocation on the device in the order of time; negative bytes free
-    it again.
+def _highest(results: Any, device: torch.device) -> int:
+    """Return the highest sum of what was allocated and not yet freed within a profile. Freeing
+    what was there before counts for nothing.
     """
     found, waiting = [], list(results.experimental_event_tree())
     while waiting:
@@ -197,16 +160,9 @@ def _allocations(results: Any, device: torch.device) -> list[tuple[int, int]]:
         tag, details = event.typed
         if tag == _EventType.Allocation and details.device.type == device.type:
             found.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
-    return [(address, size) for *_, address, size in sorted(found)]
-
-
-def _highest(allocations: Iterable[tuple[int, int]]) -> int:
-    """The highest sum of what is allocated and not yet freed. Freeing what was there before counts
-    for nothing.
-    """
     live: dict[int, int] = {}
     total = highest = 0
-    for address, size in allocations:
+    for *_, address, size in sorted(found):
         if size > 0:
             live[address] = size
             total += size

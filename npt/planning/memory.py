@@ -1,35 +1,28 @@
-"""The peak memory of a run, term by term, and the sizes that it is written in.
+"""The peak memory of a run, term by term.
 
-A run stands at its peak in one of three places: in a micro-batch, whose graph is alive; at an
-optimizer step, beside which the state before it is kept until the new one is verified; or in an
-evaluation, which sees all layers and the logits. Each term is alive in some of them. Loading a
-base, `--init calibrated` and what the process itself takes are in none.
+The peak is at one of three moments: in a micro-batch, whose graph is alive; at an optimizer step,
+while the state before it is kept until the new one is verified; or in an evaluation, which sees all
+layers and the logits. Loading a base, `--init calibrated` and the process itself are left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from npt.adapters.fit import resolve_layers
-from npt.config import NPTConfig
-from npt.planning.shape import Shape
-
 PHASES = ("micro-batch", "step", "evaluation")
-"""Where the peak can be."""
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+"""Moments of the peak."""
 
 FP32 = 4
 """Bytes of a number of an adapter, its gradients and its moments."""
 
 
 def shown(size: float) -> str:
-    """Bytes as `6.20 GiB`."""
-    for unit, name in _UNITS:
+    """Return bytes as `6.20 GiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(size) >= unit:
             return f"{size / unit:.2f} {name}"
     return f"{size:.0f} bytes"
@@ -37,7 +30,7 @@ def shown(size: float) -> str:
 
 @dataclass(frozen=True)
 class Term:
-    """Something that takes memory. phases: those in which it is alive."""
+    """Something that takes memory in some phases."""
 
     name: str
     bytes: int
@@ -46,22 +39,19 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run is predicted to take.
-
-    samples_at_once, evaluated_at_once: of a micro-batch and of an evaluation, that this is for.
-    """
+    """Predicted memory of a run with so many samples at once in a micro-batch and an evaluation."""
 
     terms: tuple[Term, ...]
     samples_at_once: int
     evaluated_at_once: int
 
     def of(self, phase: str) -> int:
-        """Bytes at the highest moment of a phase."""
+        """Return the bytes at the highest moment of a phase."""
         return sum(term.bytes for term in self.terms if phase in term.phases)
 
     @property
     def phase(self) -> str:
-        """In which the peak is."""
+        """The phase with the peak."""
         return max(PHASES, key=self.of)
 
     @property
@@ -71,10 +61,8 @@ class MemoryPlan:
 
     @property
     def largest(self) -> Term:
-        """The term that the peak has most of."""
-        return max(
-            (term for term in self.terms if self.phase in term.phases), key=lambda term: term.bytes
-        )
+        """The largest term of the peak."""
+        return max((t for t in self.terms if self.phase in t.phases), key=lambda term: term.bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,20 +72,13 @@ class MemoryPlan:
             "peak_bytes": self.peak,
             "phase": self.phase,
             "phases": {phase: self.of(phase) for phase in PHASES},
-            "terms": [
-                {"name": term.name, "bytes": term.bytes, "phases": list(term.phases)}
-                for term in self.terms
-            ],
+            "terms": [asdict(term) | {"phases": list(term.phases)} for term in self.terms],
         }
 
 
 def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
-    """What training holds of its adapters, whatever drives them.
-
-    Args:
-        parameters: trainable ones.
-        in_flight: steps at most whose results are not read yet, as on a GPU: of each the state
-            before it is kept until then.
+    """Return what training holds of its trainable `parameters`, whatever the strategy. in_flight:
+    steps at most whose results are not read yet, as on a GPU; the state before each is kept.
     """
     size = FP32 * parameters
     terms = [
@@ -107,35 +88,20 @@ def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
         Term("gradients of the window", size),
         Term("state before the step", 3 * size, ("step",)),
     ]
-    return (
-        [*terms, Term("states before steps in flight", in_flight * 3 * size)]
-        if in_flight
-        else terms
-    )
-
-
-def adapter_numbers(shape: Shape, config: NPTConfig) -> int:
-    """Trainable parameters: of every converted layer A [R, D], and for each target a B and an M [O,
-    R], as far as the form has them.
-    """
-    terms = int(config.additive) + int(config.multiplicative)
-    width = shape.hidden + terms * sum(shape.width(target) for target in config.targets)
-    return width * sum(config.ranks_of(len(resolve_layers(config.layers, shape.layers))))
+    if in_flight:
+        terms.append(Term("states before steps in flight", in_flight * 3 * size))
+    return terms
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that a run on this device could have now; None where nothing says it.
-
-    On a GPU what is free there and what this process holds; else what the system says is free
-    without swapping.
+    """Return the bytes that a run on this device could have now, None if nothing says it: free ones
+    and on a GPU those of this process.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
-        lines = dict(
-            line.split(":", 1)
-            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        )
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None

@@ -1,18 +1,21 @@
-"""The shape of a base model: all that its cost depends on, and where its weights are."""
+"""The shape of a base model: all that its cost depends on, by name, in numbers or of a
+configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
-from npt.config import TARGETS
+from npt.adapters.fit import resolve_layers
+from npt.config import TARGETS, NPTConfig
+from npt.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder of a known family; weights are counted without norms and biases, which
-    cost nothing beside them.
+    cost next to nothing.
 
     layers: L. hidden: D. ffn: F. heads, kv_heads: of queries, and of keys and values. head_dim: of
     each. vocab: V. tied: lm_head is the embedding.
@@ -29,15 +32,15 @@ class Shape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
-        """That of a model of this configuration; needs no weights."""
+        """Return the shape of a model of this configuration; needs no weights."""
+        heads = config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             ffn=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
         )
@@ -73,13 +76,82 @@ class Shape:
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head_weights
 
     def width(self, target: str) -> int:
-        """Of the product that a target modulates: F for gate and up, D for down."""
+        """Return the width of a target: F for gate and up, D for down."""
         return self.hidden if TARGETS[target].width == "hidden" else self.ffn
 
+    def modulated_width(self, config: NPTConfig) -> int:
+        """Return the rows of all M and B of a layer together."""
+        terms = config.additive + config.multiplicative
+        return terms * sum(self.width(target) for target in config.targets)
 
-LLAMA_3_1_8B = Shape(
-    layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
-)
-LLAMA_3_2_1B = Shape(
-    layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, tied=True
-)
+    def converted(self, config: NPTConfig) -> dict[int, int]:
+        """Return the rank of each converted layer."""
+        layers = resolve_layers(config.layers, self.layers)
+        return dict(zip(layers, config.ranks_of(len(layers)), strict=True))
+
+    def adapter_numbers(self, config: NPTConfig) -> int:
+        """Return the numbers of trainable parameters: A [R, D], and M and B [O, R] per target."""
+        ranks = self.converted(config).values()
+        return (self.hidden + self.modulated_width(config)) * sum(ranks)
+
+
+SHAPES = {
+    "embedded": Shape(8, 192, 512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True),
+    # a TinyLlama of half the width and half the depth: a step within seconds on two cores
+    "cpu-0.2b": Shape(12, 1024, 2816, heads=16, kv_heads=4, head_dim=64, vocab=32000),
+    "llama-3.2-1b": Shape(
+        16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, tied=True
+    ),
+    "llama-3.1-8b": Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab=128256),
+    "qwen3-8b": Shape(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936),
+    "mistral-7b": Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab=32768),
+    "smollm2-135m": Shape(30, 576, 1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True),
+}
+
+LARGEST = 2**24
+"""Largest number of a shape: no model has more, and sums of larger ones cannot be planned with."""
+
+FORM = "D,F,L,heads,kv_heads,V"
+"""A shape in numbers."""
+
+
+def parse_shape(text: str) -> Shape:
+    """Return a shape by its name, or from six numbers `D,F,L,heads,kv_heads,V`.
+
+    Raises:
+        ConfigError: neither, or numbers that no model has.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+        hidden, ffn, layers, heads, kv_heads, vocab = numbers
+    except ValueError:
+        raise ConfigError(
+            f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give {FORM} like"
+            " 1024,2816,12,16,4,8192"
+        ) from None
+    if min(numbers) < 1 or max(numbers) > LARGEST:
+        raise ConfigError(f"--shape is {text}; {FORM} are all from 1 to {LARGEST}")
+    if hidden % (2 * heads) or heads % kv_heads:
+        raise ConfigError(
+            f"--shape is {text}; D must be an even multiple of the heads ({heads}), and these a"
+            f" multiple of {kv_heads}"
+        )
+    return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
+
+
+def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:
+    """Return the configuration of a Llama of this shape that takes rows of `length` tokens."""
+    return LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max(length, 2048),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=shape.tied,
+    )

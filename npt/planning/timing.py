@@ -1,18 +1,16 @@
-"""What a step takes in time: one layer of the shape is tried on the device at hand, and what that
-gives is carried to the whole depth.
+"""The time of a step: a few layers of the shape are timed on the device at hand, and carried to the
+whole depth.
 
-Small models with random weights run through the very strategy and step, with all that
-belongs to a step but the other layers. Two of them that differ in the number of their converted
-layers say what one such layer takes, and what is left beside the layers; others say what a layer
-without an adapter takes, in front of the first converted one or behind it. No speed of any machine
-is assumed: where the layers are so wide that these trials would take minutes, they are tried
-narrower, and their time is carried to the width by their arithmetic.
+Small models with random weights run through the very strategy and step. Two of them that differ in
+the number of their converted layers give the time of one such layer and of everything outside the
+layers; others give that of a layer without an adapter, before the first converted one or after it.
+No speed of any machine is assumed. Layers so wide that this would take minutes are timed narrower,
+and their time is carried to the width by their arithmetic.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ from npt.base.precision import enforce_policy
 from npt.base.random_base import random_base
 from npt.config import TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors
-from npt.distill.strategies import Strategy, drive
+from npt.distill.strategies import drive
 from npt.evaluation.evaluate import evaluate
 from npt.planning.flops import training_flops
 from npt.planning.measure import (
@@ -45,25 +43,23 @@ from npt.step.splitting import MicroBatchSplitter
 from npt.step.train_step import TrainStep
 
 TINY_VOCAB = 512
-"""Tokens of a trial whose strategy computes no logits."""
+"""Tokens of a small model whose strategy computes no logits."""
 
 ROUNDS = 30
-"""Times that every trial is run at most."""
+"""Timing runs of every small model at most."""
 
 SECONDS = 5.0
-"""That a stage's trials may take, but where they do not get twice round in it."""
+"""For the timing runs of a stage, unless two rounds take longer."""
 
 NARROWEST = 512
-"""D at least of a layer that is tried in the place of a wider one: below it the time is no longer
-that of matrix products.
-"""
+"""D at least of a layer that is timed for a wider one: below it the time is no longer that of
+matrix products."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step and what they are made of, by the name of each part. narrowed:
-    share of the width that was tried.
-    """
+    """Seconds of an optimizer step, and of its parts by name. narrowed: share of the width that was
+    timed."""
 
     seconds: float
     parts: dict[str, float]
@@ -76,9 +72,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps really took. seconds: of the fastest step. phases: peak bytes of each phase of
-    `npt.planning.memory`.
-    """
+    """Seconds of the fastest step, and peak bytes of each phase of `npt.planning.memory`."""
 
     seconds: float
     phases: dict[str, int]
@@ -93,16 +87,8 @@ class Measured:
 
 
 class Window:
-    """Windows of one workload on one model, made of random tokens.
-
-    Args:
-        model: with adapters attached.
-        config: of the stage.
-        rows: samples of a micro-batch.
-        length: of each.
-        micro_batches: of a window.
-        splitter: into parts of so many samples; default none.
-        teacher: of its own.
+    """Windows of one workload on one model, made of random tokens: `micro_batches` of `rows`
+    samples of `length` tokens.
     """
 
     def __init__(
@@ -115,19 +101,11 @@ class Window:
         splitter: MicroBatchSplitter | None = None,
         teacher: Any = None,
     ):
-        strategy: Strategy = partial(drive, teacher=teacher)
-        self.step = TrainStep(
-            model,
-            strategy,
-            config,
-            [config.learning_rate],
-            splitter=splitter or MicroBatchSplitter(rows),
-        )
+        strategy, splitter = partial(drive, teacher=teacher), splitter or MicroBatchSplitter(rows)
+        self.step = TrainStep(model, strategy, config, [config.learning_rate], splitter=splitter)
         self.device = next(model.parameters()).device
-        self._batches = [
-            _random_batch(model.config.vocab_size, rows, length, seed)
-            for seed in range(micro_batches)
-        ]
+        vocab = model.config.vocab_size
+        self._batches = [_random_batch(vocab, rows, length, seed) for seed in range(micro_batches)]
 
     def fill(self, wait: bool = True) -> None:
         """Add the window's micro-batches."""
@@ -146,114 +124,98 @@ class Window:
 def predict_time(
     workload: Workload, samples_at_once: int, *, seconds: float = SECONDS
 ) -> dict[str, StepTime]:
-    """The time of a step of each stage, from trials of a few layers.
-
-    Args:
-        workload: the run.
-        samples_at_once: of a micro-batch.
-        seconds: that the trials of a stage may take.
-
-    Returns:
-        By strategy, in the order of the stages.
+    """Return the time of a step of each stage by its strategy, from timing a few layers for about
+    `seconds` per stage.
     """
     return {
         name: _predict(workload, config, samples_at_once, seconds)
-        for name, (_, config) in workload.stages.items()
+        for name, config in workload.stages.items()
     }
 
 
 def _predict(workload: Workload, config: TrainConfig, samples: int, seconds: float) -> StepTime:
     config = replace(config, layer_weights="uniform")
     depth = workload.depth
-    others = depth.between + (depth.behind if config.logit_kl_weight else 0)
-    trials = {"one": Depth(0, 1, 0, 0), "three": Depth(0, 3, 0, 0)}
+    others = depth.between + (depth.after if config.logit_kl_weight else 0)
+    models = {"one": Depth(0, 1, 0, 0), "three": Depth(0, 3, 0, 0)}
     if depth.before:
-        trials["before"] = Depth(2, 1, 0, 0)
+        models["before"] = Depth(2, 1, 0, 0)
     if others:
-        trials["others"] = Depth(0, 2, 2, 0)
-    share, tried = _bearable(workload, config, trials, samples * workload.length, seconds)
-    windows = {name: _window(tried, config, trial, samples) for name, trial in trials.items()}
+        models["others"] = Depth(0, 2, 2, 0)
+    share, timed = _bearable(workload, config, models, samples * workload.length, seconds)
+    windows = {name: _window(timed, config, model, samples) for name, model in models.items()}
     fills, commits = _fastest(windows, seconds)
     found = _layers(fills)
     if share > 1:
-        whole, narrow = (_layers(_flops(w, config, trials)) for w in (workload, tried))
-        found = {
-            name: size * whole[name] / narrow[name]
-            for name, size in found.items()
-            if name != "beside"
-        } | {"beside": found["beside"] * share ** (2 if config.logit_kl_weight else 1)}
+        whole, narrow = (_layers(_flops(w, config, models)) for w in (workload, timed))
+        for name in found.keys() - {"outside"}:
+            found[name] = found[name] * whole[name] / narrow[name]
+        found["outside"] *= share ** (2 if config.logit_kl_weight else 1)
     update = max(0.0, commits["three"] - commits["one"]) / 2
     passes = config.gradient_accumulation_steps * config.batch_size / samples
     parts = {f"converted layers ({depth.converted})": passes * depth.converted * found["layer"]}
     if depth.before:
-        parts[f"layers in front of them ({depth.before})"] = passes * depth.before * found["before"]
+        parts[f"layers before them ({depth.before})"] = passes * depth.before * found["before"]
     if others:
         parts[f"other layers ({others})"] = passes * others * found["others"]
-    parts |= {
-        "beside the layers, logits included": passes * found["beside"],
-        "optimizer step": max(0.0, commits["one"] - update) + depth.converted * update * share,
-    }
+    parts["outside the layers, logits included"] = passes * found["outside"]
+    parts["optimizer step"] = max(0.0, commits["one"] - update) + depth.converted * update * share
     return StepTime(sum(parts.values()), parts, share)
 
 
-def _layers(trials: dict[str, float]) -> dict[str, float]:
-    """What a layer of each kind takes, and what is left beside them, from what the trials take."""
-    layer = max(0.0, trials["three"] - trials["one"]) / 2
-    beside = max(0.0, trials["one"] - layer)
-    found = {"layer": layer, "beside": beside}
-    if "before" in trials:
-        found["before"] = max(0.0, trials["before"] - trials["one"]) / 2
-    if "others" in trials:
-        found["others"] = max(0.0, trials["others"] - beside - 2 * layer) / 2
+def _layers(costs: dict[str, float]) -> dict[str, float]:
+    """Return the cost of a layer of each kind, and outside them, from those of small models."""
+    layer = max(0.0, costs["three"] - costs["one"]) / 2
+    outside = max(0.0, costs["one"] - layer)
+    found = {"layer": layer, "outside": outside}
+    if "before" in costs:
+        found["before"] = max(0.0, costs["before"] - costs["one"]) / 2
+    if "others" in costs:
+        found["others"] = max(0.0, costs["others"] - outside - 2 * layer) / 2
     return found
 
 
 def _bearable(
-    workload: Workload, config: TrainConfig, trials: dict[str, Depth], tokens: int, seconds: float
+    workload: Workload, config: TrainConfig, models: dict[str, Depth], tokens: int, seconds: float
 ) -> tuple[int, Workload]:
-    """The largest share of the width whose trials get twice round in about `seconds` here, and the
+    """Return the largest share of the width of which two rounds take about `seconds` here, and the
     workload of this width.
     """
+    share, timed = 1, workload
     if not seconds:
-        return 1, workload
-    speed = matmul_roofline(
-        workload.device, sizes=ROOFLINE_SIZES[workload.device.type][:1], seconds=0.05
-    ).flops_per_second
-    share, tried = 1, workload
+        return share, timed
+    sizes = ROOFLINE_SIZES[workload.device.type][:1]
+    speed = matmul_roofline(workload.device, sizes=sizes, seconds=0.05).flops_per_second
     while (
-        2 * tokens * sum(_flops(tried, config, trials).values()) > seconds * speed
-        and tried.shape.hidden >= 2 * NARROWEST
+        2 * tokens * sum(_flops(timed, config, models).values()) > seconds * speed
+        and timed.shape.hidden >= 2 * NARROWEST
+        and (narrower := workload.narrowed(2 * share)) is not None
     ):
-        narrower = workload.narrowed(2 * share)
-        if narrower is None:
-            break
-        share, tried = 2 * share, narrower
-    return share, tried
+        share, timed = 2 * share, narrower
+    return share, timed
 
 
-def _flops(workload: Workload, config: TrainConfig, trials: dict[str, Depth]) -> dict[str, float]:
-    """Arithmetic of each trial, per token."""
-    rank = max(1, round(statistics.mean(workload.ranks)))
+def _flops(workload: Workload, config: TrainConfig, models: dict[str, Depth]) -> dict[str, float]:
+    """Return the arithmetic of each small model, per token."""
     return {
         name: training_flops(
             Shape.of(workload.small_config(depth.layers)),
             workload.length,
-            workload.small_adapter(depth, rank),
+            workload.small_adapter(depth, workload.mean_rank),
             config.strategy,
             own_teacher=workload.teacher is not None,
             logits=1.0 if config.logit_kl_weight else 0.0,
             checkpointing=config.gradient_checkpointing,
         )
-        for name, depth in trials.items()
+        for name, depth in models.items()
     }
 
 
 def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int) -> Window:
-    """Of a small model with random weights."""
+    """Make the window of a small model with random weights."""
     small = workload.small_config(depth.layers, None if config.logit_kl_weight else TINY_VOCAB)
     model = made_base(workload, small)
-    rank = max(1, round(statistics.mean(workload.ranks)))
-    attach(model, workload.small_adapter(depth, rank))
+    attach(model, workload.small_adapter(depth, workload.mean_rank))
     teacher = None
     if workload.teacher is not None:
         attention = workload.teacher_attention or workload.attn_implementation
@@ -266,7 +228,7 @@ def _window(workload: Workload, config: TrainConfig, depth: Depth, samples: int)
 
 
 def made_base(workload: Workload, config: Any) -> Any:
-    """A base with random weights, stored and computed in as the workload's."""
+    """Return a base with random weights, stored and computed in as the workload's."""
     model = random_base(
         config,
         quantization=workload.quantization,
@@ -280,58 +242,51 @@ def made_base(workload: Workload, config: Any) -> Any:
 def _fastest(
     windows: dict[str, Window], seconds: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The fewest seconds of each one's micro-batch, and of its step: whatever else the machine does
-    can only make one slower.
+    """Return the fewest seconds of each one's micro-batch, and of its step: other work on the
+    machine can only make one slower.
 
     They run in turns, once to find their kernels, and once more at least.
     """
-    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in windows}
+    fills: dict[str, list[float]] = {name: [] for name in windows}
+    commits: dict[str, list[float]] = {name: [] for name in windows}
     until = time.perf_counter() + seconds
-    while len(spent["one"]) < 2 or (time.perf_counter() < until and len(spent["one"]) < ROUNDS):
+    while len(fills["one"]) < 2 or (time.perf_counter() < until and len(fills["one"]) < ROUNDS):
         for name, window in windows.items():
             started = time.perf_counter()
             window.fill()
             filled = time.perf_counter()
             window.commit()
-            spent[name].append((filled - started, time.perf_counter() - filled))
-    found = {
-        name: [min(part) for part in zip(*values[1:], strict=True)]
-        for name, values in spent.items()
-    }
-    return {name: fill for name, (fill, _) in found.items()}, {
-        name: commit for name, (_, commit) in found.items()
-    }
+            fills[name].append(filled - started)
+            commits[name].append(time.perf_counter() - filled)
+    return (
+        {name: min(spent[1:]) for name, spent in fills.items()},
+        {name: min(spent[1:]) for name, spent in commits.items()},
+    )
 
 
 def measure(
     model: Any,
     workload: Workload,
     config: TrainConfig,
-    passes: MicroBatchSplitter,
+    splitter: MicroBatchSplitter,
     evaluated_at_once: int,
     *,
     steps: int = 3,
     teacher: Any = None,
 ) -> Measured:
-    """Run a few windows and a batch of an evaluation for real. What else lives in this process is
-    not counted.
+    """Run a few windows and a batch of an evaluation for real; other memory of this process is not
+    counted.
 
-    Args:
-        model: the whole base, with adapters attached; these are trained.
-        workload: what it was planned for.
-        config: of a stage.
-        passes: how many samples of a micro-batch are computed at once.
-        evaluated_at_once: samples of the evaluation's batch.
-        steps: that time is taken of, behind a first one.
-        teacher: of its own.
+    model: the whole base, with adapters attached; these are trained. splitter: how many samples of
+    a micro-batch are computed at once. steps: that are timed, after a first one.
     """
     c, length = workload.training, workload.length
     device = next(model.parameters()).device
-    gc.collect()  # small models that were tried before are gone
-    there = torch.cuda.memory_allocated(device) if device.type == "cuda" else live_bytes(device)
-    beside = there - storage_bytes(tensors_of(model, teacher))
+    gc.collect()  # small models that were timed before are gone
+    live = torch.cuda.memory_allocated(device) if device.type == "cuda" else live_bytes(device)
+    others = live - storage_bytes(tensors_of(model, teacher))
     window = Window(
-        model, config, c.batch_size, length, c.gradient_accumulation_steps, passes, teacher
+        model, config, c.batch_size, length, c.gradient_accumulation_steps, splitter, teacher
     )
     spent = []
     for _ in range(steps + 1):
@@ -339,16 +294,18 @@ def measure(
         window.fill()
         window.commit()
         spent.append(time.perf_counter() - started)
-    # as in a run, where nobody waits for them, each keeps the state before it
+    # as in a run, which does not wait for them, each keeps the state before it
     for _ in range(IN_FLIGHT if window.step.update.late else 0):
         window.fill(wait=False)
         window.commit(wait=False)
 
     def peak(act: Callable[[], object]) -> int:
-        return peak_bytes(act, device).peak - beside
+        return peak_bytes(act, device).peak - others
 
     phases = {"micro-batch": peak(window.fill), "step": peak(window.commit)}
-    samples = _samples(model.config.vocab_size, min(evaluated_at_once, c.eval_samples), length)
+    rows = min(evaluated_at_once, c.eval_samples)
+    ids = _random_batch(model.config.vocab_size, rows, length, 0).input_ids.tolist()
+    samples = [Sample(str(number), tuple(row)) for number, row in enumerate(ids)]
     phases["evaluation"] = peak(lambda: evaluate(model, None, samples, batch_size=len(samples)))
     return Measured(min(spent[1:]), phases)
 
@@ -356,10 +313,3 @@ def measure(
 def _random_batch(vocab: int, rows: int, length: int, seed: int) -> Batch:
     ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
     return batch_from_tensors(ids, torch.ones_like(ids))
-
-
-def _samples(vocab: int, rows: int, length: int) -> list[Sample]:
-    return [
-        Sample(str(i), tuple(row))
-        for i, row in enumerate(_random_batch(vocab, rows, length, 0).input_ids.tolist())
-    ]

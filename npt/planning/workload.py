@@ -1,10 +1,10 @@
-"""What is to be planned: a base's configuration and the settings of a run on it, and small models
-that stand for the whole one.
-"""
+"""A run that is planned: a base's configuration, the settings of the run, and small models of the
+same layers."""
 
 from __future__ import annotations
 
 import copy
+import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,14 +21,14 @@ from npt.planning.shape import Shape
 
 @dataclass(frozen=True)
 class Depth:
-    """How the layers of a model lie: `before` the first converted one, `converted` ones, others
-    `between` these, and `behind` the last.
+    """Numbers of layers: `before` the first converted one, `converted` ones, others `between`
+    these, and `after` the last.
     """
 
     before: int
     converted: int
     between: int
-    behind: int
+    after: int
 
     @classmethod
     def of(cls, converted: tuple[int, ...], layers: int) -> Depth:
@@ -37,11 +37,11 @@ class Depth:
 
     @property
     def layers(self) -> int:
-        return self.before + self.converted + self.between + self.behind
+        return self.before + self.converted + self.between + self.after
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Of the converted layers, where those between come behind the first one."""
+        """Of the converted layers; those between come after the first one."""
         first, rest = self.before, self.before + 1 + self.between
         return (first, *range(rest, rest + self.converted - 1))
 
@@ -51,10 +51,9 @@ class Workload:
     """A run that is planned.
 
     config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of
-    what is not packed. teacher: dtype of a teacher of its own, None where the base teaches.
-    processes: that share a window. attn_implementation: as in `load_base`. compute_dtype: of
-    products of packed weights. teacher_attention: of such a teacher, None where it is the
-    student's.
+    what is not packed. teacher: dtype of a teacher of its own, None if the base teaches. processes:
+    that share a window. attn_implementation: as in `load_base`. compute_dtype: of products of
+    packed weights. teacher_attention: of such a teacher, None for the student's.
     """
 
     config: PreTrainedConfig
@@ -83,16 +82,10 @@ class Workload:
         stored: torch.dtype | None = None,
         processes: int = 1,
     ) -> Workload:
-        """What these settings ask for.
+        """Return the run that settings ask for.
 
-        Args:
-            base, adapter, training: the settings.
-            config: of the base.
-            length: tokens of a row.
-            device: default the GPU, if there is one.
-            stored: what a packed base's other weights are stored in, default what its configuration
-                says.
-            processes: that share a window.
+        config: of the base. device: default the GPU, if there is one. stored: dtype of a packed
+        base's other weights, default that of its configuration.
 
         Raises:
             ConfigError: the base is spread over several devices.
@@ -103,16 +96,12 @@ class Workload:
                     f"--{flag} spreads the base over several devices, and memory is planned for"
                     " one; leave one of the two out"
                 )
-        quantization = (
-            base.quantization
-            if getattr(config, "quantization_config", None) is None
-            else base.quant_type
-        )
+        packed = getattr(config, "quantization_config", None) is not None
+        quantization = base.quant_type if packed else base.quantization
         if quantization is None:
             stored = torch.float16 if base.use_fp16 else torch.float32
         elif stored is None:
             stored = getattr(config, "dtype", None) or torch.float32
-        teacher = None if base.teacher_precision is None else TEACHERS[base.teacher_precision]
         return cls(
             config,
             adapter,
@@ -120,7 +109,7 @@ class Workload:
             length,
             quantization,
             stored,
-            teacher,
+            None if base.teacher_precision is None else TEACHERS[base.teacher_precision],
             default_device() if device is None else device,
             processes,
             base.attn_implementation,
@@ -138,17 +127,41 @@ class Workload:
         return Depth.of(resolve_layers(self.adapter.layers, layers), layers)
 
     @property
-    def stages(self) -> dict[str, tuple[float, TrainConfig]]:
-        """By strategy its share of the steps and the settings as they are for it."""
-        return {
-            name: (share, self.training.in_stage(name))
-            for name, share in self.training.stage_shares
-        }
+    def stages(self) -> dict[str, TrainConfig]:
+        """The settings of each stage by its strategy."""
+        return {name: self.training.in_stage(name) for name, _ in self.training.stage_shares}
+
+    @property
+    def approximate(self) -> bool:
+        """A budget of ranks is still to be spent, by the calibration."""
+        return self.training.rank_budget is not None and self.adapter.ranks is None
+
+    @property
+    def form(self) -> NPTConfig:
+        """The adapters as planned: of a budget that is still to be spent, every layer has an even
+        share, rounded up.
+        """
+        budget = self.training.rank_budget
+        if budget is None or self.adapter.ranks is not None:
+            return self.adapter
+        return replace(self.adapter, rank=-(-budget // self.depth.converted))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of each converted layer, as planned."""
+        return self.form.ranks_of(self.depth.converted)
+
+    @property
+    def mean_rank(self) -> int:
+        return max(1, round(statistics.mean(self.ranks)))
+
+    def small_adapter(self, depth: Depth, rank: int) -> NPTConfig:
+        """Return the adapters' form on the converted layers of a small model."""
+        layers = ",".join(map(str, depth.indices))
+        return replace(self.form, layers=layers, rank=rank, ranks=None, init="random")
 
     def small_config(self, layers: int, vocab: int | None = None) -> PreTrainedConfig:
-        """The base's configuration with other numbers of layers and of tokens, all else
-        as it is.
-        """
+        """Return the base's configuration with other numbers of layers and tokens."""
         small: Any = copy.deepcopy(self.config)
         small.num_hidden_layers = layers
         for name in ("layer_types", "no_rope_layers"):
@@ -161,56 +174,17 @@ class Workload:
         return small
 
     def narrowed(self, share: int) -> Workload | None:
-        """The workload on a base of 1/`share` of the width: of D, F, heads and vocabulary, with
-        heads as wide as they are. None where these cannot be divided so often."""
+        """Return the workload on a base of 1/`share` of the width: of D, F, heads and vocabulary,
+        with heads as wide as they are. None if these cannot be divided so often."""
         shape, narrow = self.shape, copy.deepcopy(self.config)
+        heads, kv_heads = shape.heads // share, max(1, shape.kv_heads // share)
         if (
             any(size % share for size in (shape.hidden, shape.ffn, shape.heads))
             or max(self.ranks) > shape.hidden // share
+            or heads % kv_heads
         ):
             return None
-        sizes: dict[str, int] = {
-            "hidden_size": shape.hidden // share,
-            "intermediate_size": shape.ffn // share,
-            "num_attention_heads": shape.heads // share,
-            "num_key_value_heads": max(1, shape.kv_heads // share),
-            "head_dim": shape.head_dim,
-            "vocab_size": max(1, shape.vocab // share),
-        }
-        if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
-            return None
-        for name, size in sizes.items():
-            setattr(narrow, name, size)
+        narrow.hidden_size, narrow.intermediate_size = shape.hidden // share, shape.ffn // share
+        narrow.num_attention_heads, narrow.num_key_value_heads = heads, kv_heads
+        narrow.head_dim, narrow.vocab_size = shape.head_dim, max(1, shape.vocab // share)
         return replace(self, config=narrow)
-
-    def small_adapter(self, depth: Depth, rank: int) -> NPTConfig:
-        """The adapters' form on the converted layers of a small model."""
-        return replace(
-            self.form,
-            layers=",".join(map(str, depth.indices)),
-            rank=rank,
-            ranks=None,
-            init="random",
-        )
-
-    @property
-    def approximate(self) -> bool:
-        """Whether a budget of ranks is still to be spent, so that only the calibration will say
-        which layer gets how many.
-        """
-        return self.training.rank_budget is not None and self.adapter.ranks is None
-
-    @property
-    def form(self) -> NPTConfig:
-        """The adapters as they are planned: of a budget that is still to be spent, every layer has
-        an even share, rounded up.
-        """
-        budget = self.training.rank_budget
-        if budget is None or self.adapter.ranks is not None:
-            return self.adapter
-        return replace(self.adapter, rank=-(-budget // self.depth.converted))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of each converted layer, as they are planned."""
-        return self.form.ranks_of(self.depth.converted)

@@ -20,7 +20,7 @@ from npt.data.batch import Batch
 from npt.distill import logit_losses
 from npt.distill.logit_losses import chunk_rows, row_loss, through_head
 from npt.distill.strategies import end_to_end
-from npt.evaluation import greedy_divergence as partings
+from npt.evaluation import greedy as partings
 from npt.evaluation import metrics
 from npt.evaluation.generate import Decoding, prompt_ids, write
 from npt.evaluation.greedy import continue_greedily

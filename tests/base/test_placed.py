@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from npt.base.linear import quantized_linears
 from npt.base.load import _check_pieces, _check_placed
 from npt.errors import ModelError
-from npt.planning.fake_model import Hollow
+from npt.planning.fake_device import FakeDevice
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -27,7 +27,7 @@ CONFIG = LlamaConfig(
 
 
 def on_cuda(quantization: str | None = "nf4") -> Any:
-    return Hollow(device="cuda:0").base(CONFIG, quantization, torch.bfloat16)
+    return FakeDevice(device="cuda:0").base(CONFIG, quantization, torch.bfloat16)
 
 
 def host(*shape: int) -> torch.Tensor:
@@ -95,12 +95,12 @@ def test_what_is_left_behind_is_refused_by_name(leave) -> None:
 
 
 def test_a_base_on_the_host_alone_is_taken() -> None:
-    _check_placed("base", Hollow(device="cpu").base(CONFIG, "nf4", torch.bfloat16))
+    _check_placed("base", FakeDevice(device="cpu").base(CONFIG, "nf4", torch.bfloat16))
 
 
 def test_a_weight_whose_statistics_are_on_another_gpu_is_refused() -> None:
     model = on_cuda()
-    other = Hollow(device="cuda:1")
+    other = FakeDevice(device="cuda:1")
     model.model.layers[1].mlp.gate_proj.weight.quant_state.absmax = other.tensor(
         1, dtype=torch.uint8
     )

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import npt
+from flop_count import count_flops
 from npt.adapters.attach import adapter_parameters
-from npt.planning.flops import count_flops
 from npt.planning.measure import matmul_roofline, storage_bytes, tensors_of
 from npt.planning.shape import Shape
 

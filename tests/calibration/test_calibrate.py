@@ -23,12 +23,13 @@ from npt.adapters.attach import (
     decoder_layers,
     npt_layers,
 )
-from npt.calibration import calibrate as calibrating
+from npt.calibration import walks
 from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.placement import Placement
-from npt.calibration.plan import HOST_KEEP
-from npt.calibration.report import calibration_table
-from npt.data.batch import Sample
+from npt.calibration.plan import HOST_KEEP, plan
+from npt.calibration.report import print_calibration
+from npt.calibration.samples import read_samples, split
+from npt.data.batch import Sample, batches
 from npt.errors import (
     ConfigError,
     DataError,
@@ -80,9 +81,7 @@ def kl(model: Any, tokenizer: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("inputs", ["teacher", "propagated"])
-def test_a_calibrated_student_is_far_nearer_to_its_teacher_than_the_floor(
-    inputs, load_model, tokenizer
-) -> None:
+def test_a_calibrated_student_is_far_nearer_to_its_teacher(inputs, load_model, tokenizer) -> None:
     model = student(load_model, rank=32)
     found = calibrate(model, tokenizer, inputs=inputs)
     near, floor = kl(model, tokenizer)
@@ -99,11 +98,10 @@ def test_a_calibrated_student_is_far_nearer_to_its_teacher_than_the_floor(
 def test_figures_of_the_report_are_those_of_the_layer_itself(load_model, tokenizer) -> None:
     model, data = student(load_model, layers="2"), samples()
     found = calibrate(model, tokenizer, data)
-    parts = calibrating._split(
-        list(calibrating.batches(calibrating._samples(data, tokenizer, 256, TOKENS, 128), 4, 2))
-    )
+    read = read_samples(data, tokenizer, 256, TOKENS, 128)
+    parts = split(list(batches(read, 4, 2)))
     ids = [i for batch in parts.batches[-(len(parts.batches) // 8) :] for i in batch.sample_ids]
-    used = {sample.id: sample for sample in calibrating._samples(data, tokenizer, 256, TOKENS, 128)}
+    used = {sample.id: sample for sample in read}
     heldout = [used[i] for i in ids]
     assert sum(len(sample.input_ids) for sample in heldout) == found.heldout_tokens
     layer = npt.evaluate(model, tokenizer, heldout, batch_size=4).layers[2]
@@ -138,9 +136,7 @@ def sizes(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @given(st.integers(0, 1000), st.floats(-6, 3), st.floats(-4, 3))
-def test_balancing_changes_no_bit_of_the_student_and_evens_its_numbers(
-    seed, exponent, other
-) -> None:
+def test_balancing_evens_numbers_and_changes_no_bit_of_the_student(seed, exponent, other) -> None:
     draw = torch.Generator().manual_seed(seed)
     spread = torch.logspace(-2, 2, 5)
     before = {
@@ -162,7 +158,7 @@ def test_balancing_changes_no_bit_of_the_student_and_evens_its_numbers(
     assert bool(((rows / columns > 0.49) & (rows / columns < 2.04)).all())
 
 
-def test_balancing_leaves_alone_what_nothing_reads_and_what_reads_nothing() -> None:
+def test_balancing_leaves_alone_rows_that_nothing_reads() -> None:
     before = {
         "A": torch.tensor([[1e-3, 2e-3], [0.0, 0.0], [0.0, 0.0]]),
         "B.up": torch.tensor([[0.0, 3.0, 0.0]]),
@@ -270,7 +266,7 @@ def test_a_failure_in_the_last_layer_leaves_the_first_as_it_was(
     load_model, tokenizer, monkeypatch
 ) -> None:
     model = student(load_model)
-    before, original, calls = weights(model), calibrating.solve, iter(range(3))
+    before, original, calls = weights(model), walks.solve, iter(range(3))
 
     def solve(*arguments: Any) -> Any:
         solution = original(*arguments)
@@ -278,7 +274,7 @@ def test_a_failure_in_the_last_layer_leaves_the_first_as_it_was(
             solution.parameters["A"][0, 0] = torch.nan
         return solution
 
-    monkeypatch.setattr(calibrating, "solve", solve)
+    monkeypatch.setattr(walks, "solve", solve)
     with pytest.raises(NumericalError, match="A of layer 3 came out non-finite"):
         calibrate(model, tokenizer, rounds=1)
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
@@ -321,7 +317,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_calibrated_is_refused_in_one_line_and_changes_nothing(
+def test_a_refused_calibration_says_one_line_and_changes_nothing(
     case, load_model, tokenizer
 ) -> None:
     form, options, kind, named = REFUSED[case]
@@ -342,19 +338,17 @@ def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
     ("form", "budget", "named"),
     [
         ({}, 9, "means nothing without --init calibrated"),
-        ({"init": "calibrated", "ranks": (4, 5)}, 9, "beside --ranks 4,5"),
+        ({"init": "calibrated", "ranks": (4, 5)}, 9, "next to --ranks 4,5"),
         ({"init": "calibrated"}, 1, "--rank_budget is 1; 2 converted"),
         ({"init": "calibrated", "residual": "keep"}, None, "--residual keep"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_a_base_is_loaded(form, budget, named) -> None:
+def test_impossible_settings_are_refused_before_a_base_is_loaded(form, budget, named) -> None:
     with pytest.raises(ConfigError, match=named):
         check_calibration(npt.NPTConfig(**form), budget, 2, 64)
 
 
-def test_ids_outside_the_vocabulary_are_left_out_and_the_last_sample_is_cut(
-    load_model, tokenizer
-) -> None:
+def test_unknown_ids_are_left_out_and_the_last_sample_is_cut(load_model, tokenizer) -> None:
     model = student(load_model, layers="2", rank=4)
     data = [Sample("bad", (3, 4, 500)), *samples(40)]
     found = calibrate(model, tokenizer, data, tokens=200, rounds=0)
@@ -393,17 +387,14 @@ def test_estimate_progress_and_table_are_shown(load_model, tokenizer) -> None:
     said = console.file.getvalue()
     assert "calibrating layers 1-3 on 900 tokens: about" in said and "MiB of temporary disk" in said
     assert said.count("layer 2: NMSE") == 1
-    console.print(calibration_table(found))
+    print_calibration(found, console)
     assert f"{found.layers[2].nmse_after:.5f}" in console.file.getvalue()
 
 
-def test_memory_beside_the_base_grows_with_the_tokens_by_a_bounded_amount() -> None:
+def test_memory_grows_with_the_tokens_by_a_bounded_amount() -> None:
     model = npt.base.load.read_config("tiny")
     config, cpu = npt.NPTConfig(rank=16), torch.device("cpu")
-    few, many = (
-        calibrating.plan(config, model, (4, 5), (16, 16), tokens, 3)
-        for tokens in (1 << 14, 1 << 20)
-    )
+    few, many = (plan(config, model, (4, 5), (16, 16), tokens, 3) for tokens in (1 << 14, 1 << 20))
     assert 0 <= many.ram(cpu, Placement()) - few.ram(cpu, Placement()) <= HOST_KEEP
     assert many.disk(Placement()) == 64 * few.disk(Placement())
     assert 64 * few.products <= many.products < 96 * few.products  # fewer linearisations are held

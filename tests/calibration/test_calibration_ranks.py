@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npt.calibration.ranks import check_budget, spend
+from npt.calibration.calibrate import check_budget, spend
 from npt.errors import ConfigError
 
 LAYERS = st.dictionaries(

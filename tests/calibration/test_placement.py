@@ -17,17 +17,15 @@ from torch import Tensor
 
 import npt
 from npt.adapters.attach import at_random_start
+from npt.base.quantization_error import fp32_products
 from npt.base.random_base import random_base
-from npt.calibration import calibrate as calibrating
-from npt.calibration import sensitivity, solve
-from npt.calibration.calibrate import HOST
-from npt.calibration.placement import PREFERENCES, Placement, free_bytes, or_on_host, placement_of
+from npt.calibration import sensitivity, solve, walks
+from npt.calibration.placement import HOST, PREFERENCES, Placement, free_bytes, or_on_host
 from npt.calibration.plan import HOST_KEEP, SHARE, Plan, Seconds, plan
-from npt.calibration.precision import full_precision
 from npt.calibration.rows import Rows
 from npt.data.batch import batch_from_tensors
 from npt.planning.measure import peak_bytes
-from npt.planning.named_models import llama_config, parse_shape
+from npt.planning.shape import llama_config, parse_shape
 
 CUDA = torch.device("cuda", 0)
 TINY = {"layers": "1-2", "rank": 8}
@@ -101,7 +99,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
 
 
-def test_without_memory_for_the_grams_the_first_walk_is_begun_again_on_the_host(
+def test_without_memory_for_the_grams_the_host_begins_the_walk_again(
     expected, load_model, tokenizer, cuda, monkeypatch
 ) -> None:
     wanted = expected(0)
@@ -126,7 +124,7 @@ def test_without_memory_for_a_layer_those_solved_before_stay_solved(
     expected, load_model, tokenizer, cuda, monkeypatch
 ) -> None:
     wanted = expected(0)
-    original, tried = calibrating.solve, []
+    original, tried = walks.solve, []
 
     def solving(problem: Any, *arguments: Any) -> Any:
         tried.append((problem.factors, problem.h._rows.device))
@@ -134,7 +132,7 @@ def test_without_memory_for_a_layer_those_solved_before_stay_solved(
             raise out_of_memory()
         return original(problem, *arguments)
 
-    monkeypatch.setattr(calibrating, "solve", solving)
+    monkeypatch.setattr(walks, "solve", solving)
     model = on_cuda(load_model)
     calibrate(model, tokenizer, rounds=0, **SHORT)
     assert_equal(held(model), wanted)
@@ -147,7 +145,7 @@ def test_without_memory_on_the_host_path_either_nothing_is_changed(
     def solving(*_: Any) -> Any:
         raise out_of_memory()
 
-    monkeypatch.setattr(calibrating, "solve", solving)
+    monkeypatch.setattr(walks, "solve", solving)
     model = on_cuda(load_model)
     before = held(model)
     with pytest.raises(torch.OutOfMemoryError):
@@ -164,7 +162,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        or_on_host(act, placement_of(CUDA, ("rows",)), lambda line: None)
+        or_on_host(act, Placement.of(CUDA, ("rows",)), lambda line: None)
     assert len(tried) == 1
 
 
@@ -186,13 +184,13 @@ def sized(**bytes_of: int) -> Plan:
     ],
 )
 def test_what_fits_is_kept_on_the_device(free, names) -> None:
-    assert sized().place(CUDA, free) == placement_of(CUDA, names)
+    assert sized().place(CUDA, free) == Placement.of(CUDA, names)
 
 
-def test_large_sums_stay_on_the_host_and_everything_else_on_the_device() -> None:
+def test_large_sums_stay_on_the_host_and_the_rest_on_the_device() -> None:
     made = sized(sums=10_000)
     placement = made.place(CUDA, 500)
-    assert placement == placement_of(CUDA, ("factors", "rows"))
+    assert placement == Placement.of(CUDA, ("factors", "rows"))
     assert made.ram(CUDA, placement) == 10_000 and made.disk(placement) == 0
     assert str(placement) == "Gram matrices on the host, factorisations and rows on cuda:0"
 
@@ -206,7 +204,7 @@ def test_no_placement_that_is_chosen_exceeds_the_memory_planned_with() -> None:
         assert kept == 0 or made.peak(CUDA, placement) <= SHARE * free
     assert made.keep(CUDA, made.place(CUDA, 2000), 2000) == made.kept
     assert [made.place(CUDA, free) for free in (10**9, 0)] == [
-        placement_of(CUDA, PREFERENCES[0]),
+        Placement.of(CUDA, PREFERENCES[0]),
         Placement(),
     ]
 
@@ -240,7 +238,7 @@ def test_the_graph_of_a_batch_is_predicted(shape, rows) -> None:
 
 
 @pytest.mark.parametrize(("rounds", "inputs"), [(0, "teacher"), (1, "propagated"), (3, "teacher")])
-def test_a_layer_takes_three_eigendecompositions_however_many_rounds_it_takes(
+def test_a_layer_takes_three_eigendecompositions_for_any_rounds(
     rounds, inputs, load_model, tokenizer, monkeypatch
 ) -> None:
     """Two for the code's directions, one for the coordinates of all rounds, one solve per B and
@@ -267,9 +265,9 @@ def test_linearisations_that_are_kept_change_no_bit(
     expected, load_model, tokenizer, monkeypatch
 ) -> None:
     wanted = expected(1)
-    original, computed = calibrating.Tail.at, []
+    original, computed = walks.Tail.at, []
     monkeypatch.setattr(Plan, "keep", lambda *_: 0)
-    monkeypatch.setattr(calibrating.Tail, "at", lambda *a: computed.append(1) or original(*a))
+    monkeypatch.setattr(walks.Tail, "at", lambda *a: computed.append(1) or original(*a))
     model = student(load_model, **TINY)
     calibrate(model, tokenizer, rounds=1, **SHORT)
     assert_equal(weights(model), wanted)
@@ -282,7 +280,7 @@ def test_linearisations_that_are_kept_change_no_bit(
 
 def test_tf32_reaches_no_product_that_is_solved_with(load_model, tokenizer, monkeypatch) -> None:
     seen: dict[str, set[str]] = {"gram": set(), "solve": set()}
-    gram, solving = sensitivity._gram, calibrating.solve
+    gram, solving = sensitivity._gram, walks.solve
     product = torch.Tensor.__matmul__
 
     def matmul(one: Tensor, other: Tensor) -> Tensor:
@@ -303,13 +301,13 @@ def test_tf32_reaches_no_product_that_is_solved_with(load_model, tokenizer, monk
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
     monkeypatch.setattr(sensitivity, "_gram", within("gram", gram))
-    monkeypatch.setattr(calibrating, "solve", within("solve", solving))
+    monkeypatch.setattr(walks, "solve", within("solve", solving))
     model = student(load_model, **TINY)
     torch.set_float32_matmul_precision("high")
     try:
         calibrate(model, tokenizer, rounds=1, **SHORT)
         assert torch.get_float32_matmul_precision() == "high"
-        with pytest.raises(ValueError, match="inside"), full_precision():
+        with pytest.raises(ValueError, match="inside"), fp32_products("highest"):
             raise ValueError("inside")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
@@ -317,9 +315,7 @@ def test_tf32_reaches_no_product_that_is_solved_with(load_model, tokenizer, monk
     assert seen == {"gram": {"highest"}, "solve": {"highest"}}
 
 
-def test_an_eigendecomposition_that_a_device_gives_up_on_is_made_on_the_host(
-    cuda, monkeypatch
-) -> None:
+def test_an_eigendecomposition_that_fails_is_repeated_on_the_host(cuda, monkeypatch) -> None:
     original, tried = torch.linalg.eigh, []
 
     def eigh(matrix: Tensor) -> Any:

@@ -61,7 +61,7 @@ def teacher(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
 
 
 def adapted(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
-    """What an adapter that starts from a slightly different code gives."""
+    """Return outputs of an adapter that starts from a slightly different code."""
     p = {
         **tail.form(6),
         "A": torch.linalg.qr(normal(64, 6, seed=3))[0].T + 0.05 * normal(6, 64, seed=4),
@@ -74,7 +74,7 @@ def adapted(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
 
 
 def multiplied(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
-    """What an adapter with a multiplicative term and no other gives."""
+    """Return outputs of an adapter with a multiplicative term and no other."""
     p = {
         "A": torch.linalg.qr(normal(64, 6, seed=3))[0].T,
         **{f"M.{t}": 0.3 * normal(w, 6, seed=8) for t, w in WIDTHS.items()},
@@ -84,7 +84,7 @@ def multiplied(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 8))
-def test_code_directions_have_unit_covariance_and_are_ordered_by_worth(seed, width) -> None:
+def test_code_directions_are_whitened_and_ordered_by_worth(seed, width) -> None:
     root, score = (normal(width + 4, width, seed=seed + i).double() for i in range(2))
     covariance, sensitivity = root.T @ root / len(root), score.T @ score / len(score)
     values, directions = worth(covariance, sensitivity)
@@ -109,9 +109,7 @@ def test_what_an_adapter_can_do_is_found_by_the_rounds(load_model) -> None:
     assert all(solution.parameters[name].any() for name in p)
 
 
-def test_what_is_multiplied_is_found_by_a_multiplicative_term_and_by_nothing_else(
-    load_model,
-) -> None:
+def test_a_multiplication_is_found_by_a_multiplicative_term_alone(load_model) -> None:
     costs = {}
     for modulation in ("both", "additive"):
         problem, p = problem_of(load_model, multiplied, modulation=modulation)
@@ -121,7 +119,7 @@ def test_what_is_multiplied_is_found_by_a_multiplicative_term_and_by_nothing_els
     assert costs["both"] < 0.05 * costs["additive"]
 
 
-def test_rounds_never_make_the_held_out_cost_worse_than_the_linear_start(load_model) -> None:
+def test_rounds_never_make_the_held_out_cost_worse(load_model) -> None:
     problem, p = problem_of(load_model, teacher)
     form = {name: value for name, value in p.items() if name != "A"}
     found = [solve(problem, p["A"], form, rounds=rounds) for rounds in (0, 1, 3)]

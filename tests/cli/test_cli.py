@@ -354,7 +354,7 @@ def test_a_model_that_is_no_llama_is_refused(
     assert "gpt2" in capsys.readouterr().err
 
 
-def test_a_teacher_that_is_stored_in_4_bit_is_refused_by_its_configuration(
+def test_a_teacher_stored_in_4_bit_is_refused_by_its_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The folder has no weights, so nothing can have been loaded."""
@@ -422,7 +422,7 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
             BaseConfig(shard_base=True, use_quantization=True, teacher_precision="bf16"),
             "local",
             "random",
-            "--teacher_precision bf16 puts",
+            "--teacher_precision bf16 loads",
         ),
         (
             BaseConfig(shard_base=True),
@@ -432,14 +432,14 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
         ),
     ],
 )
-def test_what_several_processes_cannot_do_with_a_base_is_refused_before_it_is_loaded(
+def test_bad_placing_for_several_processes_is_refused_before_loading(
     base: BaseConfig, strategy: str, init: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         _check_placing(base, [strategy], 2, init)
 
 
-def test_a_run_that_refused_more_than_one_percent_says_so_in_its_last_line(
+def test_more_than_one_percent_refusals_are_said_in_the_last_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ids.jsonl"
@@ -472,7 +472,7 @@ def test_a_line_that_cannot_be_read_mid_run_loses_no_step(
     lines = [json.dumps({"input_ids": [3 + i, 4, 5, 6, 7]}) for i in range(64)]
     file.write_text("\n".join([*lines, "{broken"]) + "\n", encoding="utf-8")
     folder = tmp_path / "run"
-    # Held-out samples are looked for first, so few are asked for: the search has to end before the
+    # Held-out samples are looked for first, so few are asked for: the search must end before the
     # broken line.
     assert (
         run(
@@ -493,7 +493,7 @@ def test_a_line_that_cannot_be_read_mid_run_loses_no_step(
     assert (folder / events[-1]["folder"] / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_prompts_packed_and_mixed_with_replayed_text_are_trained_and_measured(
+def test_packed_prompts_and_replayed_text_are_trained_and_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -578,7 +578,7 @@ def test_a_reader_that_leaves_does_not_end_a_run_on_ones_own_text(tmp_path: Path
     assert json.loads((folder / "fidelity.json").read_text())["heldout"] is True
 
 
-def test_a_tracker_that_cannot_start_is_one_line_before_anything_is_loaded_and_leaves_no_folder(
+def test_a_tracker_that_cannot_start_is_one_line_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from accelerate.tracking import WandBTracker
@@ -715,7 +715,7 @@ def test_a_run_is_taken_up_exactly_from_the_command_line(
     assert [line["step"] for line in metrics(tmp_path / "part")] == [1, 2]
 
 
-def test_what_cannot_be_resumed_is_one_line_and_status_5_before_the_base_is_loaded(
+def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
     plain: Ended,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -757,7 +757,7 @@ SECRETS = {
 }
 
 
-def test_too_many_refusals_exit_3_and_leak_no_secret_of_the_environment(
+def test_too_many_refusals_exit_3_and_leak_no_environment_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in SECRETS.items():

@@ -91,7 +91,7 @@ def test_another_base_is_refused_with_the_remedy(adapter, fp4, tmp_path, capsys)
 def test_another_base_is_taken_with_a_warning_and_is_in_the_json(
     adapter, fp4, tmp_path, capsys, monkeypatch, verb
 ) -> None:
-    """The adapter is looked for once: a run that is going on may have another best one the next
+    """The adapter is looked for once: a run that continues may have another best one the next
     time, and a hub takes its time.
     """
     looked: list[Path] = []

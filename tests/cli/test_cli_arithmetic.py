@@ -30,9 +30,7 @@ SHORT = [
 ]
 
 
-def test_the_matmul_precision_holds_during_the_run_is_recorded_and_given_back(
-    tmp_path, monkeypatch
-):
+def test_matmul_precision_is_set_for_the_run_recorded_and_restored(tmp_path, monkeypatch):
     seen = []
     fill = train_step.forward_backward
 

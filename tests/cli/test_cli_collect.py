@@ -48,7 +48,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(adapter: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an uninterrupted call writes, and beside it what it prints."""
+    """Return the file of an uninterrupted call, with its output in `printed` next to it."""
     path = tmp_path_factory.mktemp("whole") / "failures.jsonl"
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(command(adapter, prompts, path, "--json")) == 0

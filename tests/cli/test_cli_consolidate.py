@@ -57,9 +57,7 @@ def call(llama_folder, adapter, tmp_path, capsys):
 
 @pytest.fixture(autouse=True)
 def small_vocabulary(monkeypatch, tokenizer):
-    """The random Llama has 128 tokens; the embedded model's tokenizer, which stands beside it, has
-    more.
-    """
+    """Give the random Llama, of 128 tokens, the embedded model's tokenizer, which has more."""
     from npt.base import load
 
     tokenizer.decode = lambda ids: f"<{ids[0]}>"
@@ -154,7 +152,7 @@ def test_a_search_takes_the_best_of_what_it_tried(call):
         (
             ("--undo", "--text", "abc", "--token", "0", "--search"),
             2,
-            "so --text, --token, --search mean nothing beside it",
+            "so --text, --token, --search mean nothing with it",
         ),
         (("--undo",), 2, "1 updates are to be taken back, the model has 0"),
     ],

@@ -12,7 +12,7 @@ from npt.cli import main as module
 @pytest.mark.parametrize(
     ("load", "set_before", "expected"),
     [(0.1, None, None), (1.9, None, "PASSIVE"), (1.9, "ACTIVE", "ACTIVE")],
-    ids=["alone", "beside others", "somebody has said how"],
+    ids=["alone", "with others", "somebody has said how"],
 )
 def test_they_sleep_where_others_compute_and_nobody_has_said_how(
     monkeypatch, load, set_before, expected

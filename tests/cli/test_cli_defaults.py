@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from npt.cli.defaults import over, with_data, with_defaults
+from npt.cli.defaults import with_config, with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.errors import ConfigError
@@ -30,7 +30,7 @@ SHORT = [
 
 
 class TestStart:
-    def test_it_is_solved_where_nothing_is_said_and_what_goes_with_it_follows(self):
+    def test_it_is_solved_by_default_with_the_settings_that_suit_it(self):
         found = with_defaults({"model_name": "some/base"})
         expected = {
             "init": "calibrated",
@@ -111,7 +111,7 @@ class TestStart:
             "learning_rate": 0.02,
         }.items() <= found.given.items()
 
-    def test_beside_an_adapter_its_form_is_left_alone(self):
+    def test_with_an_adapter_its_form_is_left_alone(self):
         found = with_defaults({"adapter": "RUN"}).given
         assert (
             not found.keys() & {"init", "additive_scale", "adapter_rank"}
@@ -128,7 +128,7 @@ class TestData:
             and "no --dataset_name" in found.said[0]
         )
 
-    def test_short_names_are_written_out_and_flags_beside_them_win(self, tmp_path, monkeypatch):
+    def test_short_names_are_written_out_and_flags_win(self, tmp_path, monkeypatch):
         for name, flags in DATASETS.items():
             assert with_data({"dataset_name": name}, "tiny").given == flags
         found = with_data(
@@ -142,7 +142,7 @@ class TestData:
         Path("wikitext").mkdir()
         assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
 
-    def test_a_mixture_is_a_data_set_and_stands_beside_no_other(self):
+    def test_a_mixture_excludes_a_data_set(self):
         mixed = {"dataset_mix": "builtin:1,wikitext:1"}
         assert (
             with_data(mixed, "some/llama").given == mixed
@@ -157,20 +157,18 @@ class TestData:
         # those of a run on the embedded text alone
         assert "max_steps" not in with_defaults(mixed).given
 
-    def test_a_mixture_wins_over_a_files_data_set_and_a_data_set_over_its_mixture(self):
-        assert over({"dataset_name": "builtin", "seed": 1}, {"dataset_mix": "a:1,b:1"}) == {
-            "dataset_mix": "a:1,b:1",
-            "seed": 1,
-        }
-        assert over({"dataset_mix": "a:1,b:1"}, {"dataset_name": "builtin"}) == {
-            "dataset_name": "builtin"
-        }
-        assert over({"dataset_name": "c", "seed": 1}, {"seed": 2}) == {
-            "dataset_name": "c",
-            "seed": 2,
-        }
+    def test_a_given_data_set_replaces_a_files_mixture_and_vice_versa(self, tmp_path):
+        for written, given, expected in (
+            ("dataset_name: builtin\nseed: 1", {"dataset_mix": "a:1"}, {"dataset_mix": "a:1"}),
+            ("dataset_mix: a:1\nseed: 1", {"dataset_name": "c"}, {"dataset_name": "c"}),
+            ("dataset_name: c\nseed: 2", {"seed": 1}, {"dataset_name": "c"}),
+        ):
+            config = tmp_path / "run.yaml"
+            config.write_text(written, encoding="utf-8")
+            given["config"] = str(config)
+            assert with_config(given) == {**expected, "seed": 1, "config": str(config)}
 
-    def test_another_base_without_data_and_without_a_hub_is_one_line_that_names_the_flag(
+    def test_no_data_and_no_hub_for_another_base_names_the_flag(
         self, tmp_path, capsys, monkeypatch
     ):
         import datasets
@@ -199,7 +197,7 @@ class TestData:
         assert "no --dataset_name" in said.out and not (tmp_path / "run").exists()
 
 
-def test_too_little_text_for_a_solved_start_begins_at_random_and_says_so(tmp_path, capsys):
+def test_too_little_text_for_a_solved_start_means_a_random_one(tmp_path, capsys):
     data = tmp_path / "little.jsonl"
     data.write_text(
         "".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12))

@@ -164,9 +164,7 @@ def test_flags_that_cannot_be_are_refused_by_the_parser(
 
 @pytest.fixture(autouse=True)
 def _counted_by_a_formula(request: pytest.FixtureRequest) -> None:
-    """What a plan is shown, asked for and compared by does not depend on what was counted. Tests
-    that ask for `counted` count.
-    """
+    """Plan by a formula: only tests that ask for `counted` need real counts."""
     if "counted" not in request.fixturenames:
         request.getfixturevalue("counted_by_a_formula")
 
@@ -192,7 +190,7 @@ def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
     return json.loads(capsys.readouterr().out)["plan"]
 
 
-def test_a_plan_shows_every_term_of_memory_and_every_part_of_time_in_80_columns(
+def test_a_plan_shows_all_memory_and_time_in_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -212,7 +210,7 @@ def test_a_plan_shows_every_term_of_memory_and_every_part_of_time_in_80_columns(
         assert words in out
     for words in (
         "converted layers (2)",
-        "layers in front of them (1)",
+        "layers before them (1)",
         "other layers (3)",
         "optimizer step",
         "tokens per second",
@@ -278,7 +276,7 @@ def test_a_calibrated_start_is_forecast(capsys: pytest.CaptureFixture[str]) -> N
     assert 0 < propagated["eigendecomposition_seconds"] < propagated["seconds"]
     assert main([*PLAN, "--no_trial", *settings]) == 0
     out = capsys.readouterr().out
-    assert "what --init calibrated takes before the first step" in out and "temporary disk" in out
+    assert "the cost of --init calibrated before the first step" in out and "temporary disk" in out
     assert plan_of(capsys, "--no_trial")["calibration"] is None
 
 

@@ -1,4 +1,4 @@
-"""`npt evaluate` as a user runs it, with what is measured only where it is asked for."""
+"""`npt evaluate` as a user runs it, with measurements only if they are asked for."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_tables_show_it(adapter: Path, capsys: pytest.CaptureFixture[str]) -
         "top-5",
         "student, free",
         "unquantised to 4-bit",
-        "behind 2 prompts",
+        "after 2 prompts",
     ):
         assert part in out, part
 

@@ -1,4 +1,4 @@
-"""`npt generate` as a user runs it: text on standard output, everything else beside it."""
+"""`npt generate` as a user runs it: text on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def base():
 def written(
     adapter: Path, base, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """What a call writes to standard output and standard error; `--json` read. The base is loaded
-    once for all calls.
+    """Return a call's standard output (`--json` read) and error. The base is loaded once for all
+    calls.
     """
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 
@@ -116,11 +116,13 @@ def test_a_comparison_says_where_the_two_part(written, student) -> None:
         own_text(student, "student"),
     )
     out, _ = written("--compare")
-    assert f"they part behind {position} tokens" in out and "teacher" in out and "student" in out
+    assert f"they part after {position} tokens" in out and "teacher" in out and "student" in out
 
 
-@pytest.mark.parametrize(("width", "beside"), [(120, True), (80, False)])
-def test_two_texts_stand_beside_or_below_one_another(width, beside, monkeypatch) -> None:
+@pytest.mark.parametrize(("width", "side_by_side"), [(120, True), (80, False)])
+def test_two_texts_are_printed_side_by_side_or_one_below_the_other(
+    width, side_by_side, monkeypatch
+) -> None:
     out = io.StringIO()
     verb._print_texts(
         Console(file=out, width=width, markup=False),
@@ -131,7 +133,7 @@ def test_two_texts_stand_beside_or_below_one_another(width, beside, monkeypatch)
     assert max(map(len, lines)) <= width
     assert (
         bool([line for line in lines if "prompt same left" in line and "prompt same right" in line])
-        is beside
+        is side_by_side
     )
     assert [line for line in lines if "prompt same left" in line] and [
         line for line in lines if "prompt same right" in line
@@ -164,7 +166,7 @@ def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
         assert common + rest == "naïve é" and "�" not in common
 
 
-def test_two_texts_keep_the_space_behind_their_prompt() -> None:
+def test_two_texts_keep_the_space_after_their_prompt() -> None:
     tokenizer = tokenizer_of("llama 2")
     prompt, ids = (
         tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -217,7 +219,7 @@ def test_assisted_text_is_the_teachers_with_its_acceptance(written, student) -> 
 
 BAD = {
     "two ways at once": (["--compare", "--assisted"], ["--compare", "--assisted"]),
-    "a mode beside a comparison": (["--compare", "--mode", "teacher"], ["--mode", "--compare"]),
+    "a mode with a comparison": (["--compare", "--mode", "teacher"], ["--mode", "--compare"]),
     "drafts without assistance": (["--draft_tokens", "3"], ["--draft_tokens", "--assisted"]),
     "a temperature below 0": (["--temperature", "-1"], ["temperature", "-1.0"]),
     "a share without drawing": (["--top_p", "0.5"], ["top_p", "temperature"]),

@@ -1,5 +1,5 @@
-"""`npt report`: exit status, one line on standard error, what is written where, and what stands in
-JSON.
+"""`npt report`: exit status, one line on standard error, what is written where, and the
+JSON output.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_json_holds_what_was_found(tmp_path, capsys) -> None:
     assert found["missing"]["fidelity.json"].startswith("it is of an earlier end")
 
 
-def test_a_run_that_was_killed_at_once_gets_a_page_and_can_still_be_resumed_in(tmp_path) -> None:
+def test_a_run_killed_at_once_gets_a_page_and_can_be_resumed(tmp_path) -> None:
     from npt.runs.run_folder import is_run
 
     folder = tmp_path / "run"

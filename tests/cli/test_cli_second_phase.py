@@ -1,4 +1,4 @@
-"""`npt pretrain --adapter`: another run that begins where a saved adapter stands."""
+"""`npt pretrain --adapter`: another run that begins from a saved adapter."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "first")
 
 
-def test_it_begins_with_the_adapters_numbers_form_and_base_and_trains_them(
-    adapter, tmp_path, capsys
-):
+def test_it_begins_with_the_adapters_numbers_form_and_base(adapter, tmp_path, capsys):
     assert (
         main(
             [
@@ -53,7 +51,9 @@ def test_it_begins_with_the_adapters_numbers_form_and_base_and_trains_them(
     )
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        "base tiny: NF4" in out and "goes on from" in out and "converted 2 of 8 layers (5,7)" in out
+        "base tiny: NF4" in out
+        and "training starts from" in out
+        and "converted 2 of 8 layers (5,7)" in out
     )
     before, after = load_file(adapter / WEIGHTS), load_file(tmp_path / "run" / "adapter" / WEIGHTS)
     assert before.keys() == after.keys()

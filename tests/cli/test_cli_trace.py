@@ -1,4 +1,4 @@
-"""`npt trace`: exit status, one line on standard error, and what stands in text and JSON."""
+"""`npt trace`: exit status, one line on standard error, and the text and JSON output."""
 
 from __future__ import annotations
 

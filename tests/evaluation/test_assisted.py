@@ -43,7 +43,7 @@ def test_the_text_is_the_teachers_own_and_the_drafts_are_counted(endless, draft_
         endless, Names(), PROMPT, Decoding(LIMIT), draft_tokens=draft_tokens
     )
     assert list(written.ids) == text
-    # The slow look: what the student would draft behind each pass, without any cache.
+    # The slow look: what the student would draft after each pass, without any cache.
     passes, done = [], 0
     while done < LIMIT:
         drafted = alone(student, [*PROMPT, *text[:done]], min(draft_tokens, LIMIT - done - 1))

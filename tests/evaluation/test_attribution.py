@@ -1,5 +1,5 @@
 """Unquantised to 4-bit to NPT: the same figures whether the unquantised base is at hand or only
-what it left behind.
+its kept outputs.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def test_perplexity_ratios_multiply(student, base, tokenizer) -> None:
     assert found["unquantized_to_npt"].perplexity_ratio == pytest.approx(product, rel=1e-9)
 
 
-def test_the_other_figures_do_not_change_and_the_middle_one_is_the_students(
-    student, base, tokenizer
-) -> None:
+def test_attribution_changes_no_other_figure(student, base, tokenizer) -> None:
     with_it, without = (
         evaluate(student, tokenizer, samples(), unquantized=base),
         evaluate(student, tokenizer, samples()),

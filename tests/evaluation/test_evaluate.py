@@ -92,7 +92,7 @@ def states_of(base: nn.Module, sample: Sample) -> dict[tuple[int, str], Tensor]:
 # --------------------------------------------------------------------------------------------
 
 
-def test_the_figures_are_those_of_the_plain_model_one_sample_at_a_time(
+def test_figures_equal_those_of_single_samples_on_the_plain_model(
     student, load_model, tokenizer
 ) -> None:
     base = load_model()
@@ -147,9 +147,7 @@ def test_a_student_whose_adapters_do_nothing_is_the_floor(load_model, tokenizer)
     )
 
 
-def test_a_student_that_keeps_the_attention_residual_starts_as_its_teacher(
-    load_model, tokenizer
-) -> None:
+def test_a_student_with_the_attention_residual_starts_as_its_teacher(load_model, tokenizer) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="all", residual="keep"))
     found = evaluate(model, tokenizer, samples())
@@ -286,7 +284,7 @@ def test_a_base_in_sixteen_bits_is_measured_in_thirty_two(load_model, tokenizer)
     assert all(math.isfinite(value) for layer in found.layers.values() for value in layer.values())
 
 
-def test_a_batch_takes_three_passes_of_the_model_and_three_of_its_head(student, tokenizer) -> None:
+def test_a_batch_takes_three_passes_of_the_model_and_of_its_head(student, tokenizer) -> None:
     passes = {"embedding": 0, "head": 0}
     handles = [
         module.register_forward_hook(lambda *_, name=name: passes.update({name: passes[name] + 1}))
@@ -318,9 +316,7 @@ def test_the_pad_id_changes_no_bit(student, tokenizer) -> None:
     assert evaluate(student, tokenizer, samples()) == before
 
 
-def test_garbage_in_the_embedding_of_padding_does_not_reach_the_figures(
-    load_model, tokenizer
-) -> None:
+def test_garbage_in_the_padding_embedding_does_not_reach_the_figures(load_model, tokenizer) -> None:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     before = evaluate(model, tokenizer, samples())
@@ -582,7 +578,7 @@ def test_the_record_reads_back_through_json(student, tokenizer) -> None:
     assert found.initial is not None and found.divergence is not None
 
 
-def test_a_record_of_an_earlier_version_reads_with_nan_for_what_it_lacks() -> None:
+def test_an_old_record_reads_with_nan_for_missing_figures() -> None:
     old = {"tokens": 9} | {
         f"{key}{tail}": 0.5
         for key in ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")

@@ -1,4 +1,4 @@
-"""How a figure is written: one unit, whatever it stands in."""
+"""How a figure is written: one unit, wherever it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text behind a prompt: what streams is what comes out, and drawing follows its settings and its
+"""Text after a prompt: what streams is what comes out, and drawing follows its settings and its
 seed alone.
 """
 
@@ -45,9 +45,7 @@ def test_greedy_text_is_that_of_recomputation_and_streams_whole(tiny) -> None:
 
 
 @pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
-def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with_and_every_line_its_indentation(
-    kind,
-) -> None:
+def test_text_keeps_its_leading_space_and_every_line_its_indentation(kind) -> None:
     tokenizer = tokenizer_of(kind)
     prompt, text = "The question", " answer:\n    return os.path\n\n  and (4) is two,\n   spaces\n"
     before, ids = (
@@ -86,9 +84,7 @@ def streamed(tokenizer, before, new) -> list[str]:
         "one between two",
     ],
 )
-def test_streamed_text_is_that_behind_the_prompt_where_tokens_are_bytes_or_special(
-    kind, prompt, text
-) -> None:
+def test_streamed_text_is_whole_if_tokens_are_bytes_or_special(kind, prompt, text) -> None:
     tokenizer = tokenizer_of(kind)
     before, whole = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + text)
@@ -168,7 +164,7 @@ def test_a_text_ends_at_its_end_token(load_model, tokenizer) -> None:
 def test_logits_that_are_not_finite_end_it(load_model, tokenizer) -> None:
     model = load_model()
     model.model.embed_tokens.weight.data[61] = math.nan
-    with pytest.raises(NumericalError, match="behind token 3 are not finite"):
+    with pytest.raises(NumericalError, match="after token 3 are not finite"):
         write(model, tokenizer, [5, 61, 7], Decoding(LIMIT))
     with pytest.raises(NumericalError, match="not finite"):
         write(model, tokenizer, [5, 61, 7], Decoding(LIMIT, temperature=1.0))

@@ -82,7 +82,7 @@ def test_a_broken_embedding_of_the_pad_token_is_not_read(load_model) -> None:
 def test_logits_that_are_not_finite_name_their_prompt(load_model) -> None:
     model = load_model()
     model.model.embed_tokens.weight.data[61] = math.nan
-    with pytest.raises(NumericalError, match=r"the logits behind token 3 of c are not finite"):
+    with pytest.raises(NumericalError, match=r"the logits after token 3 of c are not finite"):
         continue_greedily(model, PROMPTS, [5] * 4, (), NAMES)
     assert len(continue_greedily(model, PROMPTS[:2], [5] * 2, (), NAMES)[0]) == 5
 

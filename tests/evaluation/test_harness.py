@@ -1,7 +1,7 @@
 """lm-evaluation-harness on a task of one's own: its scores are those of the models' own logits.
 
-What needs the extra `eval` is left out, and reported as left out, where it is not installed.
-NPT_EXTRAS=eval says that it is to be there: then its absence is a failure.
+Tests that need the extra `eval` are skipped, and reported as skipped, if it is not installed.
+With NPT_EXTRAS=eval its absence is a failure.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ QUESTIONS = [
 
 @pytest.fixture
 def the_harness(monkeypatch) -> None:
-    """It is there, and takes no stock of the machine, for which it starts a dozen programs with
-    every call.
-    """
+    """Need the harness, without its report on the machine, which starts a dozen programs."""
     pytest.importorskip(
         "lm_eval",
         reason=(
@@ -91,7 +89,7 @@ def student():
 
 
 def log_probability(model, ids: list[int], first: int) -> float:
-    """Of ids[first:] behind those in front."""
+    """Return that of ids[first:] after the others."""
     with torch.no_grad():
         rows = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
     return float(sum(rows[i - 1, ids[i]] for i in range(first, len(ids))))
@@ -110,8 +108,8 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
         right, nats, size = 0, 0.0, 0
         for row in QUESTIONS:
             question = tokenizer(row["question"])["input_ids"]
-            # The harness's rule where a token reaches across the seam: the question's own tokens,
-            # and what the whole has behind as many.
+            # The harness's rule if a token reaches across the seam: the question's own tokens, and
+            # those of the whole after as many.
             answers = [
                 question + tokenizer(row["question"] + row[kind])["input_ids"][len(question) :]
                 for kind in ("good", "bad")
@@ -119,7 +117,7 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
             good, bad = (log_probability(view, ids, len(question)) for ids in answers)
             right += good > bad
             text = row["question"] + row["good"]
-            # The harness puts a start token in front of a text to have its first token predicted,
+            # The harness puts a start token before a text to have its first token predicted,
             # the tokenizer's own start token too.
             nats -= log_probability(
                 view, [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]], 1
@@ -144,18 +142,12 @@ def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
     try:
-        found = lm_eval(
-            model,
-            tokenizer,
-            ["own_choice"],
-            tasks_path=write_tasks(tmp_path),
-            modes=["student"],
-            limit=2,
-        )
+        tasks = write_tasks(tmp_path)
+        found = lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks, limit=2)
         assert {module.training for module in model.modules()} == {True}
     finally:
         model.eval()
-    assert found["student"]["own_choice"]["samples"] == 2 and list(found) == ["student"]
+    assert found["student"]["own_choice"]["samples"] == 2
     assert {layer.npt.mode for _, layer in npt_layers(model)} == {"student"}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)

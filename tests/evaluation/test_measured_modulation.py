@@ -100,9 +100,7 @@ def test_batches_add_up_whatever_their_padding(load_model, batch) -> None:
             assert sum(abs(a - b) for a, b in zip(target.counts, other.counts, strict=True)) <= 16
 
 
-def test_multipliers_at_their_bounds_are_counted_as_saturated_and_in_the_outermost_bins(
-    load_model, batch
-) -> None:
+def test_multipliers_at_their_bounds_are_saturated_in_outermost_bins(load_model, batch) -> None:
     found = measure_modulation(make(load_model, scale=30.0), [batch])
     for layer in found.layers.values():
         for target in layer.targets.values():
@@ -179,7 +177,7 @@ def test_numbers_that_are_not_finite_are_counted_and_end_nothing(load_model, bat
 def test_the_model_is_left_as_it_was(load_model, batch) -> None:
     model = make(load_model)
     model.train()
-    observer = lambda stages: None  # noqa: E731 - has to be the same object afterwards
+    observer = lambda stages: None  # noqa: E731 - must be the same object afterwards
     for _, layer in npt_layers(model):
         layer.npt.observer = observer
         layer.npt.mode = "floor"
@@ -199,7 +197,7 @@ def test_the_model_is_left_as_it_was(load_model, batch) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_model_is_left_as_it_was_when_the_measurement_is_cut_short(load_model, batch) -> None:
+def test_an_interrupted_measurement_leaves_the_model_as_it_was(load_model, batch) -> None:
     model = make(load_model)
     model.train()
 

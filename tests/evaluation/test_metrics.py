@@ -69,7 +69,7 @@ def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk)
 
 
 @pytest.mark.parametrize("apart", [0.0, 1e-7, 1e-3])
-def test_no_acceptance_is_above_one_whatever_a_large_vocabulary_adds_up_to(apart) -> None:
+def test_acceptance_never_exceeds_one_over_a_large_vocabulary(apart) -> None:
     """In fp32 the probabilities of one token come to 1.00001 or 0.99999."""
     generator = torch.Generator().manual_seed(0)
     teacher = 3.0 * torch.randn(40, 20_000, generator=generator)
@@ -98,9 +98,7 @@ def test_a_teacher_with_a_head_of_its_own_predicts_with_it(head) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4 * V, 1 << 26])
-def test_many_pairs_are_what_each_is_alone_and_every_model_goes_through_its_head_once(
-    head, monkeypatch, chunk
-) -> None:
+def test_many_pairs_equal_each_alone_with_one_head_pass_per_model(head, monkeypatch, chunk) -> None:
     monkeypatch.setattr(metrics, "LOGIT_CHUNK", chunk)
     student, teacher, targets = inputs()
     own = nn.Linear(D, V, bias=False).requires_grad_(False)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.greedy_divergence import Divergence
+from npt.evaluation.greedy import Divergence
 from npt.evaluation.metrics import Figures
 from npt.evaluation.table import divergence_line, print_fidelity
 
@@ -106,7 +106,7 @@ def test_a_trained_student_is_shown_before_and_after() -> None:
     ]
 
 
-def test_every_layer_has_its_row_and_one_left_as_it_is_runs_freely_only() -> None:
+def test_every_layer_has_its_row_unconverted_ones_without_forced_nmse() -> None:
     between = {5: {"free_running_floor": 0.6875, "free_running_student": 0.21875}}
     lines = shown(Fidelity(some(0), some(3), some(2), None, LAYERS, between))
     assert row(lines, "1") == ["1", "0.50000", "0.12500", "0.62500", "0.18750"]
@@ -154,7 +154,7 @@ def test_figures_that_an_earlier_version_did_not_take_have_no_row() -> None:
     lines = shown(Fidelity(old[0], old[1], old[2], None, LAYERS))
     labels = [cells(line)[0] for line in lines]
     assert "reverse KL" not in labels and "top-5" not in labels and "top-1" in labels
-    # a student from an old file beside a new floor
+    # a student from an old file with a new floor
     lines = shown(Fidelity(some(0), some(3), old[2], None, LAYERS))
     assert row(lines, "top-5")[2] == "–"
 
@@ -172,7 +172,7 @@ def test_partings_are_said_with_what_the_limit_hides() -> None:
         assert part in line, part
     assert (
         "at least" in line
-        and "half have parted behind 27 tokens" in line
+        and "half have parted within 27 tokens" in line
         and "0.0185 ± 0.0040 partings per token" in line
     )
     line = divergence_line(replace(DIVERGENCE, censored=0, ended=0, median=math.nan))

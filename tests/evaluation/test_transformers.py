@@ -74,9 +74,7 @@ def logits_alone(model, prompt: list[int], new: list[int]) -> torch.Tensor:
     ("cache", "mode"),
     [(None, "student"), ("dynamic", "teacher"), ("static", "floor"), ("static", "student")],
 )
-def test_a_batch_padded_on_the_left_gives_what_each_prompt_gives_alone(
-    endless, cache, mode
-) -> None:
+def test_a_batch_padded_on_the_left_equals_each_prompt_alone(endless, cache, mode) -> None:
     with adapter_mode(endless, mode):
         tokens, logits = generate(
             endless, **({} if cache is None else {"cache_implementation": cache})
@@ -225,9 +223,7 @@ def logits_forced(model, prompt: list[int], new: list[int], cache) -> torch.Tens
 
 
 @each_backend
-def test_an_adapter_that_does_nothing_changes_no_bit_under_a_quantised_cache(
-    load_model, name
-) -> None:
+def test_a_neutral_adapter_changes_no_bit_under_a_quantised_cache(load_model, name) -> None:
     settings = settings_of(name)
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))

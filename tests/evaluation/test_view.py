@@ -73,7 +73,7 @@ def test_what_changes_in_the_model_changes_in_its_view(student) -> None:
     assert torch.equal(logits(view), logits(student)) and not torch.equal(logits(view), before)
 
 
-def test_hooks_of_the_view_are_its_own_and_those_of_the_model_run_once(student) -> None:
+def test_a_views_hooks_are_its_own_and_the_models_run_once(student) -> None:
     calls = []
     student.register_forward_hook(lambda *_: calls.append("model"))
     view = npt.teacher_view(student)
@@ -98,9 +98,7 @@ def test_the_mode_comes_back_after_a_failure(student) -> None:
     assert {layer.npt.mode for _, layer in npt_layers(student)} == {"student"}
 
 
-def test_a_model_without_adapters_has_no_views_and_a_view_ends_with_them(
-    student, load_model
-) -> None:
+def test_views_need_adapters_and_end_with_them(student, load_model) -> None:
     with pytest.raises(ModelError, match=r"npt\.attach"):
         npt.student_view(load_model())
     view = npt.student_view(student)

@@ -59,8 +59,8 @@ def _written(windowed) -> dict[str, list[list[int]]]:
 
 @pytest.fixture
 def texts(windowed, mode, _written) -> list[list[int]]:
-    """What each prompt is continued with, every token computed anew from the whole row; made once
-    for each mode.
+    """Return each prompt's continuation, every token computed anew from the whole row; made once
+    per mode.
     """
     if mode not in _written:
         _written[mode] = [alone(windowed, prompt, NEW) for prompt in PROMPTS]

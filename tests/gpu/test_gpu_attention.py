@@ -19,7 +19,7 @@ from npt.base.attention import _has_exact_backward, repeats_exactly, sdpa_attent
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.fake_model import Hollow
+from npt.planning.fake_device import FakeDevice
 from npt.planning.measure import peak_bytes
 
 pytestmark = pytest.mark.gpu
@@ -127,10 +127,10 @@ def test_the_peak_counted_without_numbers_is_the_one_measured() -> None:
     ids = torch.randint(3, 2048, (2, length))
     for strategy in ("local", "end_to_end"):
         config = TrainConfig(strategy=strategy)
-        place = Hollow("cuda")
-        hollow = place.base(model.config, "nf4", torch.bfloat16, adapter)
+        place = FakeDevice("cuda")
+        fake = place.base(model.config, "nf4", torch.bfloat16, adapter)
         rows = place.batch(2, length)
-        counted = place.peak_of(lambda c=config, m=hollow, b=rows: drive(m, b, c))
+        counted = place.peak_of(lambda c=config, m=fake, b=rows: drive(m, b, c))
         npt.attach(model, adapter)
         for parameter in adapter_parameters(model).values():
             parameter.grad = torch.zeros_like(parameter)

@@ -43,7 +43,7 @@ def test_the_scratch_of_one_operation_counts():
 
 def test_what_backward_allocates_counts():
     x = block(4).requires_grad_()
-    # Forward keeps the results of both; backward makes one gradient beside them, and frees each
+    # Forward keeps the results of both; backward makes one gradient besides, and frees each
     # result once it is used.
     added = peak_bytes(lambda: x.exp().exp().sum().backward(), "cpu").added
     assert 12 * MIB <= added < 12 * MIB + 1024  # and the sum itself
@@ -57,7 +57,7 @@ def test_a_call_without_tensors_adds_nothing_and_says_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_memory_that_was_there_before_is_in_the_baseline_and_not_added():
+def test_earlier_memory_is_in_the_baseline_and_not_added():
     before = live_bytes("cpu")
     held = block(7)
     found = peak_bytes(lambda: block(2), "cpu")
@@ -91,7 +91,7 @@ def test_what_the_first_call_left_and_the_second_frees_is_no_gain():
     assert peak_bytes(call, "cpu").added == 2 * MIB
 
 
-def test_an_error_of_the_call_comes_through_and_the_next_measurement_works():
+def test_an_error_comes_through_and_the_next_measurement_works():
     with pytest.raises(ZeroDivisionError):
         peak_bytes(lambda: 1 / 0, "cpu")
     assert peak_bytes(lambda: block(1), "cpu").added == MIB
@@ -166,7 +166,7 @@ def test_a_packed_product_counts_its_dequantised_weight():
     with torch.no_grad():
         layer(x)
         added = peak_bytes(lambda: layer(x), "cpu").added
-    # The dense weight beside the product, and little else: bitsandbytes may keep a second form of
+    # The dense weight and the product, and little else: bitsandbytes may keep a second form of
     # it for a moment.
     assert 4 * 512 * 256 + 4 * 4 * 512 <= added <= 3 * 4 * 512 * 256
 
@@ -186,9 +186,7 @@ def test_the_process_grows_by_what_was_measured(first: SimpleNamespace) -> None:
     assert abs(grown - added) < 8 * MIB
 
 
-def test_a_training_step_in_4_bit_needs_more_than_its_states_and_comes_back_to_where_it_was(
-    load_model, batch
-):
+def test_a_training_step_in_4_bit_gives_its_memory_back(load_model, batch):
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
 
@@ -265,10 +263,6 @@ def test_a_ring_of_owners_ends():
     assert storage_bytes(tensors_of(ring)) == 12
 
 
-def test_the_roofline_is_the_best_of_the_sizes_and_faster_than_nothing():
+def test_the_roofline_is_the_best_of_the_sizes():
     found = matmul_roofline("cpu", sizes=(64, 128), seconds=0.01)
     assert found.size in (64, 128) and found.flops_per_second > 1e6
-
-
-def test_the_roofline_knows_other_dtypes():
-    assert matmul_roofline("cpu", torch.bfloat16, sizes=(32,), seconds=0.0).flops_per_second > 0

@@ -9,9 +9,8 @@ import npt
 from npt.adapters.attach import adapter_parameters
 from npt.config import NPTConfig
 from npt.errors import ConfigError
-from npt.planning.memory import MemoryPlan, Term, adapter_numbers, available, shown, state_terms
-from npt.planning.named_models import SHAPES, llama_config, parse_shape
-from npt.planning.shape import Shape
+from npt.planning.memory import MemoryPlan, Term, available, shown, state_terms
+from npt.planning.shape import SHAPES, Shape, llama_config, parse_shape
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_trainable_numbers_are_those_that_attach_makes(load_model, settings) -> 
     model = load_model(None)
     config = NPTConfig(**{"rank": 3, **settings})
     npt.attach(model, config)
-    assert adapter_numbers(Shape.of(model.config), config) == sum(
+    assert Shape.of(model.config).adapter_numbers(config) == sum(
         p.numel() for p in adapter_parameters(model).values()
     )
 
@@ -64,7 +63,7 @@ def test_a_plan_adds_up_by_phase_and_names_what_takes_most() -> None:
     assert plan.as_dict()["phases"] == {"micro-batch": 41, "step": 11, "evaluation": 46}
 
 
-def test_results_that_come_late_keep_a_state_of_training_for_each_step_in_flight() -> None:
+def test_late_results_keep_a_state_for_each_step_in_flight() -> None:
     assert [
         sum(term.bytes for term in state_terms(1000, in_flight=steps)) for steps in (0, 1, 3)
     ] == [4000 * 8, 4000 * 11, 4000 * 17]

@@ -19,7 +19,7 @@ from npt.config import NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.planning import plan
 from npt.planning import timing as trial
-from npt.planning.fake_model import Hollow
+from npt.planning.fake_device import FakeDevice
 from npt.planning.measure import Peak
 from npt.planning.memory import PHASES
 from npt.planning.plan import Planner, remedies
@@ -54,8 +54,8 @@ COUNTS: dict[Any, dict[Any, int]] = {}
 
 
 def counts_for(planned: Workload) -> dict[Any, int]:
-    """What was counted on the model of a workload, by whichever of its planners in this file; the
-    strategies share their evaluations.
+    """Return the counts on the model of a workload by all its planners in this file; the strategies
+    share their evaluations.
     """
     shape = (
         planned.config.vocab_size,
@@ -99,7 +99,7 @@ def test_predicted_memory_is_what_is_measured(layers, training, monkeypatch) -> 
     beside = torch.ones(2_000_000)  # of somebody else in this process, and no part of the run
     of_stages = [
         measure(model, planned, config, MicroBatchSplitter(4), 4, steps=1)
-        for _, config in planned.stages.values()
+        for config in planned.stages.values()
     ]
     for phase in phases:
         measured = max(stage.phases[phase] for stage in of_stages)
@@ -138,9 +138,7 @@ def test_the_memory_of_bf16_products_is_what_is_measured() -> None:
     ids=str,
 )
 def test_few_layers_say_what_all_of_them_take(training) -> None:
-    """The count of a whole model, beside what is carried to it from models of two and three
-    converted layers.
-    """
+    """Compare the count of a whole model with the one carried to it from a few layers."""
     planned = workload("1,3,4", count=6, **training)
     carried = planner_of(planned).plan()
     whole = planner_of(planned)
@@ -152,7 +150,7 @@ def test_few_layers_say_what_all_of_them_take(training) -> None:
 
 def test_depths_of_a_model_count_its_layers_by_where_they_lie() -> None:
     depth = Depth.of((2, 3, 6), 9)
-    assert (depth.before, depth.converted, depth.between, depth.behind) == (2, 3, 2, 2)
+    assert (depth.before, depth.converted, depth.between, depth.after) == (2, 3, 2, 2)
     assert depth.layers == 9 and depth.indices == (2, 5, 6)
     assert Depth.of((0,), 1) == Depth(0, 1, 0, 0)
 
@@ -176,7 +174,7 @@ def test_a_teacher_of_its_own_is_counted_with_its_own_attention() -> None:
     assert peaks[0] == peaks[2] < peaks[1]
 
 
-def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkeypatch) -> None:
+def test_a_measurement_has_as_many_windows_in_flight_as_a_run(monkeypatch) -> None:
     """On a device whose results arrive when it is waited for, and not before."""
     events: list[SimpleNamespace] = []
     made: list[TrainStep] = []
@@ -208,7 +206,7 @@ def test_what_is_measured_has_as_many_windows_in_flight_as_a_run_may_have(monkey
     model = random_base(planned.config, quantization="nf4", device="cpu")
     npt.attach(model, planned.adapter)
     measure(model, planned, planned.training, MicroBatchSplitter(1), 1, steps=1)
-    assert seen[:2] == [IN_FLIGHT, IN_FLIGHT]  # in a micro-batch, and as the step behind it begins
+    assert seen[:2] == [IN_FLIGHT, IN_FLIGHT]  # in a micro-batch, and as the step after it begins
 
 
 # --- what fits
@@ -226,9 +224,7 @@ def test_what_fits_is_the_most_that_does_and_parts_are_even(counted_by_a_formula
         assert found.evaluated_at_once <= found.samples_at_once
 
 
-def test_where_one_sample_does_not_fit_what_takes_most_is_named_in_one_line(
-    counted_by_a_formula,
-) -> None:
+def test_if_one_sample_does_not_fit_the_largest_term_is_named(counted_by_a_formula) -> None:
     planner = Planner(workload("5", batch_size=2, max_memory="100KB"))
     with pytest.raises(
         ConfigError, match=r"--max_memory is 100KB, but one sample of 48 tokens .*most of it"
@@ -263,7 +259,7 @@ def looking_at(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
 
 
 @pytest.mark.usefixtures("training_alone")
-def test_checkpointing_is_offered_where_graphs_are_kept_and_would_then_fit(monkeypatch) -> None:
+def test_checkpointing_is_offered_if_it_makes_the_graphs_fit(monkeypatch) -> None:
     looking_at(monkeypatch, "--gradient_checkpointing", "--strategy")
     planned = workload("0-2", batch_size=1, strategy="end_to_end")
     limit = planner_of(planned).plan(1).peak - 1
@@ -313,7 +309,7 @@ def test_no_setting_is_offered_that_would_be_refused(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("training_alone")
-def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_remedy(
+def test_an_unspent_budget_is_planned_evenly_and_halved_as_a_remedy(
     counted_by_a_formula, monkeypatch
 ) -> None:
     looking_at(monkeypatch, "--rank_budget", "--adapter_rank")
@@ -343,20 +339,20 @@ def test_a_budget_that_is_still_to_be_spent_is_planned_evenly_and_halved_as_a_re
 def test_states_are_counted_of_as_many_steps_as_may_be_in_flight(
     monkeypatch, device, training, processes, expected
 ) -> None:
-    """As many as the transaction leaves unread; what is counted hollow needs no such device."""
+    """As many as the transaction leaves unread; what is counted without numbers needs none."""
     planned = replace(workload(**training), processes=processes)
-    monkeypatch.setattr(plan, "Hollow", lambda device: Hollow(torch.device("cpu")))
+    monkeypatch.setattr(plan, "FakeDevice", lambda device: FakeDevice(torch.device("cpu")))
     found = Planner(replace(planned, device=torch.device(device)), base_bytes=0)
     sizes = {term.name: term.bytes for term in found._fixed}
     assert sizes.get("states before steps in flight", 0) == expected * 3 * sizes["adapters"]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every count on a hollow model from now on."""
+    """Return every count from now on."""
     counts: list[int] = []
-    peak_of = Hollow.peak_of
+    peak_of = FakeDevice.peak_of
     monkeypatch.setattr(
-        Hollow, "peak_of", lambda self, act: counts.append(peak_of(self, act)) or counts[-1]
+        FakeDevice, "peak_of", lambda self, act: counts.append(peak_of(self, act)) or counts[-1]
     )
     return counts
 
@@ -399,8 +395,8 @@ def test_no_count_is_made_twice_for_the_remedies_of_a_run(
     ids=str,
 )
 def test_time_is_carried_from_few_layers_to_all(monkeypatch, layers, training, expected) -> None:
-    """On a clock that gives half a second beside the layers, two to a converted layer, one in front
-    and one and a half to any other.
+    """On a clock of half a second outside the layers, two for a converted layer, one for a layer
+    before these and one and a half for any other.
     """
 
     def clock(windows: dict[str, Any], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -423,9 +419,7 @@ def test_time_is_carried_from_few_layers_to_all(monkeypatch, layers, training, e
 
 
 @pytest.mark.parametrize("layers", ["all", "4-11", "4,7,9"])
-def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_arithmetic(
-    monkeypatch, layers
-) -> None:
+def test_wide_layers_are_timed_narrower_and_scaled_by_arithmetic(monkeypatch, layers) -> None:
     """On a clock that knows arithmetic alone: the time of each layer is then exactly that of its
     full width.
     """
@@ -455,7 +449,7 @@ def test_layers_too_wide_to_be_tried_are_tried_narrower_and_carried_by_their_ari
     assert (whole.narrowed, found.narrowed) == (1, 4) and set(widths) == {64, 16}
     assert found.parts.keys() == whole.parts.keys()
     for name, seconds in whole.parts.items():
-        if "layers (" in name or "layers in front" in name:
+        if "layers (" in name or "layers before" in name:
             assert found.parts[name] == pytest.approx(seconds), name
 
 
@@ -469,6 +463,6 @@ def test_every_stage_is_tried_with_what_it_drives() -> None:
         for time in found.values()
     )
     assert (
-        "layers in front of them (2)" in found["local"].parts
+        "layers before them (2)" in found["local"].parts
         and "other layers (2)" in found["end_to_end"].parts
     )

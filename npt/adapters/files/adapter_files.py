@@ -1,7 +1,7 @@
 """Adapters on disk, in PEFT's layout: `adapter_config.json`, `adapter_model.safetensors`, a card.
 
-Loading checks everything before it changes anything: names, shapes, dtypes and finiteness of every
-tensor, and that the folder was trained on this base.
+Loading checks names, shapes, dtypes and finiteness of every tensor, and that the folder was trained
+on this base, before it changes anything.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from npt.adapters.files.consolidated_files import (
 )
 from npt.adapters.files.hub import adapter_folder
 from npt.base.identity import BaseIdentity, base_identity
+from npt.base.load import load_base
 from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
@@ -66,12 +67,8 @@ def save_adapter(
         folder: made anew; one that holds an NPT adapter and nothing else is replaced, anything else
             is refused.
         base_name: recorded as PEFT's `base_model_name_or_path`; default the model's own.
-        base: `npt.base_identity(model)` if known already, since it reads the whole base; computed
-            otherwise.
+        base: `npt.base_identity(model)` if known already, since it reads the whole base.
         fidelity: content of a run's `fidelity.json`, for the model card.
-
-    Returns:
-        The folder.
 
     Raises:
         AdapterFileError: a tensor is not finite (a poisoned adapter is never saved), or the folder
@@ -89,11 +86,7 @@ def save_adapter(
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Refuse adapters that are not fp32 or not finite.
-
-    Raises:
-        AdapterFileError: the first such tensor.
-    """
+    """Refuse adapters that are not fp32 or not finite."""
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             raise AdapterFileError(
@@ -116,9 +109,8 @@ def write_adapter(
 ) -> None:
     """Write the files of an adapter into a folder that is being made.
 
-    Args:
-        tensors: by the name of their parameter, of whatever value; default the model's own.
-        model, folder, base, base_name, fidelity: as for `save_adapter`.
+    Args as of `save_adapter`; tensors: by the name of their parameter, of any value; default the
+    model's own.
     """
     if base_name is None:
         base_name = getattr(model.config, "_name_or_path", "") or "unknown"
@@ -129,8 +121,7 @@ def write_adapter(
         **base.as_record(),
         "npt": asdict(attached_config(model)),
     }
-    recipe = Recipe.of(model)
-    if recipe is not None:
+    if (recipe := Recipe.of(model)) is not None:
         record[ENTRY] = recipe.as_record()
     tensors = adapter_parameters(model) if tensors is None else tensors
     save_file(
@@ -146,11 +137,8 @@ def write_adapter(
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter that was found, so that it need not be looked for again: a run may save another
-    one meanwhile.
-
-    name: it was asked for by. folder: that it is in. config: its form. record: the content of its
-    `adapter_config.json`.
+    """An adapter that was found by a name; it is not looked for again, since a run may save another
+    one meanwhile. record: the content of its `adapter_config.json`.
     """
 
     name: str
@@ -167,16 +155,8 @@ Named = str | Path | StoredAdapter
 
 
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
-    """Return the adapter that a name means, fetched from the hub if it is there; its configuration
-    is read, no tensor is.
-
-    Args:
-        name: as for `npt.from_pretrained`.
-        revision: branch, tag or commit on the hub.
-
-    Raises:
-        AdapterFileError: there is none, or its configuration cannot be read or used.
-        HubError: the hub cannot be reached, or has no such repository.
+    """Return the adapter of a name (as for `npt.from_pretrained`), fetched if it is on the hub; its
+    configuration is read, no tensor is.
     """
     if isinstance(name, StoredAdapter):
         return name
@@ -198,11 +178,9 @@ def load_adapter(
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are
             overwritten.
-        folder: as written by `save_adapter`; USER/NAME on the model hub, if no such folder exists;
-            or the result of `find_adapter`.
-        base: `npt.base_identity(model)` if known already; computed otherwise. Its configuration,
-            4-bit codes and unpacked tensors must be the recorded ones; of a folder of an earlier
-            version, which does not know them, its `base_hash`.
+        folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
+        base: `npt.base_identity(model)` if known already. It must be the recorded one; of a folder
+            of an earlier version, its `base_hash`.
         check_base: False loads the adapter onto any base that its shapes fit.
         revision: branch, tag or commit on the hub.
 
@@ -210,8 +188,7 @@ def load_adapter(
         HubError: the hub cannot be reached, or has no such repository.
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not
             fp32 or not finite, or the base differs.
-        ModelError: the folder holds updates, and the model has some already or has them switched
-            off.
+        ModelError: the model has updates already, or has them switched off.
     """
     stored = find_adapter(folder, revision)  # before the whole base is read
     if base is None and check_base:
@@ -230,6 +207,57 @@ def load_adapter(
     return config
 
 
+def from_pretrained(
+    adapter: Named,
+    *,
+    base_name: str | None = None,
+    device: str | torch.device | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    attn_implementation: str = "sdpa",
+    revision: str | None = None,
+    check_base: bool = True,
+) -> tuple[Any, Any]:
+    """Load a saved adapter with the base that it was trained on: quantised as it was, computing in
+    what it computed in.
+
+    Args:
+        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
+            checkpoint, or USER/NAME on the hub.
+        base_name: of the base, if not the name that the adapter knows.
+        device, device_map, attn_implementation: as for `npt.load_base`.
+        revision: of the adapter on the hub.
+        check_base: False takes any base that the adapter's shapes fit.
+
+    Returns:
+        (model, tokenizer): the student in evaluation mode; `npt.adapters_disabled(model)` makes it
+        its teacher.
+
+    Raises:
+        AdapterFileError: as `npt.load_adapter`, or the adapter does not say how its base was
+            loaded.
+        ModelError: as `npt.load_base`.
+        HubError: the hub cannot be reached, or has no such repository.
+    """
+    stored = find_adapter(adapter, revision)
+    recipe = Recipe.of_record(stored.record)
+    name = base_name or stored.record.get("base_model_name_or_path")
+    if recipe is None or not isinstance(name, str):
+        raise AdapterFileError(
+            f"{stored.folder} does not say how its base was loaded, as folders of earlier versions"
+            " do not; load it with npt.load_base and give it to npt.load_adapter (npt.save_adapter"
+            " then writes down how)"
+        )
+    model, tokenizer = load_base(
+        name,
+        device=device,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        **recipe.arguments,
+    )
+    load_adapter(model, stored, check_base=check_base)
+    return model, tokenizer
+
+
 def read_adapter(
     model: PreTrainedModel,
     folder: Named,
@@ -238,20 +266,11 @@ def read_adapter(
     check_base: bool = True,
     finite: bool = True,
 ) -> tuple[NPTConfig, dict[str, torch.Tensor]]:
-    """Return the configuration and tensors saved in `folder`, once all is found to fit the model,
-    which is not changed.
+    """Return the configuration saved in `folder` and the tensors by the name of their parameter,
+    on the host, once all is found to fit the model, which is not changed.
 
-    No tensor is read before every name, shape and dtype is the expected one.
-
-    Args:
-        model, folder, base, check_base: as for `load_adapter`.
-        finite: refuse numbers that are not finite.
-
-    Returns:
-        The tensors by the name of their parameter, on the host.
-
-    Raises:
-        AdapterFileError: as `load_adapter`.
+    No tensor is read before every name, shape and dtype is the expected one. Args as of
+    `load_adapter`; finite: refuse numbers that are not finite.
     """
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
@@ -276,11 +295,8 @@ def read_adapter(
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
-    """Return in what a saved adapter, or the updates saved with it, belongs to another base than
-    this one; None if it does not.
-
-    Raises:
-        AdapterFileError, HubError: as `find_adapter`.
+    """Return how the base of a saved adapter, or of the updates saved with it, differs from this
+    one; None if it does not.
     """
     stored = find_adapter(folder)
     found = base.mismatch(stored.record)
@@ -292,31 +308,29 @@ def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
 def adapter_hash(model: PreTrainedModel) -> str:
     """Return a sha256 over the attached adapters' tensors and configuration and over consolidated
     updates: two students of one base with the same hash are the same.
-
-    Raises:
-        ModelError: no adapters are attached.
     """
     digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
     for name, parameter in adapter_parameters(model).items():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)};".encode())
-        digest.update(
-            parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        digest.update(_raw(parameter.detach().cpu()))
     for update in consolidated(model):
         for place, rows in update.rows.items():
             digest.update(f"{place};".encode())
             for part in rows:
-                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(_raw(part))
     return digest.hexdigest()
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    other = (
-        sorted(p.name for p in folder.iterdir() if p.name not in FILES) if folder.is_dir() else []
-    )
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    other = sorted(names - set(FILES))
     try:
         _read_config(folder)
     except AdapterFileError:
@@ -329,11 +343,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
-    """Return a saved adapter's configuration, and the record that holds it.
-
-    Raises:
-        AdapterFileError: there is none, or it cannot be read or used.
-    """
+    """Return a saved adapter's configuration, and the record that holds it."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise AdapterFileError(

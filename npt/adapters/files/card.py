@@ -1,4 +1,4 @@
-"""The model card of an adapter."""
+"""The model cards of an adapter and of an exported folder, from their templates."""
 
 from __future__ import annotations
 
@@ -6,131 +6,76 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from npt.adapters.files.hub import is_hub_id
 from npt.base.identity import PARTS
 from npt.base.recipe import Recipe
 
-_HERE = ", in this folder,"  # in front of code for the folder of the card
+_HERE = ", in this folder,"  # before code for the folder of the card
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def card(
     record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None, repo_id: str | None = None
 ) -> str:
-    """Return the model card of a saved adapter: base, settings, fidelity if known, code to load it.
-
-    Args:
-        record: content of `adapter_config.json`.
-        fidelity: content of a run's `fidelity.json`.
-        repo_id: USER/NAME, its place on a hub; else its code is for the folder of the card.
+    """Return the model card of a saved adapter from its `adapter_config.json` and the run's
+    `fidelity.json`, with code for its folder or for USER/NAME on a hub.
     """
-    name = record["base_model_name_or_path"]
-    parts = record.get("base_parts")
+    name, parts = record["base_model_name_or_path"], record.get("base_parts")
     rows = [("base", name), ("base hash", record["base_hash"])]
-    rows += (
-        [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()]
-        if isinstance(parts, Mapping)
-        else []
+    if isinstance(parts, Mapping):
+        rows += [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()]
+    for key, value in record["npt"].items():
+        listed = isinstance(value, list | tuple)
+        rows.append((key, ", ".join(map(str, value)) if listed else value))
+    recipe, loaded = Recipe.of_record(record), "BASE, quantization=..."
+    if recipe is not None:
+        loaded = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+    return _TEMPLATES.get_template("adapter_card.md.j2").render(
+        # a hub takes it for a repository of its own: never the name of a folder on somebody's disk
+        base=name if is_hub_id(str(name)) and not Path(str(name)).exists() else None,
+        rows=rows,
+        figures=_fidelity(fidelity or {}),
+        knows_base=recipe is not None,
+        loaded=loaded,
+        adapter="." if repo_id is None else repo_id,
+        where=_HERE if repo_id is None else "",
     )
-    rows += [
-        (key, ", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
-        for key, value in record["npt"].items()
-    ]
-    settings = "\n".join(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)
-    # A hub takes the base's name for a repository of its own: that of a folder on somebody's disk
-    # has no place there.
-    base = f"base_model: {name}\n" if is_hub_id(str(name)) and not Path(str(name)).exists() else ""
-    return f"""---
-{base}library_name: npt
-tags: [npt, distillation, adapter]
----
-
-# NPT adapter
-
-Per-token modulation of the MLP by attention, distilled from the base model itself.
-
-| setting | value |
-|---|---|
-{settings}
-{_fidelity_table(fidelity)}
-{_loading(record, repo_id)}"""
 
 
 def for_hub(card: str, repo_id: str) -> str:
-    """Return a card with code for a repository of the hub in the place of code for its folder."""
+    """Return a card with code for a repository of the hub, not for its folder."""
     return card.replace('"."', f'"{repo_id}"').replace(_HERE, "")
 
 
-def _loading(record: Mapping[str, Any], repo_id: str | None) -> str:
-    """Return code that loads the adapter as written."""
-    recipe, base = Recipe.of_record(record), record["base_model_name_or_path"]
-    adapter, where = (repo_id, "") if repo_id is not None else (".", _HERE)
-    loaded = (
-        "BASE, quantization=..."
-        if recipe is None
-        else ", ".join([repr(base), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
-    )
-    student = f"""Load base and adapter{where} with
-
-```python
-import npt
-
-model, tokenizer = npt.from_pretrained("{adapter}")
-```
-
-or the adapter onto a base that is there"""
-    return f"""{student if recipe is not None else f"Load it{where}"} with
-
-```python
-import npt
-
-model, tokenizer = npt.load_base({loaded})
-npt.load_adapter(model, "{adapter}")
-```
-
-or, where PEFT is what is spoken, with
-
-```python
-import npt
-import peft
-
-npt.register_peft()
-model, tokenizer = npt.load_base({loaded})
-model = peft.PeftModel.from_pretrained(model, "{adapter}")
-```
-"""
+def _fidelity(fidelity: Mapping[str, Any]) -> list[list[str]]:
+    """Return the known rows of `fidelity.json`."""
+    labels = {"floor": "floor: attention dropped", "initial": "before training"}
+    return [
+        [
+            labels.get(name, name),
+            _figure(figures, "perplexity", ".3f"),
+            _figure(figures, "perplexity_ratio", ".4f"),
+            _figure(figures, "kl", ".4f"),
+            _figure(figures, "top1", ".1f", 100, "%"),
+            _figure(figures, "acceptance", ".1f", 100, "%"),
+        ]
+        for name in ("floor", "initial", "student", "teacher")
+        if isinstance(figures := fidelity.get(name), Mapping)
+    ]
 
 
-def _fidelity_table(fidelity: Mapping[str, Any] | None) -> str:
-    """Return the rows of `fidelity.json` that are known."""
-    lines = []
-    for name, label in (
-        ("floor", "floor: attention dropped"),
-        ("initial", "before training"),
-        ("student", "student"),
-        ("teacher", "teacher"),
-    ):
-        figures = (fidelity or {}).get(name)
-        if isinstance(figures, Mapping):
-            shares = [
-                _figure(figures, "top1", 100, ".1f", "%"),
-                _figure(figures, "acceptance", 100, ".1f", "%"),
-            ]
-            cells = [
-                _figure(figures, "perplexity", 1, ".3f"),
-                _figure(figures, "perplexity_ratio", 1, ".4f"),
-                _figure(figures, "kl", 1, ".4f"),
-            ]
-            lines.append(f"| {label} | {' | '.join([*cells, *shares])} |")
-    if not lines:
-        return ""
-    head = (
-        "| held-out text | perplexity | ratio to teacher | KL, nats | top-1 | acceptance"
-        " |\n|---|---|---|---|---|---|"
-    )
-    return "\n".join(["\n## Fidelity to the teacher\n", head, *lines, ""])
-
-
-def _figure(figures: Mapping[str, Any], key: str, scale: float, form: str, unit: str = "") -> str:
+def _figure(
+    figures: Mapping[str, Any], key: str, form: str, scale: float = 1, unit: str = ""
+) -> str:
     value, error = figures.get(key), figures.get(f"{key}_se")
     if not isinstance(value, int | float):
         return "-"
@@ -138,6 +83,33 @@ def _figure(figures: Mapping[str, Any], key: str, scale: float, form: str, unit:
     return f"{scale * value:{form}}{tail}{unit}"
 
 
-def _cell(value: Any) -> str:
-    """Return a value for a table of Markdown."""
-    return str(value).replace("|", "\\|").replace("\n", " ")
+def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded: bool) -> str:
+    """Return the card of an exported folder from its `config.json`, and its base's name and
+    precision.
+    """
+    form, needs = settings["npt"], "torch and transformers"
+    stored = "rounded to 16 bit" if rounded else "as it was trained with, unquantised"
+    if precision == "4bit":
+        needs = "torch, transformers, accelerate and bitsandbytes"
+        code = settings["quantization_config"]["bnb_4bit_quant_type"]
+        stored = f"4 bit ({code} of bitsandbytes), as it was trained with"
+    local = not is_hub_id(base) or Path(base).exists()
+    base = Path(base).name if local else base
+    layers, ranks = form["ranks"], sorted(set(form["ranks"].values()))
+    kept = "yes" if form["keep_residual"] else "no"
+    rows = {
+        "base": base,
+        "layers in NPT form": (
+            f"{len(layers)} of {settings['num_hidden_layers']}: {', '.join(layers)}"
+        ),
+        "rank": str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
+        "targets": ", ".join(form["targets"]),
+        "terms": ", ".join(term for term in ("multiplicative", "additive") if form[term]),
+        "attention in the residual stream of these layers": kept,
+        "layers with consolidated rows": ", ".join(form["rows"]) or "none",
+        "base on disk": stored,
+        "computes in": settings["dtype"],
+    }
+    return _TEMPLATES.get_template("export_card.md.j2").render(
+        local=local, base=base, rows=rows.items(), needs=needs, dtype=settings["dtype"]
+    )

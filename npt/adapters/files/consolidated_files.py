@@ -1,6 +1,4 @@
-"""Consolidated updates on disk, alone or with an adapter: `consolidated.safetensors` and the
-history `consolidated.json`.
-"""
+"""Consolidated updates on disk, alone or with an adapter: tensors and their history in JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +27,13 @@ from npt.stored import check_entries, check_tensors, read_headers, read_json, re
 
 HISTORY_NAME = "consolidated.json"
 ROWS_NAME = "consolidated.safetensors"
+_PARTS = ("scale", "bias")
 
 OTHER_BASE = (
     "load the same model with the same quantisation, or pass --any_base (check_base=False) to use"
     " it on this one all the same"
 )
-"""What to do about files of another base."""
+"""Remedy for files of another base."""
 
 
 def save_consolidated(
@@ -43,11 +42,8 @@ def save_consolidated(
     """Write the model's updates and nothing else to `folder`, all or nothing. `npt.save_adapter`
     writes them with the adapter.
 
-    Args:
-        model: with updates.
-        folder: made anew; one that holds updates and nothing else is replaced, anything else is
-            refused.
-        base: `npt.base_identity(model)` if known already.
+    The folder is made anew; one that holds updates alone is replaced. base:
+    `npt.base_identity(model)` if known already.
 
     Raises:
         AdapterFileError: the folder holds other things.
@@ -75,16 +71,15 @@ def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity)
         _name(number, place, part): tensor.contiguous()
         for number, update in enumerate(history)
         for place, rows in update.rows.items()
-        for part, tensor in zip(("scale", "bias"), rows, strict=True)
+        for part, tensor in zip(_PARTS, rows, strict=True)
     }
     save_file(tensors, folder / ROWS_NAME, metadata={"format": "pt"})
-    places = [[list(place) for place in update.rows] for update in history]
     record = {
         "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
         **base.as_record(),
         "updates": [
-            {"places": where, "record": update.record}
-            for where, update in zip(places, history, strict=True)
+            {"places": [list(place) for place in update.rows], "record": update.record}
+            for update in history
         ],
     }
     write_json(folder / HISTORY_NAME, record)
@@ -103,13 +98,10 @@ def load_consolidated(
     Args:
         model: the base that they were made on, without updates of its own.
         folder: of `save_consolidated`, or of `save_adapter` on a model with updates.
-        base: `npt.base_identity(model)` if known already; computed otherwise. It must be the
-            recorded one, as for `npt.load_adapter`.
-        check_base: False takes any base that they fit.
+        base, check_base: as for `npt.load_adapter`.
 
     Raises:
-        AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen or
-            unusable, or the base differs.
+        AdapterFileError: as for `npt.load_adapter`.
         ModelError: the model has updates already.
     """
     updates = read_consolidated(model, folder, base=base, check_base=check_base)
@@ -126,7 +118,7 @@ def read_consolidated(
     check_base: bool = True,
 ) -> tuple[Update, ...]:
     """Return the updates saved in `folder`, once all are found to fit the model, which is not
-    changed; arguments and errors are those of `load_consolidated`.
+    changed. Arguments and errors as of `load_consolidated`.
     """
     folder = Path(folder)
     if consolidated(model):
@@ -151,16 +143,18 @@ def read_consolidated(
             )
     places = [_places(path, number, entry) for number, entry in enumerate(record["updates"])]
     tensors = _read_rows(model, folder / ROWS_NAME, places)
-    updates = tuple(
-        Update({place: _rows(tensors, number, place) for place in where}, entry["record"])
-        for number, (where, entry) in enumerate(zip(places, record["updates"], strict=True))
-    )
-    for number, update in enumerate(updates):
+    updates = []
+    for number, (where, entry) in enumerate(zip(places, record["updates"], strict=True)):
+        rows: dict[Place, Rows] = {}
+        for place in where:
+            scale, bias = (tensors[_name(number, place, part)] for part in _PARTS)
+            rows[place] = (scale, bias)
+        updates.append(Update(rows, entry["record"]))
         try:
-            check_update(model, update)
+            check_update(model, updates[-1])
         except (ConfigError, ModelError) as error:
             raise AdapterFileError(f"{folder}: update {number} cannot be used: {error}") from error
-    return updates
+    return tuple(updates)
 
 
 def _places(path: Path, number: int, entry: Any) -> list[Place]:
@@ -205,16 +199,10 @@ def _read_rows(
                     f"{path.parent}: update {number} is of layer {index}, the model has layers 0 to"
                     f" {len(layers) - 1}"
                 )
-            for part in ("scale", "bias"):
-                shapes[_name(number, (index, target), part)] = (
-                    product_of(layers[index], target).out_features,
-                )
+            width = product_of(layers[index], target).out_features
+            shapes |= {_name(number, (index, target), part): (width,) for part in _PARTS}
     check_tensors(path, read_headers(path, AdapterFileError), shapes, AdapterFileError)
     return read_tensors(path, shapes, AdapterFileError)
-
-
-def _rows(tensors: dict[str, torch.Tensor], number: int, place: Place) -> Rows:
-    return tensors[_name(number, place, "scale")], tensors[_name(number, place, "bias")]
 
 
 def _name(number: int, place: Place, part: str) -> str:

@@ -1,6 +1,4 @@
-"""A student as a folder of its own: base and adapter, and the code that joins them, for whoever has
-transformers and no npt.
-"""
+"""A student as a folder of its own, loaded with transformers and without npt."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import attached_config, decoder_layers, npt_layers
 from npt.adapters.consolidate import TARGETS, product_of
-from npt.adapters.files.export_card import export_card
-from npt.adapters.files.pretrained import from_pretrained
+from npt.adapters.files.adapter_files import from_pretrained
+from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import declared_dtype
@@ -38,9 +36,7 @@ CODE_FILES = ("configuration_npt.py", "modeling_npt.py")
 _LOADER = Path(__file__).parent / "load_exported.py"
 
 SHARD_BYTES = 4 << 30
-"""Of a file of weights, unless one tensor is larger: so much is on the host beside the model while
-it is written.
-"""
+"""Of a file of weights, unless one tensor is larger: what the host holds as it is written."""
 
 _TEXT = (
     "def add(a, b):\n    return a + b\n\nOnce upon a time there was a house by the sea, and whoever"
@@ -49,16 +45,15 @@ _TEXT = (
 _TOKENS = 64
 
 _SHARES = {"fp32": 1e-4, "16 bit": 0.02, "rounded": 0.05}
-"""How far logits may lie from the student's, as shares of the largest. By what it computes in,
-where nothing was rounded: on a GPU another kernel of attention sums in another order, on the CPU
-they are the same to the bit. Where weights were rounded to 16 bit, more: 0.002 was measured on the
-embedded model. What lacks its modulation, or has that of another layer, is off by about as much as
-logits are large."""
+"""Largest difference of logits from the student's, as a share of the largest logit. By the dtype of
+its computation, if nothing was rounded: on a GPU another kernel of attention sums in another order,
+on the CPU they are the same to the bit. Weights rounded to 16 bit need more: 0.002 was measured on
+the embedded model. A layer without its modulation, or with another's, is off by about 1."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: `files` of weights of `size` bytes together, of a base in `precision`
+    """A written folder: `files` of weights of `size` bytes together, of a base in `precision`
     (16bit or 4bit); whether any weight of the base was `rounded`; and the `largest` difference of a
     logit to the student's, over `tokens` tokens."""
 
@@ -84,21 +79,19 @@ def export(
     revision: str | None = None,
 ) -> Exported:
     """Write the student of a saved adapter as a folder that
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads where npt is not
-    installed. All or nothing: it is read back by another process without npt, and compared, before
-    it gets its name.
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads without npt. All or
+    nothing: another process without npt reads it back and compares before it gets its name.
 
-    Memory: the student, and on the host one file of weights (4 GiB, or one tensor where that is
-    larger); once all is written the student goes, and the other process has the exported model,
-    whose 16-bit weights are in fp32 there, as it computes.
+    Memory: the student, and on the host one file of weights (4 GiB, or one larger tensor); then the
+    student is freed, and the other process has the exported model, in fp32 if it computes so.
 
     Args:
         adapter: as for `npt.from_pretrained`.
-        folder: made anew, or there and empty.
+        folder: a new one, or an empty one.
         precision: of the base's weights on disk. `4bit`: packed as they are. `16bit`: dequantised
-            and rounded to bf16 where they were packed, for whoever has no bitsandbytes; an
+            and rounded to bf16 if they were packed, so that bitsandbytes is not needed; an
             unquantised base as it is. Default: as the adapter's base was loaded, with nothing
-            rounded: of an unquantised base what 16 bit cannot hold stays fp32.
+            rounded: weights of an unquantised base that 16 bit cannot hold stay fp32.
         base_name, device, revision: as for `npt.from_pretrained`.
 
     Raises:
@@ -114,7 +107,7 @@ def export(
         )
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"--output {folder} is there and not empty; choose another folder")
+        raise ConfigError(f"--output {folder} exists and is not empty; choose another folder")
     try:
         with new_folder(folder) as temporary:
             model, tokenizer = from_pretrained(
@@ -124,31 +117,17 @@ def export(
             ids = _ids(model, tokenizer)
             with torch.no_grad():
                 expected = model(ids).logits.to("cpu", torch.float32)
-            place, share = (
-                ids.device,
-                _SHARES[
-                    (
-                        "rounded"
-                        if rounded
-                        else "fp32"
-                        if declared_dtype(model) == torch.float32
-                        else "16 bit"
-                    )
-                ],
-            )
+            kind = "fp32" if declared_dtype(model) == torch.float32 else "16 bit"
+            share = _SHARES["rounded" if rounded else kind]
             del model
             gc.collect()
-            if place.type == "cuda":
+            if ids.is_cuda:
                 torch.cuda.empty_cache()
-            largest = _check(temporary, ids.cpu(), expected, place, share)
+            largest = _check(temporary, ids, expected, share)
     except NPTError:
         raise
     except (OSError, SafetensorError) as error:
-        reason = (
-            error.strerror
-            if isinstance(error, OSError) and error.strerror
-            else str(error).splitlines()[0]
-        )
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(
             f"--output {folder} cannot be written: {reason}; nothing is left of it"
         ) from error
@@ -158,14 +137,8 @@ def export(
 def write_export(
     model: Any, tokenizer: Any, folder: Path, precision: str | None = None
 ) -> tuple[int, int, str, bool]:
-    """Fill a folder that is there: weights, configurations, tokenizer, code and card.
-
-    Returns:
-        How many files of weights, their bytes, the base's precision, and whether any of its weights
-        was rounded.
-
-    Raises:
-        ConfigError: 4bit is asked of a base that was not packed.
+    """Write weights, configurations, tokenizer, code and card; return the number of files of
+    weights, their bytes, the base's precision, and whether any of its weights was rounded.
     """
     packed = bool(quantized_linears(model))
     if precision == "4bit" and not packed:
@@ -175,8 +148,9 @@ def write_export(
             " the flag"
         )
     chosen = precision or ("4bit" if packed else "16bit")
-    weights = _Weights(model, chosen, may_round=precision is not None)
-    files, size = _write_shards(iter(weights), folder)
+    rounded: list[str] = []
+    weights = _stored(model, chosen, precision is not None, rounded)
+    files, size = _write_shards(weights, folder)
     settings = export_config(model, chosen)
     write_json(folder / "config.json", settings)
     if model.generation_config is not None:
@@ -184,17 +158,13 @@ def write_export(
     tokenizer.save_pretrained(folder)
     for name in CODE_FILES:
         shutil.copyfile(CODE / name, folder / name)
-    write_text(
-        folder / "README.md",
-        export_card(settings, str(model.config._name_or_path), chosen, weights.rounded),
-    )
-    return files, size, chosen, weights.rounded
+    card = export_card(settings, str(model.config._name_or_path), chosen, bool(rounded))
+    write_text(folder / "README.md", card)
+    return files, size, chosen, bool(rounded)
 
 
 def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
-    """The content of `config.json`: that of the base, the form of the modulation, and which classes
-    load it.
-    """
+    """Return the content of `config.json`: the base's, the form of the modulation, the classes."""
     config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
     code = (CODE / "modeling_npt.py").read_text(encoding="utf-8")
     if f"class NPT{family}ForCausalLM" not in code:
@@ -203,10 +173,10 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
             f" {CODE / 'modeling_npt.py'}"
         )
     found = {
-        name: value for name, value in model.config.to_dict().items() if not name.startswith("_")
+        name: value
+        for name, value in model.config.to_dict().items()
+        if not name.startswith("_") and name not in ("quantization_config", "torch_dtype")
     }
-    for name in ("quantization_config", "torch_dtype"):
-        found.pop(name, None)
     rows = {
         str(index): [t for t in TARGETS if rows_of(product_of(layer, t))]
         for index, layer in enumerate(decoder_layers(model))
@@ -239,71 +209,58 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
             **(given if isinstance(given, dict) else given.to_dict()),
             "bnb_4bit_compute_dtype": str(declared_dtype(model)).removeprefix("torch."),
             "llm_int8_skip_modules": [
-                name for name, module in model.named_modules() if _is_dense(module)
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and not quantized_linears(module)
             ],
         }
     return found
 
 
-def _is_dense(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and not quantized_linears(module)
+def _stored(
+    model: PreTrainedModel, precision: str, may_round: bool, rounded: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all that is stored, one at a time; names of rounded ones are added to
+    `rounded`.
+    """
 
-
-class _Weights:
-    """(name, tensor) of all that is stored, one at a time; `rounded` afterwards."""
-
-    def __init__(self, model: PreTrainedModel, precision: str, may_round: bool):
-        self.model, self.precision, self.may_round = model, precision, may_round
-        self.rounded = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        packed = {f"{name}.weight": module for name, module in quantized_linears(self.model)}
-        tied = self.model.lm_head.weight is self.model.model.embed_tokens.weight
-        for name, tensor in self.model.state_dict().items():
-            weight = next((key for key in _prefixes(name) if key in packed), None)
-            if tied and name == "lm_head.weight":
-                continue
-            if weight is not None and self.precision == "4bit":
-                yield name, tensor
-            elif weight is not None:
-                # its statistics are in the dense weight; rows beside it are stored on their own
-                if name == weight:
-                    yield name, self._in_16_bit(dense_weight(packed[weight]).to(torch.float32))
-            else:
-                yield name, tensor if ".npt." in name else self._in_16_bit(tensor)
-        for index, layer in enumerate(decoder_layers(self.model)):
-            for target in TARGETS:
-                rows = rows_of(product_of(layer, target))
-                for part, values in zip(("scale", "bias"), rows or (), strict=False):
-                    yield f"model.layers.{index}.npt.row_{part}.{target}", values
-
-    def _in_16_bit(self, tensor: Tensor) -> Tensor:
-        """The same in 16 bit if nothing is lost, or if it may be."""
+    def in_16_bit(name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor in 16 bit if nothing is lost, or if it may be rounded."""
         if tensor.dtype != torch.float32:
             return tensor
         for dtype in (torch.bfloat16, torch.float16):
             half = tensor.to(dtype)
             if torch.equal(half.to(torch.float32), tensor):
                 return half
-        if not self.may_round:
+        if not may_round:
             return tensor
-        self.rounded = True
+        rounded.append(name)
         return tensor.to(torch.bfloat16)
 
-
-def _prefixes(name: str) -> Iterator[str]:
-    """`a.b.c`, `a.b`, `a`: what a name may lie below."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+    packed = {f"{name}.weight": module for name, module in quantized_linears(model)}
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    for name, tensor in model.state_dict().items():
+        weight = f"{name.partition('.weight')[0]}.weight"
+        if tied and name == "lm_head.weight":
+            continue
+        if weight in packed and precision == "4bit":
+            yield name, tensor
+        elif weight in packed:
+            # its statistics are in the dense weight; updated rows are stored on their own
+            if name == weight:
+                yield name, in_16_bit(name, dense_weight(packed[weight]).to(torch.float32))
+        else:
+            yield name, tensor if ".npt." in name else in_16_bit(name, tensor)
+    for index, layer in enumerate(decoder_layers(model)):
+        for target in TARGETS:
+            rows = rows_of(product_of(layer, target))
+            for part, values in zip(("scale", "bias"), rows or (), strict=False):
+                yield f"model.layers.{index}.npt.row_{part}.{target}", values
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> tuple[int, int]:
-    """Write weights as transformers names them. Each file is written when it is full, so no two are
-    on the host at once.
-
-    Returns:
-        How many files, and bytes.
+    """Write weights as transformers names them, one file at a time on the host; return the number
+    of files, and bytes.
     """
     written: list[tuple[Path, list[str]]] = []
     held: dict[str, Tensor] = {}
@@ -339,43 +296,27 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> tuple[
 
 
 def _ids(model: Any, tokenizer: Any) -> Tensor:
-    """A short text, [1, T]."""
-    ids = list(tokenizer(_TEXT * 4)["input_ids"])[
-        : min(_TOKENS, model.config.max_position_embeddings)
-    ]
+    """Return a short text, [1, T]."""
+    length = min(_TOKENS, model.config.max_position_embeddings)
+    ids = list(tokenizer(_TEXT * 4)["input_ids"])[:length]
     return torch.tensor([ids], device=next(model.parameters()).device)
 
 
-def _check(
-    folder: Path, ids: Tensor, expected: Tensor, device: torch.device, share: float
-) -> float:
-    """Load the folder by its own code in a process without npt.
-
-    Returns:
-        The largest difference of a logit.
-
-    Raises:
-        ModelError: it does not load, or the difference is more than this share of the largest
-            logit.
+def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:
+    """Load the folder by its own code in a process without npt; return the largest difference of a
+    logit, which must not be more than this share of the largest logit.
     """
     with tempfile.TemporaryDirectory(prefix="npt-export-") as scratch:
         inputs, outputs = Path(scratch, "inputs.safetensors"), Path(scratch, "outputs.safetensors")
-        save_file({"ids": ids.contiguous()}, inputs)
+        save_file({"ids": ids.cpu().contiguous()}, inputs)
         # As many threads as here, since sums depend on it; a cache of its own for the folder's
         # code.
         environment = os.environ | {
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
             "HF_MODULES_CACHE": str(Path(scratch, "modules")),
         }
-        command = [
-            sys.executable,
-            "-P",
-            str(_LOADER),
-            str(folder),
-            str(inputs),
-            str(outputs),
-            str(device),
-        ]
+        paths = [str(path) for path in (_LOADER, folder, inputs, outputs)]
+        command = [sys.executable, "-P", *paths, str(ids.device)]
         done = subprocess.run(
             command,
             env=environment,
@@ -385,13 +326,11 @@ def _check(
             stdin=subprocess.DEVNULL,
         )
         if done.returncode or not outputs.exists():
-            reason = next(
-                (line for line in reversed(done.stderr.splitlines()) if line.strip()),
-                f"status {done.returncode}",
-            )
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            reason = lines[-1] if lines else f"status {done.returncode}"
             raise ModelError(
-                f"the exported folder does not load without npt: {reason.strip()[:300]}; nothing is"
-                " left of it"
+                f"the exported folder does not load without npt: {reason[:300]}; nothing is left of"
+                " it"
             )
         found = load_file(outputs)["logits"]
     if found.shape != expected.shape:
@@ -402,7 +341,7 @@ def _check(
     largest, limit = float((found - expected).abs().max()), share * float(expected.abs().max())
     if not largest <= limit:  # NaN is none
         raise ModelError(
-            f"the exported folder gives other logits than the student: {largest:.3g} apart, where"
-            f" {limit:.3g} may come of rounding; nothing is left of it"
+            f"the exported folder gives other logits than the student: {largest:.3g} apart, more"
+            f" than the {limit:.3g} that rounding explains; nothing is left of it"
         )
     return largest

@@ -1,6 +1,4 @@
-"""Adapters from a model hub: only an adapter's own files are fetched, JSON and safetensors, which
-are then read as those of any folder.
-"""
+"""Adapters from a model hub: their own files are fetched, then read as those of any folder."""
 
 from __future__ import annotations
 
@@ -23,39 +21,25 @@ def is_hub_id(name: str) -> bool:
 
 
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
-    """Return the folder that a name means, fetched from the hub if it is not on disk.
+    """Return the folder of a name, fetched from the hub if it is not on disk.
 
-    Args:
-        name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
-            checkpoint), a checkpoint, or USER/NAME on the hub.
-        files: names that are fetched, if they exist; an adapter's folder has the first.
-        revision: branch, tag or commit on the hub.
-
-    Raises:
-        HubError: not on disk, and the hub cannot be reached or has no such repository.
+    name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
+    checkpoint), a checkpoint, or USER/NAME. files: names that are fetched; the first must exist.
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
         return next((place for place in adapter_places(path) if (place / files[0]).is_file()), path)
     from huggingface_hub import snapshot_download
 
-    return Path(
-        on_hub(
-            f"there is no folder {name}, and",
-            lambda: snapshot_download(str(name), revision=revision, allow_patterns=list(files)),
-        )
-    )
+    def fetch() -> str:
+        return snapshot_download(str(name), revision=revision, allow_patterns=list(files))
+
+    return Path(on_hub(f"there is no folder {name}, and", fetch))
 
 
 def on_hub(where: str, call: Callable[[], T]) -> T:
-    """Call something that speaks with the hub, and say in one line what goes wrong.
-
-    Args:
-        where: the beginning of the message.
-        call: of huggingface_hub.
-
-    Raises:
-        HubError: whatever the library or the network raised.
+    """Call something of huggingface_hub; whatever it raises becomes a HubError of one line, which
+    begins with `where`.
     """
     try:
         return call()

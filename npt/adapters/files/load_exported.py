@@ -11,23 +11,16 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 
-class Without(MetaPathFinder):
-    """Finds no package of a name, wherever it is installed."""
-
-    def __init__(self, package: str):
-        self.package = package
+class WithoutNPT(MetaPathFinder):
+    """Finds no package npt, wherever it is installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.partition(".")[0] == self.package:
+        if fullname.partition(".")[0] == "npt":
             raise ModuleNotFoundError(f"{fullname} is kept out of this process", name=fullname)
 
 
 def main(folder: str, inputs: str, outputs: str, device: str) -> None:
-    """Write logits [B, T, V] of the ids [B, T] in `inputs`, in fp32.
-
-    Raises:
-        SystemExit: a key is missing, left over or misshapen.
-    """
+    """Write logits [B, T, V] of the ids [B, T] in `inputs`, in fp32; exit if keys do not fit."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
@@ -48,5 +41,5 @@ def main(folder: str, inputs: str, outputs: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Without("npt"))
+    sys.meta_path.insert(0, WithoutNPT())
     main(*sys.argv[1:])

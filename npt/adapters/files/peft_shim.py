@@ -1,39 +1,17 @@
-"""For those whose code speaks PEFT: after `npt.register_peft()`,
-`peft.PeftModel.from_pretrained(base, folder)` loads an NPT adapter.
+"""NPT adapters for code that uses PEFT: after `npt.register_peft()`,
+`peft.PeftModel.from_pretrained(base, folder)` loads one.
 
-PEFT has no door for a method that its own enumeration does not name (`register_peft_method` refuses
-it), but looks configuration and tuner up by the `peft_type` of the file in two public mappings. The
-entry "NPT" is put there on request, never on import. The tuner is a thin one: conversion, files'
-names and numbers are those of `npt.attach` and `npt.load_adapter`. One adapter at a time, no
-merging, and of a folder with consolidated updates only the adapter: for more than that, use the
-package itself.
+PEFT's `register_peft_method` refuses methods that its own enumeration does not name, but it looks
+configuration and tuner up in two public mappings by the file's `peft_type`. The entry "NPT" is put
+there on request, never on import.
 """
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from npt.adapters.attach import (
-    Override,
-    adapter_parameters,
-    attach,
-    detach,
-    npt_layers,
-    override_mode,
-    release_mode,
-)
-from npt.base.identity import base_identity
-from npt.config import NPTConfig
-from npt.errors import AdapterFileError, ConfigError, ModelError
+from npt.errors import ModelError
 from npt.extras import install_command
-
-PEFT_TYPE = "NPT"
-_PREFIX = "base_model.model."
 
 
 def register_peft() -> None:
@@ -44,9 +22,8 @@ def register_peft() -> None:
     """
     try:
         import peft
-        from peft.config import PeftConfig
         from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-        from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+        from peft.tuners.tuners_utils import BaseTuner
     except ImportError as error:
         raise ModelError(
             f"PEFT cannot be imported ({error}); install it with {install_command('peft')}"
@@ -57,215 +34,17 @@ def register_peft() -> None:
             f"PEFT {peft.__version__} has no way for a tuner to load its own tensors;"
             f" {install_command('peft')} --upgrade"
         )
-    # Keyed by a plain string: PEFT's keys are strings as well, members of its enumeration.
+    from npt.adapters.files.peft_tuner import PEFT_TYPE, NPTPeftConfig, NPTTuner
+
+    # keyed by a plain string: PEFT's keys are strings too, members of its enumeration
     configs: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING
     tuners: Any = peft.PEFT_TYPE_TO_TUNER_MAPPING
     prefixes: Any = PEFT_TYPE_TO_PREFIX_MAPPING
-    known = tuners.get(PEFT_TYPE)
-    if known is not None:
-        if getattr(known, "made_by", None) != __name__:
-            raise ModelError(
-                f"PEFT knows a method {PEFT_TYPE!r} already, {known.__module__}.{known.__name__};"
-                " nothing is registered"
-            )
-        return
-
-    @dataclass
-    class NPTPeftConfig(PeftConfig):
-        """`adapter_config.json` as PEFT reads it."""
-
-        base_hash: str | None = field(
-            default=None, metadata={"help": "hash of the base that the adapter was trained on"}
+    known = tuners.get(PEFT_TYPE, NPTTuner)
+    if known is not NPTTuner:
+        raise ModelError(
+            f"PEFT knows a method {PEFT_TYPE!r} already, {known.__module__}.{known.__name__};"
+            " nothing is registered"
         )
-        base_loading: dict[str, Any] | None = field(
-            default=None, metadata={"help": "how that base was loaded"}
-        )
-        base_parts: dict[str, Any] | None = field(
-            default=None, metadata={"help": "hashes of that base's parts"}
-        )
-        npt: dict[str, Any] = field(
-            default_factory=dict, metadata={"help": "settings of the adapter"}
-        )
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.peft_type = PEFT_TYPE
-
-    class NPTSwitch(nn.Module, BaseTunerLayer):
-        """What PEFT looks for in a model to see which adapters it has and whether they are on."""
-
-        adapter_layer_names = ("adapters",)
-
-        def __init__(self, adapter_name: str):
-            super().__init__()
-            self.adapters = nn.ModuleDict({adapter_name: nn.Identity()})
-            self._active_adapter = adapter_name
-
-    class NPTTuner(BaseTuner):
-        """A model with NPT adapters attached, as PEFT wants to see it."""
-
-        made_by = __name__
-        prefix = "npt."
-
-        def __init__(
-            self,
-            model: Any,
-            peft_config: Any,
-            adapter_name: str,
-            low_cpu_mem_usage: bool = False,
-            state_dict: Any = None,
-        ):
-            nn.Module.__init__(self)
-            self.model = model
-            self.peft_config = (
-                {adapter_name: peft_config}
-                if isinstance(peft_config, PeftConfig)
-                else dict(peft_config)
-            )
-            self.active_adapter = adapter_name
-            self.targeted_module_names: list[str] = []
-            self.targeted_parameter_names: list[str] = []
-            self.inject_adapter(model, adapter_name)
-            self.switch = NPTSwitch(adapter_name)
-            self.off: Override | None = None
-
-        def inject_adapter(self, model: Any, adapter_name: str, *_: Any, **__: Any) -> None:
-            if len(self.peft_config) > 1:
-                del self.peft_config[adapter_name]
-                raise ModelError(
-                    "an NPT adapter is alone on its model; load the other one onto a base of"
-                    " its own"
-                )
-            settings = self.peft_config[adapter_name]
-            try:
-                config = NPTConfig(**settings.npt)
-            except (ConfigError, TypeError) as error:
-                raise AdapterFileError(
-                    f"the adapter has a setting that cannot work: {error}"
-                ) from error
-            recorded = {"base_hash": settings.base_hash, "base_parts": settings.base_parts}
-            found = (
-                None
-                if recorded == dict.fromkeys(recorded)
-                else base_identity(model).mismatch(recorded)
-            )
-            if found is not None:
-                warnings.warn(
-                    f"the adapter was trained on another base: {found}; npt.load_base with the same"
-                    " quantisation gives that one",
-                    stacklevel=2,
-                )
-            attach(model, config)
-            for name, parameter in adapter_parameters(model).items():
-                parameter.requires_grad_(not settings.inference_mode)
-                self.targeted_parameter_names.append(name)
-            self.targeted_module_names = [f"model.layers.{index}" for index, _ in npt_layers(model)]
-
-        def disable_adapter_layers(self) -> None:
-            if self.off is None:
-                self.off = override_mode(self.model, "teacher")
-            self.switch._disable_adapters = True
-
-        def enable_adapter_layers(self) -> None:
-            """Switch back to what the layers did before, which is the teacher within
-            `npt.adapters_disabled`.
-            """
-            if self.off is not None:
-                release_mode(self.model, self.off)
-            self.off = None
-            self.switch._disable_adapters = False
-
-        def set_adapter(self, adapter_name: Any, inference_mode: bool = False) -> None:
-            names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-            if names != list(self.peft_config):
-                raise ModelError(
-                    f"the model has the adapter {', '.join(self.peft_config)}, not"
-                    f" {', '.join(names)}"
-                )
-            for parameter in adapter_parameters(self.model).values():
-                parameter.requires_grad_(not inference_mode)
-
-        def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
-            for parameter in adapter_parameters(self.model).values():
-                parameter.requires_grad_(requires_grad)
-
-        def unload(self) -> Any:
-            """The base, without adapters."""
-            detach(self.model)
-            return self.model
-
-        def merge_and_unload(self, *_: Any, **__: Any) -> Any:
-            raise ModelError(
-                "an NPT adapter depends on every token's context and cannot be merged; see"
-                " npt.consolidate for one token's"
-            )
-
-        merge_adapter = merge_and_unload
-
-        def delete_adapter(self, adapter_name: str) -> None:
-            raise ModelError(
-                "an NPT adapter is not deleted by name; call unload() for the base without it"
-            )
-
-        @classmethod
-        def _get_adapter_state_dict(
-            cls,
-            model: Any,
-            config: Any,
-            adapter_name: str,
-            state_dict: dict[str, Tensor],
-            unwanted_adapter_names: list[str],
-        ) -> dict[str, Tensor]:
-            return {key: tensor for key, tensor in state_dict.items() if ".npt." in key}
-
-        @classmethod
-        def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-            return key
-
-        @classmethod
-        def _remap_adapter_state_dict_for_load(
-            cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
-        ) -> dict[str, Tensor]:
-            """The stored tensors, once they are the model's, no more and no fewer, and
-            all finite.
-            """
-            wanted = {
-                _PREFIX + name: p for name, p in adapter_parameters(model.get_base_model()).items()
-            }
-            odd = sorted(set(wanted) ^ set(state_dict))
-            if odd:
-                raise AdapterFileError(
-                    f"the adapter {'lacks' if odd[0] in wanted else 'has the extra'} tensor"
-                    f" {odd[0]!r} ({len(odd)} such)"
-                )
-            for name, tensor in state_dict.items():
-                if (
-                    tensor.shape != wanted[name].shape
-                    or tensor.dtype != torch.float32
-                    or not bool(torch.isfinite(tensor).all())
-                ):
-                    raise AdapterFileError(
-                        f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, or not finite;"
-                        " the adapter is refused"
-                    )
-            return state_dict
-
-        # What PEFT's own tuners replace modules by has no place here.
-        @staticmethod
-        def _check_target_module_exists(peft_config: Any, key: str) -> bool:
-            return False
-
-        def _create_and_replace(self, *_: Any, **__: Any) -> None:
-            raise AssertionError("NPT converts whole layers")
-
-        def _mark_only_adapters_as_trainable(self, model: Any) -> None:
-            return None
-
-        def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
-            return peft_config
-
-    configs[PEFT_TYPE], tuners[PEFT_TYPE], prefixes[PEFT_TYPE] = (
-        NPTPeftConfig,
-        NPTTuner,
-        NPTTuner.prefix,
-    )
+    configs[PEFT_TYPE], tuners[PEFT_TYPE] = NPTPeftConfig, NPTTuner
+    prefixes[PEFT_TYPE] = NPTTuner.prefix

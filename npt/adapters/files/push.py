@@ -1,8 +1,7 @@
-"""Publishing an adapter: the folder that `npt.save_adapter` writes, put into a repository of a
-model hub.
+"""Publishing an adapter: the folder of `npt.save_adapter`, put into a repository of a model hub.
 
-What is pushed is looked through first, as loading would; a poisoned or incomplete adapter stays at
-home. The base itself never goes along.
+It is checked first, as loading would; a poisoned or incomplete adapter is not pushed. The base
+itself is never part of it.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def push_to_hub(
     message: str = "NPT adapter",
     token: str | None = None,
 ) -> str:
-    """Put an adapter into a repository of the hub, which is made where it does not exist.
+    """Put an adapter into a repository of the hub, which is made if it does not exist.
 
     Args:
         adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
             checkpoint, or a model with adapters attached.
         repo_id: USER/NAME.
-        private: whether a repository that is made is private; one that exists stays what it is.
-        revision: branch, which has to exist; default the main one.
+        private: of a repository that is made; one that exists stays what it is.
+        revision: branch, which must exist; default the main one.
         fidelity: content of a run's `fidelity.json`, for the model card; default what the folder's
             card says already.
         message: of the commit.
@@ -92,11 +91,7 @@ def push_to_hub(
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Copy an adapter's files, if they are usable.
-
-    Raises:
-        AdapterFileError: the numbers are missing or not finite.
-    """
+    """Copy an adapter's files, unless numbers are missing or not finite."""
     weights = source / WEIGHTS_NAME
     if not weights.is_file():
         raise AdapterFileError(f"{source} holds no {WEIGHTS_NAME}; the adapter is incomplete")
@@ -113,7 +108,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _prepare(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
-    """Write the card for the hub, and leave out where on this machine's disk a base lies."""
+    """Write the card for the hub, and leave out a base's path on this machine."""
     record = dict(find_adapter(folder).record)
     name = str(record["base_model_name_or_path"])
     local = Path(name).is_absolute() or name.startswith((".", "~"))

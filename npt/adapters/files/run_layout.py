@@ -1,4 +1,4 @@
-"""Names in a run's folder, for whatever writes it, resumes from it or loads from it."""
+"""Names in a run's folder, for all that writes it, resumes from it or loads from it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 CHECKPOINTS, BEST, ADAPTER = "checkpoints", "best", "adapter"
-"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the one that it ended with.
-"""
+"""`checkpoints/step-00000500/adapter`, `best/adapter`, and `adapter`, the last one."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -18,9 +17,7 @@ def step_name(step: int) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoint folders below `folder`, oldest first, without half-written ones, those
-    set aside, and links.
-    """
+    """Return the complete checkpoints below `folder`, oldest first, without links."""
     if not folder.is_dir():
         return []
     named = [
@@ -30,13 +27,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def adapter_places(folder: Path) -> list[Path]:
-    """Return the places of an adapter in its own folder, a run's or a checkpoint's, the preferred
-    one first.
-    """
+    """Return the places of an adapter in its own folder, a run's or a checkpoint's, best first."""
     newest = reversed(checkpoints(folder / CHECKPOINTS))
-    return [
-        folder,
-        folder / BEST / ADAPTER,
-        folder / ADAPTER,
-        *(checkpoint / ADAPTER for checkpoint in newest),
-    ]
+    return [folder, *(place / ADAPTER for place in (folder / BEST, folder, *newest))]

@@ -29,8 +29,7 @@ from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
-from npt.evaluation.greedy import continue_greedily, end_ids
-from npt.evaluation.greedy_divergence import Comparison, compare_prompts
+from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
 from npt.evaluation.metrics import COLUMNS
 from npt.runs.signals import StopOnSignal
 from npt.tools.collect.parts import Parts

@@ -30,8 +30,14 @@ from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
 from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.evaluation.metrics import Figures, compare_tokens, figures, per_sample_sums
-from npt.evaluation.states import final_states, predicting
+from npt.evaluation.metrics import (
+    Figures,
+    compare_tokens,
+    figures,
+    final_states,
+    per_sample_sums,
+    predicting,
+)
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
 PROBE_ALPHA = 0.1

@@ -72,7 +72,7 @@ class TestRoundTrip:
         got = adapter_parameters(other)["model.layers.1.npt.A"].view(-1)[:4]
         assert torch.equal(got.view(torch.int32), extreme.view(torch.int32))
 
-    def test_a_student_cast_to_16_bit_behind_attach_saves_what_loads_with_the_same_numbers(
+    def test_a_student_cast_to_16_bit_after_attach_saves_the_same_numbers(
         self, load_model, tmp_path
     ):
         model = load_model(None)
@@ -84,12 +84,10 @@ class TestRoundTrip:
         npt.load_adapter(other, tmp_path / "adapter")
         assert same(values(other), before)
 
-    def test_an_adapter_that_is_not_fp32_is_refused_by_name_and_nothing_is_written(
-        self, load_model, tmp_path
-    ):
+    def test_an_adapter_not_in_fp32_is_refused_by_name_and_not_written(self, load_model, tmp_path):
         model = student(load_model)
         parameter = adapter_parameters(model)["model.layers.1.npt.A"]
-        parameter.data = parameter.data.half()  # behind the back of the module
+        parameter.data = parameter.data.half()  # without the module noticing
         with pytest.raises(
             AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, an adapter is fp32"
         ):
@@ -336,7 +334,7 @@ DAMAGE = {
 }
 
 
-def test_a_folder_of_before_there_were_other_forms_loads_with_the_usual_one(load_model, saved):
+def test_a_folder_older_than_other_forms_loads_with_the_usual_one(load_model, saved):
     in_record(
         lambda r: [r["npt"].pop(name) for name in ("ranks", "mult_form", "init_a", "init_std_m")]
     )(saved)
@@ -399,7 +397,7 @@ class TestRefusedLoad:
         npt.load_adapter(other, saved, check_base=False)
         assert same(values(other), values(student(load_model)))
 
-    def test_statistics_that_another_device_rounds_otherwise_do_not_matter(self, load_model, saved):
+    def test_statistics_that_a_device_rounds_otherwise_do_not_matter(self, load_model, saved):
         other = load_model()
         round_otherwise(other)
         assert npt.base_hash(other) != npt.base_hash(load_model())

@@ -164,7 +164,7 @@ def student(
 def exported(
     model: Any, tokenizer: Any, folder: Path, precision: str | None = None, **arguments: Any
 ) -> Any:
-    """The student by way of a folder; every key of which has to fit."""
+    """Return the student by way of a folder, all keys of which must fit."""
     folder.mkdir(parents=True)
     write_export(model, tokenizer, folder, precision)
     return loaded(folder, **arguments)
@@ -215,7 +215,7 @@ def test_an_exported_student_gives_the_students_logits_bit_for_bit(tmp_path, qua
 
 
 @pytest.mark.parametrize("family", MAKE)
-def test_every_family_is_exported_with_its_windows_and_its_heads_untied(tmp_path, family):
+def test_every_family_is_exported_with_its_windows_and_untied_heads(tmp_path, family):
     model, tokenizer = student(
         save_base(family, tmp_path / "base"),
         quantization="nf4" if "window" in family else None,
@@ -268,7 +268,7 @@ def test_what_the_base_computes_in_is_exported_with_it(base, tmp_path, given):
     assert_same(exported(model, tokenizer, tmp_path / "out"), model)
 
 
-def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(base, tmp_path):
+def test_consolidated_rows_are_exported_also_without_an_adapter(base, tmp_path):
     model, tokenizer = student(base, layers="2,3")
     generator = torch.Generator().manual_seed(1)
 
@@ -286,7 +286,7 @@ def test_consolidated_rows_are_exported_also_those_of_layers_without_an_adapter(
     assert_same(exported(model, tokenizer, tmp_path / "out"), model)
 
 
-def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(base, tmp_path):
+def test_a_checkpoint_without_double_quantisation_is_exported(base, tmp_path):
     from transformers import BitsAndBytesConfig
 
     plain = BitsAndBytesConfig(
@@ -302,9 +302,7 @@ def test_a_checkpoint_in_4_bit_without_double_quantisation_is_exported_as_it_is(
     assert_same(found, model)
 
 
-def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_rounding_lets_it(
-    base, tmp_path
-):
+def test_a_packed_base_exported_in_16_bit_needs_no_bitsandbytes(base, tmp_path):
     model, tokenizer = student(base)
     found = exported(model, tokenizer, tmp_path / "out", "16bit")
     assert not quantized_linears(found) and "quantization_config" not in json.loads(
@@ -319,7 +317,7 @@ def test_a_packed_base_in_16_bit_needs_no_bitsandbytes_and_is_as_near_as_roundin
     assert 0 < float((logits(found) - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
 
-def test_weights_that_16_bit_cannot_hold_are_stored_in_32_unless_16_is_asked_for(base, tmp_path):
+def test_weights_too_exact_for_16_bit_are_stored_in_32_by_default(base, tmp_path):
     model, tokenizer = student(base, quantization=None)
     with torch.no_grad():
         model.model.norm.weight.add_(1e-5)
@@ -332,7 +330,7 @@ def test_weights_that_16_bit_cannot_hold_are_stored_in_32_unless_16_is_asked_for
     assert sizes["32"] - sizes["16"] == 2 * model.config.hidden_size
 
 
-def test_the_adapter_stays_in_fp32_when_the_model_is_loaded_or_cast_in_16_bit(base, tmp_path):
+def test_the_adapter_stays_in_fp32_in_a_model_of_16_bit(base, tmp_path):
     model, tokenizer = student(base)
     found = exported(model, tokenizer, tmp_path / "out", dtype=torch.bfloat16)
     own = {name: p for name, p in found.named_parameters() if ".npt." in name}
@@ -374,7 +372,7 @@ def test_it_writes_what_npt_generate_writes(base, tmp_path):
     assert torch.equal(new, without)
 
 
-def test_hidden_states_gradients_and_checkpointing_work_as_for_any_model(base, tmp_path):
+def test_hidden_states_gradients_and_checkpointing_work_as_usual(base, tmp_path):
     found = exported(*student(base, quantization=None), tmp_path / "out")
     assert (
         len(found(IDS, output_hidden_states=True).hidden_states)
@@ -407,7 +405,7 @@ def test_weights_come_in_several_files_and_no_two_are_held_at_once(base, tmp_pat
     assert_same(found, model)
 
 
-def test_the_exported_code_imports_torch_and_transformers_and_itself_alone():
+def test_the_exported_code_imports_torch_and_transformers_alone():
     for file in CODE_FILES:
         for node in ast.walk(ast.parse((CODE / file).read_text())):
             if isinstance(node, ast.Import):
@@ -420,7 +418,7 @@ def test_the_exported_code_imports_torch_and_transformers_and_itself_alone():
                 assert not node.level or f"{node.module}.py" in CODE_FILES
 
 
-def test_whoever_does_not_know_the_model_refuses_it_rather_than_load_its_base(base, tmp_path):
+def test_code_that_does_not_know_the_model_type_refuses_it(base, tmp_path):
     (tmp_path / "out").mkdir()
     write_export(*student(base), tmp_path / "out")
     with pytest.raises(ValueError, match=r"npt_llama|trust_remote_code"):
@@ -442,7 +440,7 @@ class TestCommand:
     def run(self, *arguments: object) -> int:
         return main(["export", *map(str, arguments)])
 
-    def test_a_folder_is_checked_by_a_process_without_npt_and_its_card_runs_as_printed(
+    def test_a_process_without_npt_checks_a_folder_and_its_card_runs(
         self, adapter, tmp_path, capsys, monkeypatch
     ):
         out = tmp_path / "out"
@@ -472,7 +470,7 @@ class TestCommand:
         return mask
 
     def refused(self, capsys: Any, out: Path, *arguments: object, status: int = 2) -> str:
-        """One line, and nothing where it was to be written."""
+        """Expect one line, and nothing written."""
         before = sorted(out.parent.rglob("*"))
         assert self.run("--output", out, *arguments) == status
         said = capsys.readouterr().err
@@ -489,7 +487,7 @@ class TestCommand:
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_text("")
         for name in ("full", "full/file"):
-            assert "is there and not empty; choose another" in self.refused(
+            assert "exists and is not empty; choose another" in self.refused(
                 capsys, tmp_path / name, "--adapter", adapter
             )
 

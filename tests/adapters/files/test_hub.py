@@ -128,9 +128,7 @@ def test_only_the_files_of_an_adapter_travel_either_way(hub: Hub, folder, load_m
     assert fetched == THREE
 
 
-def test_a_revision_is_loaded_by_branch_or_commit_and_a_wrong_one_is_named(
-    hub: Hub, folder, load_model
-):
+def test_a_revision_is_loaded_and_a_wrong_one_is_named(hub: Hub, folder, load_model):
     npt.push_to_hub(folder, "me/adapter")
     hub.branches["me/adapter"].add("v1")
     for revision in ("v1", hub.commit_of("me/adapter")):

@@ -141,7 +141,7 @@ def test_nothing_is_registered_unless_it_is_asked_for(load_model, folder, monkey
         peft.get_peft_model(load_model(), peft.PeftConfig.from_pretrained(folder))
 
 
-def test_registering_twice_is_registering_once_and_another_method_of_the_name_stays(monkeypatch):
+def test_registering_twice_is_registering_once(monkeypatch):
     from peft import PEFT_TYPE_TO_TUNER_MAPPING
 
     tuner = PEFT_TYPE_TO_TUNER_MAPPING["NPT"]

@@ -63,9 +63,7 @@ def test_the_recipe_that_is_written_is_what_load_base_was_given(tmp_path):
         assert expected.changed == loaded
 
 
-def test_a_record_that_does_not_say_how_the_base_was_loaded_is_refused_with_the_way_around(
-    tmp_path,
-):
+def test_a_record_without_the_bases_loading_is_refused_with_a_remedy(tmp_path):
     saved(tmp_path / "adapter", RECIPES["nf4"])
     path = tmp_path / "adapter" / CONFIG_NAME
     record, recipe = json.loads(path.read_text()), Recipe().as_record()
@@ -151,7 +149,7 @@ class TestFolders:
             shutil.rmtree(run / "checkpoints" / name)
         assert adapter_folder(run, FILES) == run / "checkpoints" / "step-00000002" / "adapter"
 
-    def test_of_a_checkpoint_it_is_its_own_and_of_an_adapters_folder_itself(self, run):
+    def test_a_checkpoint_and_an_adapters_folder_give_their_own_adapter(self, run):
         checkpoint = run / "checkpoints" / "step-00000002"
         assert (
             adapter_folder(checkpoint, FILES)
@@ -190,7 +188,7 @@ def test_the_card_of_a_repository_names_the_repository(tmp_path):
     assert '"."' not in card and "this folder" not in card
 
 
-def test_a_converted_model_is_not_saved_as_a_whole_and_a_detached_one_is(load_model, tmp_path):
+def test_only_a_detached_model_is_saved_as_a_whole(load_model, tmp_path):
     model = load_model(None)
     npt.attach(model, npt.NPTConfig(rank=2, layers="1"))
     with pytest.raises(ModelError, match=r"would load as its base; npt\.save_adapter"):

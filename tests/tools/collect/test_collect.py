@@ -25,7 +25,7 @@ from npt.data.encoding import Counts
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
-from npt.evaluation.greedy_divergence import compare_prompts
+from npt.evaluation.greedy import compare_prompts
 from npt.tools.collect.collect import collect
 
 NEW = 5
@@ -229,7 +229,7 @@ def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_
 
 
 def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkeypatch) -> None:
-    from npt.evaluation import greedy_divergence as module
+    from npt.evaluation import greedy as module
 
     prompts = [Sample("p", tuple(tokenizer("import os")["input_ids"]))]
     (before,) = compare_prompts(close, prompts, NEW, frozenset({1}))
@@ -453,6 +453,6 @@ def test_a_poisoned_student_is_refused_by_the_prompt_that_shows_it(
 ) -> None:
     with torch.no_grad():
         next(iter(adapter_parameters(student).values()))[0, 0] = math.nan
-    with pytest.raises(NumericalError, match=r"the student's logits behind p\d@0 are not finite"):
+    with pytest.raises(NumericalError, match=r"the student's logits after p\d@0 are not finite"):
         gather(student, tokenizer, tmp_path / "failures.jsonl")
     assert (tmp_path / "failures.jsonl").read_bytes() == b""

@@ -1,3 +1,1 @@
-"""The code that an exported folder carries. It stands for itself: nothing here imports npt, and npt
-imports none of it.
-"""
+"""The code of an exported folder: nothing here imports npt, and npt imports none of it."""

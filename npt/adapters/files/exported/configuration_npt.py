@@ -1,15 +1,13 @@
 """Configurations of exported NPT models: that of the base's family, and the form of its modulation.
 
-The types have names of their own, so that whatever does not know them refuses them instead of
-loading the base alone.
+The types have names of their own, so that code without them does not load the base alone.
 """
 
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 # `npt` holds, for every family:
 #     ranks            layer -> rank of its code z = A a, of the layers that are modulated
-# rows             layer -> targets that have a scale and a bias for every row besides (consolidated
-# updates)
+#     rows             layer -> targets that have a scale and a bias per row (consolidated updates)
 #     targets          which products are modulated: gate, up, down
 #     multiplicative   whether there is the factor m = 1 + mult_bound * (2 sigmoid(M z) - 1)
 #     additive         whether there is the summand s = additive_scale * (B z)
@@ -18,9 +16,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, S
 
 
 def _attention_alone(config) -> dict:
-    """Its plan for tensor parallelism without the MLPs: the modulation needs their
-    products whole.
-    """
+    """Return the plan for tensor parallelism without MLPs: modulation needs whole products."""
     return {name: style for name, style in config.base_model_tp_plan.items() if ".mlp." not in name}
 
 

@@ -4,7 +4,7 @@ transformers, nothing else.
 A decoder layer computes, from a token's state h and its attention output a =
 Attention(RMSNorm1(h)):
 
-    x = RMSNorm2(h)                  h + a in its place where the residual is kept
+    x = RMSNorm2(h)                  of h + a if the residual is kept
     z = A a                          a low-rank code of the attention output
     m = 1 + beta (2 sigmoid(M z) - 1),   s = alpha (B z)        for each of gate, up, down
     gate' = m_gate * gate_proj(x) + s_gate        and likewise up' and down'
@@ -56,8 +56,8 @@ FORMS = {
 class NPTAdapter(nn.Module):
     """The modulation of one layer, in fp32 whatever the model around it computes in.
 
-    Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which
-    stand in front of the modulation. O is F for gate and up, D for down.
+    Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which are
+    applied before the modulation. O is F for gate and up, D for down.
     """
 
     def __init__(self, config, index: int):
@@ -84,9 +84,7 @@ class NPTAdapter(nn.Module):
         self.keep_residual = form["keep_residual"] or rank is None
 
     def _apply(self, fn, recurse: bool = True):
-        """Move with the model and keep every number: `model.to(torch.bfloat16)` is meant for the
-        base.
-        """
+        """Move with the model and keep every number: `model.to(torch.bfloat16)` means the base."""
 
         def moved(tensor: Tensor) -> Tensor:
             found = fn(tensor)
@@ -95,14 +93,14 @@ class NPTAdapter(nn.Module):
         return super()._apply(moved, recurse)
 
     def code(self, attention: Tensor) -> Tensor | None:
-        """z = A a: [..., D] -> [..., R]; None where the layer has rows alone."""
+        """Return z = A a: [..., D] -> [..., R]; None if the layer has rows alone."""
         if self.A is None:
             return None
         with torch.autocast(attention.device.type, enabled=False):
             return F.linear(attention.to(self.A.dtype), self.A)
 
     def modulate(self, target: str, y: Tensor, z: Tensor | None) -> Tensor:
-        """y' of one product, [..., O], in the dtype of y."""
+        """Return y' of one product, [..., O], in the dtype of y."""
         with torch.autocast(y.device.type, enabled=False):
             if target in self.row_scale:
                 y = (self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]).to(
@@ -118,15 +116,13 @@ class NPTAdapter(nn.Module):
             return out.to(y.dtype)
 
     def multiplier(self, u: Tensor) -> Tensor:
-        """m of u = M z; 2 sigmoid(u) - 1 as tanh(u / 2), which is exact near 0."""
+        """Return m of u = M z; 2 sigmoid(u) - 1 as tanh(u / 2), which is exact near 0."""
         other = FORMS.get(self.form["mult_form"])
         return 1.0 + self.form["mult_bound"] * torch.tanh(0.5 * u) if other is None else other(u)
 
 
 class NPTLayer(nn.Module):
-    """The forward of a decoder layer in NPT form; stands in front of the family's own class, whose
-    modules these are.
-    """
+    """The forward of a decoder layer in NPT form, with the modules of the family's own class."""
 
     npt: NPTAdapter
     input_layernorm: Any
@@ -161,37 +157,20 @@ class NPTLayer(nn.Module):
         return stream + npt.modulate("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
 
 
-class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
-    pass
-
-
-class NPTMistralDecoderLayer(NPTLayer, MistralDecoderLayer):
-    pass
-
-
-class NPTQwen2DecoderLayer(NPTLayer, Qwen2DecoderLayer):
-    pass
-
-
-class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
-    pass
-
-
-class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
-    pass
-
-
 LAYERS = {
-    LlamaDecoderLayer: NPTLlamaDecoderLayer,
-    MistralDecoderLayer: NPTMistralDecoderLayer,
-    Qwen2DecoderLayer: NPTQwen2DecoderLayer,
-    Qwen3DecoderLayer: NPTQwen3DecoderLayer,
-    SmolLM3DecoderLayer: NPTSmolLM3DecoderLayer,
+    cls: type(f"NPT{cls.__name__}", (NPTLayer, cls), {})
+    for cls in (
+        LlamaDecoderLayer,
+        MistralDecoderLayer,
+        Qwen2DecoderLayer,
+        Qwen3DecoderLayer,
+        SmolLM3DecoderLayer,
+    )
 }
 
 
 class NPTModel(PreTrainedModel):
-    """What an NPT model has over its family's; stands in front of the family's own class."""
+    """The additions of an NPT model to its family's own class."""
 
     _keep_in_fp32_modules_strict = ["npt"]  # noqa: RUF012 - as transformers has it
     _no_split_modules = [cls.__name__ for pair in LAYERS.items() for cls in pair]  # noqa: RUF012

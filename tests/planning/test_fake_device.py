@@ -1,4 +1,4 @@
-"""Hollow models: what is counted without storage is what the same calls take with it."""
+"""Fake devices: the memory counted without storage is that of the same calls with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.fake_model import Hollow, bytes_of
+from npt.planning import fake_device
+from npt.planning.fake_device import FakeDevice, bytes_of
 from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
 
 ROWS, LENGTH = 3, 40
@@ -39,10 +40,10 @@ def stored(quantization: str | None) -> torch.dtype:
 
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_hollow_base_counts_the_bytes_of_a_real_one(quantization, tied) -> None:
+def test_a_fake_base_counts_the_bytes_of_a_real_one(quantization, tied) -> None:
     config = LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": tied})
-    hollow = Hollow().base(config, quantization, stored(quantization), ADAPTER)
-    assert bytes_of(hollow) == storage_bytes(
+    fake = FakeDevice().base(config, quantization, stored(quantization), ADAPTER)
+    assert bytes_of(fake) == storage_bytes(
         tensors_of(random_base(config, quantization=quantization, device="cpu"))
     )
 
@@ -66,11 +67,11 @@ def test_a_hollow_base_counts_the_bytes_of_a_real_one(quantization, tied) -> Non
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_the_peak_of_a_hollow_micro_batch_is_that_of_a_real_one(quantization, settings) -> None:
+def test_the_peak_of_a_fake_micro_batch_is_that_of_a_real_one(quantization, settings) -> None:
     config = TrainConfig(**settings)
 
     def count() -> tuple[int, int]:
-        place = Hollow()
+        place = FakeDevice()
         model, batch = (
             place.base(LLAMA, quantization, stored(quantization), ADAPTER),
             place.batch(ROWS, LENGTH),
@@ -80,14 +81,14 @@ def test_the_peak_of_a_hollow_micro_batch_is_that_of_a_real_one(quantization, se
         )
 
     counted, again = count()
-    gc.collect()  # nothing hollow is to be taken for something real
+    gc.collect()  # nothing fake is to be taken for something real
     model = random_base(LLAMA, quantization=quantization, device="cpu")
     npt.attach(model, ADAPTER)
     for parameter in adapter_parameters(model).values():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(300, (ROWS, LENGTH))
     real = batch_from_tensors(ids, torch.ones_like(ids)).to(torch.device("cpu"))
-    drive(model, real, config)  # what is made once, like tables of positions, is there
+    drive(model, real, config)  # makes what is made once, like tables of positions
     measured = peak_bytes(lambda: drive(model, real, config), "cpu").added
     # The buffers of the attention kernel, some tens of KiB, are in the measured figure alone; all
     # else is the same to the byte.
@@ -95,7 +96,7 @@ def test_the_peak_of_a_hollow_micro_batch_is_that_of_a_real_one(quantization, se
 
 
 def test_a_layer_of_the_largest_models_is_counted_without_memory() -> None:
-    place = Hollow()
+    place = FakeDevice()
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=8192,
@@ -120,14 +121,13 @@ def test_a_layer_of_the_largest_models_is_counted_without_memory() -> None:
 def test_few_blocks_of_rows_take_what_all_of_them_take(monkeypatch) -> None:
     """Blocks of some rows, as a layer of a large model has hundreds of."""
     from npt.adapters import fused
-    from npt.planning import fake_model as hollow
 
     monkeypatch.setitem(fused.BLOCK, "cpu", 12 * 160)
-    place = Hollow()
+    place = FakeDevice()
     model, batch = place.base(LLAMA, "nf4", torch.bfloat16, ADAPTER), place.batch(ROWS, LENGTH)
     counts = []
-    for blocks in (hollow._few_blocks, contextlib.nullcontext):
-        monkeypatch.setattr(hollow, "_few_blocks", blocks)
+    for blocks in (fused.few_blocks, contextlib.nullcontext):
+        monkeypatch.setattr(fake_device, "few_blocks", blocks)
         counts += [
             place.peak_of(
                 lambda strategy=strategy: drive(model, batch, TrainConfig(strategy=strategy))
@@ -143,7 +143,7 @@ def test_attention_of_fp32_on_cuda_is_counted_in_linear_memory(monkeypatch, atte
     """The kernels' shapes are torch's own; that a device takes them is said to it here."""
     monkeypatch.setattr(npt.base.attention, "_on_cuda_in_fp32", lambda *tensors: True)
     monkeypatch.setattr(npt.base.attention, "_has_exact_backward", lambda query, causal: True)
-    place = Hollow()
+    place = FakeDevice()
     model = place.base(LLAMA, "nf4", torch.bfloat16, ADAPTER, attn_implementation=attention)
     config = TrainConfig(strategy="end_to_end")
     batches = [place.batch(1, length) for length in (512, 1024)]
