@@ -56,7 +56,7 @@ import transformers
 
 import npt
 from flop_count import count_flops
-from npt.adapters.attach import resolve_layers
+from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError

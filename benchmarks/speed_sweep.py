@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from npt.adapters.attach import format_layers, resolve_layers
+from npt.adapters.fit import format_layers, resolve_layers
 from speed_runs import SHAPES, Setting, Student, make_base, make_batch
 
 KINDS = ("local", "two_model")

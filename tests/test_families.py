@@ -14,8 +14,8 @@ from torch.testing import assert_close
 import npt
 from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.adapters.layer import NPT_FORMS
-from npt.adapters.stream import model_inputs, open_stream
-from npt.base.families import FAMILIES, sliding_layers
+from npt.adapters.stream import model_inputs, open_stream, sliding_layers
+from npt.base.families import FAMILIES
 from npt.cli.main import main
 from npt.config import RESIDUALS, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
@@ -325,15 +325,6 @@ def test_a_saved_adapter_loads_only_onto_a_base_of_its_window(model, folder, tmp
         other = load(folder)
         other.config.sliding_window = WINDOW + 1
         assert npt.base_hash(other) != npt.base_hash(fresh)
-
-
-def test_the_context_of_all_layers_is_refused_where_they_differ(model):
-    stream = open_stream(model, padded("right"))
-    if len(set(sliding_layers(model.config))) == 1:
-        assert stream.context.keys() == stream.context_of(decoder_layers(model)[0]).keys()
-    else:
-        with pytest.raises(ModelError, match="do not all look back equally far"):
-            _ = stream.context
 
 
 def test_an_unknown_kind_of_layer_is_refused(model, monkeypatch):

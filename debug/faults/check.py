@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from faults.bench import FIRST_ID, Base, Run, Setting, Student, difference
-from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import detach, npt_layers
+from npt.adapters.layer import NPTAdapter
 from npt.data.batch import Batch, Sample
 from npt.distill.local import MicroBatch
 

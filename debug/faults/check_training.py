@@ -49,7 +49,7 @@ def keyed(base: Base) -> str:
     seen = 0
     for side in ("left", "right"):
         batch = collate(samples_of(base), PAD_ID, side=side, length=20).to(device_of(base))
-        mask = open_stream(base.model, batch).context["attention_mask"]
+        mask = open_stream(base.model, batch).masks[0]
         if mask is None:
             raise Wrong(f"padded on the {side} there is no mask at all")
         if mask.ndim != 4:

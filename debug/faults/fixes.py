@@ -16,7 +16,8 @@ from rich.text import Text
 from faults import check_maths, check_training
 from faults.bench import Base
 from faults.check import Check
-from npt.adapters.attach import check_fit, detach
+from npt.adapters.attach import detach
+from npt.adapters.fit import check_fit
 from npt.base.load import load_base, read_config
 from npt.base.precision import quantization_of
 from npt.base.quantization_error import set_matmul_precision

@@ -75,7 +75,7 @@ def masked_row(form: str) -> Callable[[Setting], tuple[str | None, str]]:
 
     def look(setting: Setting) -> tuple[str | None, str]:
         batch, as_form = setting.batch((0, 0)), MASK_FORMS[form]
-        mask = open_stream(Student(setting).model, batch).context["attention_mask"].clone()
+        mask = open_stream(Student(setting).model, batch).masks[0].clone()
         if mask_fault(as_form(mask), batch.attention_mask) is not None:
             return "an alarm about the sound mask", "none"
         mask[1, :, 5] = False

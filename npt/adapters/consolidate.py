@@ -1,19 +1,17 @@
-"""Making one token's modulation part of the model, for good and for every token: the permanent
-update.
+"""Consolidation: one token's modulation becomes part of the model, for every token.
 
 A token's modulation of a product, y' = m * y + s, is a scale and a bias for every row of the frozen
-weight. Taken at strength alpha,
+weight. At strength alpha,
 
     y' = (1 + alpha (m - 1)) * y + alpha s
 
-it stands beside the product (npt/base/rows.py) from then on, whatever the token: not a byte of the
-weight is written, so that it is exact on a 4-bit base and goes away without a trace. With alpha in
-(0, 1] the scale lies within the modulation's own bounds and is never 0.
+it is applied to every token's product from then on (npt/base/rows.py). No byte of the weight is
+written: it is exact on a 4-bit base and goes away without a trace. With alpha in (0, 1] the scale
+lies within the modulation's own bounds and is never 0.
 
-The rows belong to the model that teacher and student share. Live adapters modulate the products
-that come out of them, a model without adapters has them as well, and inside
-`consolidation_disabled` all are as they were before. Updates stack: each acts on what the ones
-before it made, the history holds them all, and the last is the first to go.
+Teacher and student share the rows, live adapters modulate their results, and a model without
+adapters has them as well. Updates stack: each acts on the result of those before it, and the last
+is the first to go.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import decoder_layers, format_layers, viewed
+from npt.adapters.attach import decoder_layers, viewed
+from npt.adapters.fit import format_layers
 from npt.adapters.token_modulation import TokenModulation
 from npt.base.rows import Rows, check_row_scalable, set_rows
 from npt.config import TARGETS
@@ -41,9 +40,9 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class Update:
-    """One consolidated modulation: the rows of every place, and what they came from.
+    """One consolidated modulation.
 
-    rows: scale and bias [O], fp32, on the host. record: of where it came from, for the history:
+    rows: scale and bias [O] of each place, fp32, on the host. record: its origin, for the history:
     text, token, alpha and more, all JSON.
     """
 
@@ -64,13 +63,13 @@ def update_from(
     targets: Collection[str] | None = None,
     record: dict[str, Any] | None = None,
 ) -> Update:
-    """The update that a token's modulation makes at a strength.
+    """Return the update that a token's modulation makes at a strength.
 
     Args:
         modulation: of `modulation_of`.
-        alpha: above 0, and at most 1, where every token is modulated as that one was.
-        layers, targets: of the modulation's own, those that are taken; default all.
-        record: kept in the history beside the token, alpha and the layers.
+        alpha: above 0; at 1 every token is modulated as that one was.
+        layers, targets: of the modulation; default all.
+        record: kept in the history together with the token, alpha and the layers.
 
     Raises:
         ConfigError: alpha out of range, or layers or targets that the modulation does not have.
@@ -91,9 +90,10 @@ def update_from(
             f"--targets is {', '.join(sorted(wanted)) or 'none'}; the adapter modulates"
             f" {', '.join(sorted(have))}"
         )
+    targets = [t for t in TARGETS if t in wanted]
     rows: dict[Place, Rows] = {}
     for index in sorted(chosen):
-        for target in (t for t in TARGETS if t in wanted and t in modulation.terms[index]):
+        for target in (t for t in targets if t in modulation.terms[index]):
             m, s = (
                 part if part is None else part.detach().to("cpu", torch.float32)
                 for part in modulation.terms[index][target]
@@ -102,24 +102,21 @@ def update_from(
             assert like is not None
             scale = torch.ones_like(like) if m is None else 1.0 + alpha * (m - 1.0)
             rows[index, target] = (scale, torch.zeros_like(like) if s is None else alpha * s)
-    told = {"token": modulation.token, "token_id": modulation.token_id, "alpha": alpha}
-    return Update(
-        rows,
-        {
-            **(record or {}),
-            **told,
-            "layers": format_layers(tuple(sorted(chosen))),
-            "targets": [t for t in TARGETS if t in wanted],
-        },
-    )
+    origin = {
+        "token": modulation.token,
+        "token_id": modulation.token_id,
+        "alpha": alpha,
+        "layers": format_layers(tuple(sorted(chosen))),
+        "targets": targets,
+    }
+    return Update(rows, {**(record or {}), **origin})
 
 
 def consolidate(model: PreTrainedModel, update: Update) -> None:
-    """Make an update part of the model, on top of those before it. A refused update changes
-    nothing.
+    """Make an update part of the model, on top of those before it; if refused, change nothing.
 
     Raises:
-        ConfigError: rows that are not finite, or whose scale is not above 0.
+        ConfigError: rows that are not finite, or a scale that is not above 0.
         ModelError: rows that do not fit the model, or updates are switched off at present.
     """
     check_enabled(model)
@@ -128,17 +125,14 @@ def consolidate(model: PreTrainedModel, update: Update) -> None:
 
 
 def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update, ...]:
-    """Take back the last updates: the model is then, bit for bit, what it was before them.
+    """Take back the last `count` updates, bit for bit, and return them, oldest first.
 
     Args:
         model: with updates or without.
-        count: how many; None for all.
-
-    Returns:
-        Those that were taken back, oldest first.
+        count: None for all.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: the model has fewer.
         ModelError: updates are switched off at present.
     """
     check_enabled(model)
@@ -151,15 +145,13 @@ def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update
 
 
 def consolidated(model: PreTrainedModel) -> tuple[Update, ...]:
-    """The updates that are part of the model, oldest first."""
+    """Return the updates that are part of the model, oldest first."""
     return getattr(viewed(model), _HISTORY, ())
 
 
 @contextmanager
 def consolidation_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Within the context the model computes as it did before any update; its history
-    stays. Nests.
-    """
+    """Let the model compute as before any update within the context. Nests."""
     model = viewed(model)
     _apply(model, ())
     setattr(model, _OFF, getattr(model, _OFF, 0) + 1)
@@ -178,11 +170,7 @@ _OFF = "_npt_consolidation_off"
 
 
 def check_update(model: PreTrainedModel, update: Update) -> None:
-    """Refuse an update that does not fit the model or would poison it.
-
-    Raises:
-        ConfigError, ModelError: as `consolidate`.
-    """
+    """Refuse an update that does not fit the model or would poison it; errors as `consolidate`."""
     layers = decoder_layers(model)
     for (index, target), (scale, bias) in update.rows.items():
         if not 0 <= index < len(layers) or target not in TARGETS:
@@ -197,9 +185,8 @@ def check_update(model: PreTrainedModel, update: Update) -> None:
                 f"layer {index}, {target}: the update has {list(scale.shape)} scales and"
                 f" {list(bias.shape)} biases, the model {product.out_features} rows"
             )
-        if not bool(
-            torch.isfinite(scale).all() and torch.isfinite(bias).all() and (scale > 0).all()
-        ):
+        finite = torch.isfinite(scale).all() and torch.isfinite(bias).all()
+        if not bool(finite and (scale > 0).all()):
             raise ConfigError(
                 f"layer {index}, {target}: the update has a scale or bias that is not finite, or a"
                 " scale that is not above 0"
@@ -207,16 +194,12 @@ def check_update(model: PreTrainedModel, update: Update) -> None:
 
 
 def product_of(layer: Any, target: str) -> Any:
-    """The linear layer whose product a target is."""
+    """Return the linear layer whose product a target is."""
     return getattr(layer.mlp, TARGETS[target].module)
 
 
 def check_enabled(model: PreTrainedModel) -> None:
-    """Refuse to change updates that are switched off.
-
-    Raises:
-        ModelError: they are.
-    """
+    """Refuse, with a ModelError, to change updates that are switched off."""
     if getattr(viewed(model), _OFF, 0):
         raise ModelError(
             "the model's updates are switched off; leave npt.consolidation_disabled first"
@@ -233,9 +216,7 @@ def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
 
 
 def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
-    """Give every place the rows of these updates, one behind the other: y -> scale_2 (scale_1 y +
-    bias_1) + bias_2.
-    """
+    """Give every place the rows of these updates: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
     composed: dict[Place, tuple[Tensor, Tensor]] = {}
     for update in history:
         for place, (scale, bias) in update.rows.items():
@@ -245,7 +226,7 @@ def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
             composed[place] = (scale, bias)
     layers = decoder_layers(model)
     before = {place for update in consolidated(model) for place in update.rows}
-    with torch.inference_mode(False):  # gradients pass the products beside which the rows stand
+    with torch.inference_mode(False):  # gradients pass the products and their rows
         for index, target in before | set(composed):
             rows = composed.get((index, target))
             set_rows(

@@ -1,4 +1,4 @@
-"""The NPT decoder layer: a class that a decoder layer becomes in place, and goes back from.
+"""The NPT decoder layer and its adapter.
 
 A converted layer keeps its modules, parameter names and hooks; only its class changes, to a
 subclass of itself, and it gains the child `npt`. A wrapper would not do: transformers finds decoder
@@ -7,8 +7,10 @@ layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +20,147 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
-from npt.adapters.adapter import NPTAdapter
+from npt.adapters.modulation import Terms, modulate
+from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import call_around
+from npt.config import TARGETS, NPTConfig
+
+Mode = Literal["student", "teacher", "floor"]
+"""A layer computes the NPT form, the untouched base, or the NPT form without any modulation
+(attention dropped)."""
+
+Observer = Callable[[dict[str, Tensor | None]], None]
+"""Is shown stages of a layer's pass by name, None if the adapter's form has no such stage, and
+changes none of them."""
+
+
+class NPTAdapter(nn.Module):
+    """The trainable A, B, M of a layer, fp32 whatever the model around it is cast to.
+
+    `A` is [R, D]; `B[target]` and `M[target]` are [O, R], with O = F for gate and up, D for down.
+    `observer`, if set, is shown the stages of each pass, from `h` to `o`. `recode`, if set,
+    replaces the tokens' codes (npt/tools/editing/transplant.py).
+
+    Args:
+        config: form and size.
+        hidden_size: D.
+        ffn_size: F.
+        generator: on the CPU, source of the random start.
+    """
+
+    def __init__(
+        self,
+        config: NPTConfig,
+        hidden_size: int,
+        ffn_size: int,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.mode: Mode = "student"
+        self.observer: Observer | None = None
+        self.recode: Callable[[Tensor], Tensor] | None = None
+        sizes = {"ffn": ffn_size, "hidden": hidden_size}
+
+        def normal(rows: int, columns: int, std: float) -> nn.Parameter:
+            if std == 0:
+                return nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32))
+            values = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
+            return nn.Parameter(std * values)
+
+        def by_target(present: bool, std: float) -> nn.ParameterDict:
+            widths = {t: sizes[TARGETS[t].width] for t in config.targets if present}
+            return nn.ParameterDict({t: normal(o, config.rank, std) for t, o in widths.items()})
+
+        self.A = normal(config.rank, hidden_size, config.init_std_a)
+        if config.init_a == "kaiming":
+            # as LoRA's A: uniform within 1 / sqrt(D)
+            nn.init.kaiming_uniform_(self.A, a=math.sqrt(5), generator=generator)
+        # With the attention residual kept the student must equal its base at the start.
+        self.B = by_target(config.additive, 0.0 if config.residual == "keep" else config.init_std_b)
+        self.M = by_target(config.multiplicative, config.init_std_m)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
+        """Move with the model but keep every number: casts are meant for the base."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)
+
+    def resize(self, other: NPTAdapter) -> None:
+        """Take the sizes and numbers of another adapter, which is used up; the module stays."""
+        self.config = other.config
+        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        device = self.A.device
+        self.A, self.B, self.M = other.to(device).A, other.B, other.M
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+
+    def show(self, **stages: Tensor | None) -> None:
+        """Show the observer stages that were just computed for the first time."""
+        if self.observer is not None and not is_recomputing():
+            self.observer(stages)
+
+    def code(self, attention: Tensor) -> Tensor:
+        """Return z = A a, [..., D] -> [..., R], in fp32 under any autocast."""
+        with torch.autocast(attention.device.type, enabled=False):
+            z = nn.functional.linear(attention.to(self.A.dtype), self.A)
+        return z if self.recode is None else self.recode(z)
+
+    def weights_of(self, target: str) -> tuple[Tensor | None, Tensor | None]:
+        """Return M and B of a target, None if the form has no such term or leaves it out."""
+        return self.M.get(target), self.B.get(target)
+
+    def apply_to(
+        self, target: str, y: Tensor, z: Tensor | None, *, aside: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Modulate one product; without a code, or for a target left out, return it as it is.
+
+        Args:
+            target: gate, up or down.
+            y: [..., O].
+            z: [..., R], the codes of the same tokens.
+            aside: by copies of the weights, which gradients end in, for an observer.
+
+        Returns:
+            y' like y; m and s [..., O] in fp32, None if the form has no such term.
+        """
+        if z is None or target not in self.config.targets:
+            return y, None, None
+        mult, add = self.weights_of(target)
+        if aside:
+            mult = None if mult is None else mult.detach().requires_grad_()
+            add = None if add is None else add.detach().requires_grad_()
+        form = self.config
+        with torch.autocast(y.device.type, enabled=False):
+            return modulate(y, z, mult, add, form.mult_bound, form.additive_scale, form.mult_form)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return (
+            f"rank={c.rank}, targets={','.join(c.targets)}, modulation={c.modulation},"
+            f" residual={c.residual}, mode={self.mode}"
+        )
+
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
-"""What a decoder layer becomes, by its class: every subclass of `NPTLayer` and a decoder layer."""
+"""The NPT class of each decoder layer's class: every subclass of `NPTLayer` and a decoder layer."""
 
 
 class NPTLayer(nn.Module):
-    """Mix-in that replaces a decoder layer's forward; put in front of the layer's own class."""
+    """Mix-in, before the layer's own class, that replaces a decoder layer's forward."""
 
     npt: NPTAdapter
-    # The base class's own modules, by the names that every supported family gives them.
+    # Modules of the layer's own class, by the names that every supported family gives them.
     input_layernorm: Any
     self_attn: Any
     post_attention_layernorm: Any
     mlp: Any
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Note what the decoder layer becomes that the subclass is made of."""
+        """Note which decoder layer the subclass is the NPT form of."""
         super().__init_subclass__(**named)
         if cls.__bases__[0] is NPTLayer:  # FSDP makes subclasses of its own
             NPT_FORMS[cls.__bases__[1]] = cls
@@ -51,9 +175,7 @@ class NPTLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the `teacher` is the base class's own
-        code, untouched.
-        """
+        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the teacher is the base's own code."""
         context = dict(
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -64,9 +186,8 @@ class NPTLayer(nn.Module):
         )
         if self.npt.mode == "teacher":
             return super().forward(hidden_states, **context)
-        return student_output(
-            self, hidden_states, attention_output(self, hidden_states, **context)
-        )[0]
+        attention = attention_output(self, hidden_states, **context)
+        return student_output(self, hidden_states, attention)[0]
 
 
 class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
@@ -89,41 +210,33 @@ class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
     """A SmolLM3 decoder layer in NPT form."""
 
 
-Terms = list[tuple[Tensor | None, Tensor | None]]
-"""(m, s) of each target, in the order gate, up, down."""
-
-
 def device_of(layer: Any) -> torch.device:
-    """Where a decoder layer computes."""
+    """Return the device that a decoder layer computes on."""
     return layer.input_layernorm.weight.device
 
 
 def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
-    """a = Attention(RMSNorm1(h)), after o_proj: [B, T, D]. `context` is what the decoder passes to
-    its layers.
+    """Return a = Attention(RMSNorm1(h)), after o_proj: [B, T, D].
+
+    `context` is what the decoder passes to its layers.
     """
     return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
 
 
 def student_stream(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> Tensor:
-    """The residual stream that the student's MLP reads and adds to: h, or h + a where the attention
-    residual is kept.
-    """
+    """Return the residual stream of the student's MLP: h, or h + a if the residual is kept."""
     return hidden + attention if layer.npt.config.residual == "keep" else hidden
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
-    """o, the NPT layer's output, from h and a of the same tokens. Hooks of the MLP and of its parts
-    are called, those of the layer not.
+    """Return o, the NPT layer's output, and its terms, operation by operation.
+
+    Hooks of the MLP and of its parts are called, those of the layer not.
 
     Args:
-        layer: a converted layer.
+        layer: a converted layer. In mode `floor` nothing is modulated and there are no terms.
         hidden: h, [..., D].
-        attention: a, [..., D].
-
-    Returns:
-        o [..., D] and the modulation terms. In mode `floor` nothing is modulated and the terms are
-        empty.
+        attention: a, [..., D], of the same tokens.
 
     Raises:
         ModelError: the MLP's forward was replaced.
@@ -131,58 +244,69 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
     adapter, mlp = layer.npt, layer.mlp
     stream = student_stream(layer, hidden, attention)
     z = None if adapter.mode == "floor" else adapter.code(attention)
-    terms: Terms = []
-
-    def modulated(target: str, y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return (y, None, None) if z is None else adapter.apply_to(target, y, z)
+    terms: list[tuple[Tensor | None, Tensor | None]] = []
 
     def modulated_mlp(x: Tensor) -> Tensor:
-        product, found = stages_to_product(
-            layer,
-            modulated,
-            mlp.gate_proj(x),
-            mlp.up_proj(x),
-            h=hidden,
-            a=attention,
-            stream=stream,
-            z=z,
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        product, found = modulated_product(
+            layer, gate, up, z, h=hidden, a=attention, stream=stream, z=z
         )
         adapter.show(product=product)
-        down, m, s = modulated("down", mlp.down_proj(product))
+        down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)
         terms[:] = [*found, (m, s)]
         return down
 
-    down = call_around(
-        mlp,
-        f"layer {layer.self_attn.layer_idx}'s mlp",
-        modulated_mlp,
-        layer.post_attention_layernorm(stream),
-    )
+    name = f"layer {layer.self_attn.layer_idx}'s mlp"
+    down = call_around(mlp, name, modulated_mlp, layer.post_attention_layernorm(stream))
     output = stream + down
-    down_m, down_s = terms[-1]
-    adapter.show(m_down=down_m, s_down=down_s, mlp=down, o=output)
+    adapter.show(m_down=terms[-1][0], s_down=terms[-1][1], mlp=down, o=output)
     return output, [] if z is None else terms
 
 
-def stages_to_product(
+def modulated_product(
     layer: NPTLayer,
-    modulated: Callable[[str, Tensor], tuple[Tensor, Tensor | None, Tensor | None]],
     gate: Tensor,
     up: Tensor,
-    **before: Any,
+    code: Tensor | None,
+    *,
+    aside: bool = False,
+    **before: Tensor | None,
 ) -> tuple[Tensor, Terms]:
-    """What down_proj reads, operation by operation, and the terms of gate and up; the observer is
-    shown all but the product.
+    """Return the input of down_proj, and the terms of gate and up, operation by operation.
 
     Args:
         layer: a converted layer.
-        modulated: a target and its product, modulated, with m and s.
-        gate, up: [..., F].
-        before: stages in front of these, to be shown with them.
+        gate, up: [..., F], products of the frozen weights.
+        code: z; None to modulate nothing.
+        aside: see `NPTAdapter.apply_to`.
+        before: earlier stages, shown together with these.
     """
-    gate, gate_m, gate_s = modulated("gate", gate)
-    up, up_m, up_s = modulated("up", up)
-    layer.npt.show(**before, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
+    show = layer.npt.show
+    gate, gate_m, gate_s = layer.npt.apply_to("gate", gate, code, aside=aside)
+    up, up_m, up_s = layer.npt.apply_to("up", up, code, aside=aside)
+    show(**before, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
     activation = layer.mlp.act_fn(gate)
-    layer.npt.show(activation=activation)
+    show(activation=activation)
     return activation * up, [(gate_m, gate_s), (up_m, up_s)]
+
+
+GATHER = "_npt_gather"
+"""Attribute of a sharded layer: the function that makes it whole (npt/adapters/sharding.py)."""
+
+
+def in_parts(layer: nn.Module) -> bool:
+    """Return whether a decoder layer is sharded."""
+    return GATHER in vars(layer)
+
+
+@contextmanager
+def whole(layer: Any) -> Iterator[None]:
+    """Keep every weight of a layer here within the context, for calls of its parts."""
+    if not in_parts(layer):
+        yield
+        return
+    vars(layer)[GATHER]()
+    try:
+        yield
+    finally:
+        layer.reshard()

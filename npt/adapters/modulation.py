@@ -1,5 +1,4 @@
-"""The modulation: how one token's attention output changes its MLP. Pure functions of tensors,
-nothing else.
+"""The modulation: how one token's attention output changes its MLP. Pure functions of tensors.
 
 For a token with attention output a (width D) and low-rank code z = A a (width R), a product y of
 the MLP becomes
@@ -26,9 +25,12 @@ from torch.nn import functional as F
 
 from npt.config import MULT_FORMS
 
+Terms = Sequence[tuple[Tensor | None, Tensor | None]]
+"""(m, s) of each target, [..., O]; None if the adapter's form has no such term."""
+
 
 def multiplier(u: Tensor, mult_bound: float) -> Tensor:
-    """m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
+    """Return m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
 
     Written as tanh(u / 2), which is the same function and keeps full relative precision near u = 0,
     where training starts; 2 sigmoid(u) - 1 cancels there.
@@ -52,7 +54,7 @@ MULTIPLIERS: dict[str, MultiplierForm] = {
     "one_plus_tanh": MultiplierForm(lambda u, _: 1.0 + torch.tanh(u), lambda _: (0.0, 2.0)),
     "unbounded": MultiplierForm(lambda u, _: 1.0 + u, lambda _: (-math.inf, math.inf)),
 }
-"""Forms of m by name. All but the first were in use elsewhere; studies measure what they do."""
+"""Forms of m by name. All but the first were in use elsewhere; studies measure their effect."""
 
 
 def register_multiplier(
@@ -68,7 +70,7 @@ def register_multiplier(
         bounds: the smallest and the largest m, from beta.
 
     Raises:
-        ValueError: there is a form of this name.
+        ValueError: a form of this name exists.
     """
     if name in MULTIPLIERS:
         raise ValueError(f"the multiplier form {name!r} exists; choose another name")
@@ -82,8 +84,10 @@ def multiplier_range(form: str, mult_bound: float) -> tuple[float, float]:
 
 
 def multiplier_spread(form: str, mult_bound: float) -> tuple[float, float]:
-    """The middle of the range of m, and how far from it the ends are: what saturation is measured
-    by. A form without ends is never saturated: its ends are infinitely far from 1."""
+    """Return the middle of the range of m and the distance of its ends, to measure saturation.
+
+    A form without ends is never saturated: its ends are infinitely far from 1.
+    """
     low, high = multiplier_range(form, mult_bound)
     return ((low + high) / 2, (high - low) / 2) if math.isfinite(high) else (1.0, math.inf)
 
@@ -109,8 +113,7 @@ def modulate(
         form: a key of `MULTIPLIERS`.
 
     Returns:
-        y' in y's dtype, then m and s in fp32 (None where absent), for the regulariser and for
-        observers.
+        y' in y's dtype, then m and s in z's dtype, None if absent.
     """
     out = y.to(z.dtype)
     m = s = None
@@ -124,15 +127,10 @@ def modulate(
     return out.to(y.dtype), m, s
 
 
-def modulation_energy(terms: Sequence[tuple[Tensor | None, Tensor | None]]) -> Tensor | None:
-    """What the regulariser holds down: per token, sum over targets of mean over channels of (m -
-    1)^2 + s^2.
+def modulation_energy(terms: Terms) -> Tensor | None:
+    """Return the energy that is regularised: sum over targets of mean((m - 1)^2) + mean(s^2).
 
-    Args:
-        terms: (m, s) of every target, each [..., O] or None.
-
-    Returns:
-        [...], or None where nothing was modulated.
+    The means are over channels: [...], one number per token; None if nothing is modulated.
     """
     parts = [(m - 1.0).square().mean(dim=-1) for m, _ in terms if m is not None]
     parts += [s.square().mean(dim=-1) for _, s in terms if s is not None]
@@ -148,9 +146,7 @@ def modulate_reference(
     mult_bound: float,
     additive_scale: float,
 ) -> Tensor:
-    """The formula of the module's head, one token and one channel at a time, in fp64. Slow; the
-    tests' yardstick.
-    """
+    """Return the formula above, one token and channel at a time, in fp64: the tests' yardstick."""
     flat_y, flat_a = y.reshape(-1, y.shape[-1]).double(), a.reshape(-1, a.shape[-1]).double()
     out = torch.empty_like(flat_y)
     for token in range(flat_y.shape[0]):

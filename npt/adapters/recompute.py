@@ -1,9 +1,8 @@
-"""Gradient checkpointing: what a layer computes is dropped in forward and computed again in
-backward.
+"""Gradient checkpointing: a layer's graph is dropped in forward and made again in backward.
 
-torch's non-reentrant checkpoint does it, so the graph is that of the first computation: gradients,
-their order of summation and the hooks on tensors are as without it. Random numbers are drawn again
-as they were; their state is one of the host, also that of a GPU.
+With torch's non-reentrant checkpoint, so gradients, their order of summation and the hooks on
+tensors are as without it. Random numbers are drawn again as they were; their state is kept on the
+host, also that of a GPU.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ _thread = threading.local()  # backward on a GPU has threads of its own
 
 
 def recomputed(function: Callable[..., T], *arguments: object) -> T:
-    """Return `function(*arguments)`, of whose graph backward keeps the arguments alone.
+    """Return `function(*arguments)`, keeping nothing but the arguments for backward.
 
     Args:
         function: without side effects, since it is called again in backward.
-        arguments: tensors among them are kept; they lie on the device on which `function` computes.
+        arguments: tensors among them are on the device on which `function` computes.
     """
     return checkpoint(function, *arguments, use_reentrant=False, context_fn=_contexts)
 
 
 def is_recomputing() -> bool:
-    """Return whether this thread computes for the second time what observers were shown the first
-    time.
-    """
+    """Return whether this thread repeats a computation that observers have been shown."""
     return getattr(_thread, "recomputing", False)
 
 

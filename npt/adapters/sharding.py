@@ -1,9 +1,8 @@
-"""A frozen base in parts: each process keeps a share of every decoder layer, and has a layer whole
-while it computes with it (FSDP2).
+"""A sharded base (FSDP2): each process keeps a share of every decoder layer.
 
-Only the base is sharded. Adapters stay whole in every process, and the layer-local strategy needs
-one layer at a time, forward and backward, so beside its share a process holds one layer.
-Embeddings, final norm and lm_head stay whole.
+Only the base is sharded. Adapters, embeddings, final norm and lm_head stay whole in every process.
+The layer-local strategy needs one layer at a time, forward and backward, so a process holds one
+whole layer besides its shares.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config, decoder_layers
-from npt.adapters.layer import NPTLayer
+from npt.adapters.attach import attached_config, decoder_layers, is_sharded
+from npt.adapters.layer import GATHER, NPTLayer
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears
 from npt.errors import ModelError
-
-_GATHER = "_npt_gather"
 
 
 def shard_layers(
@@ -35,8 +32,8 @@ def shard_layers(
             statistics stay whole.
         mesh: one-dimensional, from `torch.distributed.device_mesh.init_device_mesh`.
         device: of this process, where everything goes, layer by layer.
-        gather: makes the layer of this index whole, in all processes that need it now; called in
-            front of its use.
+        gather: makes the layer of this index whole, in all processes that need it now; called
+            before its use.
 
     Raises:
         ModelError: no adapters are attached, or the base lies on several devices or is sharded
@@ -61,18 +58,18 @@ def shard_layers(
             (m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)
         ]
         own = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
-        # Resharding has to be asked for: a layer that is nobody's child here is a root, which would
-        # stay whole after its first use.
+        # Resharding must be asked for: a layer without a parent here is a root, which would stay
+        # whole after its first use.
         with _shares_without_gradient():
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=own)
         _keep_statistics(packed)
         sharded.unshard()
         _keep_statistics(packed)
         sharded.reshard()
-        vars(layer)[_GATHER] = lambda index=index: gather(index)
-        # In front of FSDP's own hook, which finds the layer whole then.
+        vars(layer)[GATHER] = lambda index=index: gather(index)
+        # Before FSDP's own hook, which then finds the layer whole.
         layer.register_forward_pre_hook(
-            only_looks(lambda layer, _: vars(layer)[_GATHER]()), prepend=True
+            only_looks(lambda layer, _: vars(layer)[GATHER]()), prepend=True
         )
 
 
@@ -102,39 +99,14 @@ def _shares_without_gradient() -> Iterator[None]:
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
-    """FSDP makes plain parameters of packed ones, one of the share and one of the whole, which both
-    last.
+    """Give packed weights their statistics back.
+
+    FSDP makes plain parameters of them, one of the share and one of the whole, and keeps both.
     """
     for module, state, kind in packed:
         module.weight.quant_state, module.weight.quant_type = state, kind
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether the decoder layers are sharded."""
-    return any(in_parts(layer) for layer in decoder_layers(model))
-
-
-def in_parts(layer: nn.Module) -> bool:
-    """Whether this is a decoder layer that is sharded."""
-    return _GATHER in vars(layer)
-
-
 def is_share(tensor: Tensor) -> bool:
-    """Whether this is a tensor of which only a part is here."""
+    """Return whether only a part of a tensor is here."""
     return hasattr(tensor, "full_tensor")
-
-
-@contextmanager
-def whole(layer: nn.Module) -> Iterator[None]:
-    """Within the context every weight of a decoder layer is here, for whoever calls its parts and
-    not the layer itself.
-    """
-    if not in_parts(layer):
-        yield
-        return
-    sharded: Any = layer
-    vars(layer)[_GATHER]()
-    try:
-        yield
-    finally:
-        sharded.reshard()

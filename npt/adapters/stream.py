@@ -1,18 +1,18 @@
-"""The residual stream of a decoder, layer by layer, with what the layers need beside it.
+"""The residual stream of a decoder: the states between its layers, and the layers' arguments.
 
 Strategies walk the layers themselves: they share work between teacher and student, free each
 layer's graph at once and stop after the last converted layer, none of which the model's own forward
-allows. That it computes the same is tested against that forward.
+allows. Tests compare the results with that forward.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     and_masks,
     create_causal_mask,
@@ -22,121 +22,103 @@ from transformers.masking_utils import (
 )
 
 from npt.base.attention import SDPA, attention_name
-from npt.base.families import FAMILIES, sliding_layers
+from npt.base.families import FAMILIES
 from npt.config import ATTENTIONS
 from npt.data.batch import Batch
 from npt.errors import ModelError
 
 MASKED = ("sdpa", SDPA, "eager", "flex_attention")
 """Attention implementations that take a mask for every pair of tokens, as packed documents need;
-flash kernels take none.
-"""
+flash kernels take none."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The state h in front of a layer, [B, T, D], and what the decoder passes to its layers beside
-    it.
+    """The state h before a layer, [B, T, D], and the arguments that the decoder gives its layers.
 
-    beside: by argument, what is the same for all layers. masks: one for each layer, of which layers
-    that see alike share one.
+    shared: arguments by name, the same for all layers. masks: the attention mask of each layer;
+    layers that see alike share one. copies: the stream on other devices.
     """
 
     hidden: Tensor
-    beside: dict[str, Any]
+    shared: dict[str, Any]
     masks: tuple[Any, ...]
     batch: Batch
-    elsewhere: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
+    copies: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
 
     def at(self, device: torch.device) -> Stream:
-        """The same on the device of a layer, where a model is spread over several; copied once and
-        kept.
+        """Return the stream on the device of a layer, for a model on several; copied once.
 
-        What comes back keeps nothing itself: in a ring of streams tensors would live until the
-        garbage collector comes by.
+        A copy keeps no copies: in a ring of streams tensors would live until the garbage collector
+        comes by.
         """
         if device == self.hidden.device:
             return self
-        if device not in self.elsewhere:
-            beside = {name: _moved(value, device) for name, value in self.beside.items()}
-            # layers that see alike go on sharing one
+        if device not in self.copies:
+            shared = {name: _moved(value, device) for name, value in self.shared.items()}
             moved = {id(mask): _moved(mask, device) for mask in self.masks}
             masks = tuple(moved[id(mask)] for mask in self.masks)
-            self.elsewhere[device] = Stream(
-                self.hidden.to(device), beside, masks, self.batch.to(device)
-            )
-        return self.elsewhere[device]
+            hidden, batch = self.hidden.to(device), self.batch.to(device)
+            self.copies[device] = Stream(hidden, shared, masks, batch)
+        return self.copies[device]
 
     def context_of(self, layer: Any) -> dict[str, Any]:
-        """What the decoder passes to this layer of its own beside h."""
-        return {**self.beside, "attention_mask": self.masks[layer.self_attn.layer_idx]}
-
-    @property
-    def context(self) -> dict[str, Any]:
-        """What the decoder passes to any of its layers, where all see alike.
-
-        Raises:
-            ModelError: some look back through a sliding window and some on everything.
-        """
-        if any(mask is not self.masks[0] for mask in self.masks):
-            raise ModelError(
-                "the layers of this model do not all look back equally far; ask for the context of"
-                " one layer"
-            )
-        return {**self.beside, "attention_mask": self.masks[0]}
+        """Return the arguments that the decoder gives this layer, h aside."""
+        return {**self.shared, "attention_mask": self.masks[layer.self_attn.layer_idx]}
 
     def rows(self, states: Tensor) -> Tensor:
-        """The valid tokens' rows of [B, T, D] states: [N, D]."""
+        """Return the valid tokens' rows [N, D] of [B, T, D] states."""
         return states.reshape(-1, states.shape[-1]).index_select(0, self.batch.valid_index)
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """[N, D] rows back in their places, zeros at padding: [B, T, D]."""
+        """Put [N, D] rows back in their places, with zeros at padding: [B, T, D]."""
         flat = rows.new_zeros(self.hidden.shape[0] * self.hidden.shape[1], rows.shape[-1])
         return flat.index_copy(0, self.batch.valid_index, rows).view(*self.hidden.shape[:2], -1)
 
     def clean(self, states: Tensor) -> Tensor:
-        """Zero the padded positions. A query without a key may come out of attention as NaN, and as
-        a key, at weight 0, it would still poison its row: 0 * NaN is NaN."""
+        """Zero the padded positions.
+
+        A query without a key may come out of attention as NaN, and as a key, at weight 0, it would
+        still poison its row: 0 * NaN is NaN.
+        """
         if not self.batch.padded:
             return states
         return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or a tuple of some, on a device; anything else as it is."""
+    """Move a tensor or a tuple of some to a device; leave anything else as it is."""
     if isinstance(value, tuple):
         return tuple(_moved(item, device) for item in value)
     return value.to(device) if isinstance(value, Tensor) else value
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
-    """The stream in front of layer 0: embeddings, rotary positions and the causal masks, as the
+    """Return the stream before layer 0, with embeddings, rotary positions and causal masks as the
     model's forward makes them.
     """
     decoder = model.model
     hidden = decoder.embed_tokens(batch.input_ids)
-    beside = {
+    shared = {
         "position_ids": batch.position_ids,
         "position_embeddings": decoder.rotary_emb(hidden, position_ids=batch.position_ids),
         "past_key_values": None,
         "use_cache": False,
     }
-    masks = causal_masks(model, batch, hidden)
-    stream = Stream(hidden, beside, masks, batch)
-    return Stream(stream.clean(hidden), beside, masks, batch)
+    stream = Stream(hidden, shared, causal_masks(model, batch, hidden), batch)
+    return replace(stream, hidden=stream.clean(hidden))
 
 
 def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[Any, ...]:
-    """The mask that each layer's attention takes: causal, within its window, closed to padding, and
-    open within a document only where rows are packed.
+    """Return each layer's attention mask: causal, within its window, closed to padding and, in
+    packed rows, to other documents.
 
     Args:
         model, batch: on one device.
         hidden: [B, T, D], whose dtype an additive mask takes.
 
     Returns:
-        Of each layer, what the attention implementation asks for: a tensor [B, 1, T, T], or None
-            where causal is all there is to it.
+        As the attention implementation takes it: a tensor [B, 1, T, T], or None for causal alone.
 
     Raises:
         ModelError: an implementation that would attend across packed documents.
@@ -150,10 +132,9 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
             f" {', '.join(ATTENTIONS)}, or drop --packing"
         )
     sliding = sliding_layers(config)
-    # Asked whether a mask could be skipped, transformers would look whether anything is padded, as
-    # it would look for packed rows in
-    # positions: each waits for the device. For flex_attention it always looks at a mask of padding,
-    # so there that is a function too.
+    # Given positions, or asked to skip masks, transformers would look for packed rows and padding,
+    # which waits for the device. Under flex_attention it always looks at a mask of padding, so
+    # there that is a function too.
     by_function = batch.padded and implementation == "flex_attention"
     closed = [padding_mask_function(batch.attention_mask.bool())] if by_function else []
     if batch.documents is not None:
@@ -172,11 +153,29 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
     return tuple(window if slides else full for slides in sliding)
 
 
-def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
-    """A batch as arguments of the model's own forward.
+def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
+    """Return for each layer whether it attends to the last `sliding_window` tokens alone.
 
-    Of packed rows its forward cannot tell the documents once there is a padding mask, so these get
-    their mask made.
+    Raises:
+        ModelError: a layer of another kind.
+    """
+    sight = FAMILIES[config.model_type].sight
+    if sight != "by layer":
+        return (sight == "window" and config.sliding_window is not None,) * config.num_hidden_layers
+    odd = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
+    if odd:
+        raise ModelError(
+            f"the model has layers of type {odd[0]!r}; only full_attention and sliding_attention"
+            " are known"
+        )
+    return tuple(kind == "sliding_attention" for kind in config.layer_types)
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    """Return a batch as arguments of the model's own forward.
+
+    The masks of packed rows are made here: given a padding mask, that forward cannot tell the
+    documents.
     """
     mask: Any = batch.attention_mask
     if batch.documents is not None:

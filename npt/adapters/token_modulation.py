@@ -1,9 +1,8 @@
-"""What attention made of one token: its code z in every converted layer, and the modulation m, s
-that follows from it.
+"""One token's modulation: its code z in every converted layer, and the m and s that follow.
 
-In an NPT layer nothing else of the context reaches the token's MLP, so that this is the whole of
-what the context did to it there. It can be read, put in the place of another token's
-(npt/tools/editing/transplant.py), or made part of the model (npt/adapters/consolidate.py).
+In an NPT layer nothing else of the context reaches the token's MLP, so this is the context's whole
+effect there. It can be read, given to another token (npt/tools/editing/transplant.py), or made part
+of the model (npt/adapters/consolidate.py).
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from npt.adapters.attach import adapter_mode, attached_config, npt_layers
 from npt.errors import ConfigError, NumericalError
 
 LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
-"""(m, s) by target, [O] each in fp32, None where the adapter's form has no such term."""
+"""(m, s) by target, [O] each in fp32, None if the adapter's form has no such term."""
 
 
 @dataclass(frozen=True)
 class TokenModulation:
     """The modulation of one token of one text.
 
-    codes: z [R] by layer. terms: m and s by layer and target. token: its index in the text.
-    token_id: what stood there.
+    codes: z [R] by layer. terms: m and s by layer and target. token, token_id: its index in the
+    text, and its id.
     """
 
     codes: dict[int, Tensor]
@@ -43,7 +42,7 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     Args:
         model: with adapters attached; left as it was.
         ids: [T], or [1, T], token ids of the text, its start token included.
-        token: index in the text, from its end where negative.
+        token: index in the text, from its end if negative.
 
     Raises:
         ConfigError: no tokens, ids outside the vocabulary, or no such token.
@@ -94,7 +93,7 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
 
 
 def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
-    """Token ids as one row [1, T] on the model's device.
+    """Return token ids as one row [1, T] on the model's device.
 
     Raises:
         ConfigError: no tokens, several rows, or ids outside the vocabulary.
@@ -117,10 +116,10 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
 
 
 def token_index(ids: Tensor, token: int) -> int:
-    """The index from the start of [1, T] ids that an index from either end means.
+    """Return an index into [1, T] ids from the start, given one from either end.
 
     Raises:
-        ConfigError: there is no such token.
+        ConfigError: the text has no such token.
     """
     length = ids.shape[1]
     if not -length <= token < length:

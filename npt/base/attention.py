@@ -1,14 +1,13 @@
 """SDPA attention for fp32 on CUDA: in linear memory, with a backward that repeats its bits.
 
 Without a mask transformers' own function hands grouped queries to torch as they are (`enable_gqa`).
-In fp32 on CUDA that leaves the math kernel alone, which keeps the scores of every pair of tokens.
-Here K and V are repeated for every query head, so that the memory-efficient kernel takes them.
-Whatever is not fp32 on CUDA goes to transformers' function as it came.
+In fp32 on CUDA only the math kernel takes these, which keeps the scores of every pair of tokens.
+Here K and V are repeated for every query head, so that the memory-efficient kernel takes them. All
+else goes to transformers' function.
 
 The backward of that kernel splits the keys among thread blocks that add to the same gradient in no
-fixed order. With one split the order is fixed. The call itself asks for it, so no global switch of
-torch is touched; with few rows and heads it is slower (not measured). K and V are saved as they
-were before they were repeated, and a mask as it was given.
+fixed order; with one split, as asked for here, the order is fixed. K, V and the mask are saved as
+they were given.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ALIGNED = 8
 """A row of a mask starts at a multiple of so many numbers in memory, as the kernel reads it."""
 
 _THEIRS = ("position_bias", "cache", "softcap", "output_attentions")
-"""Arguments that transformers' function looks after."""
+"""Arguments that only transformers' function supports."""
 
 
 def sdpa_attention(
@@ -53,7 +52,7 @@ def sdpa_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute what transformers' "sdpa" does, by the memory-efficient kernel for fp32 on CUDA.
+    """Compute transformers' "sdpa", by the memory-efficient kernel for fp32 on CUDA.
 
     Args:
         module: the attention layer.
@@ -72,28 +71,17 @@ def sdpa_attention(
         others.get(name) is not None and others[name] is not False for name in _THEIRS
     )
     if theirs or length == 1 or not square or not _on_cuda_in_fp32(query, key, value):
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **others,
-        )
+        others |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     causal = attention_mask is None and bool(
         getattr(module, "is_causal", True) if is_causal is None else is_causal
     )
-    if (
-        torch.is_grad_enabled()
-        and any(x.requires_grad for x in (query, key, value))
-        and _has_exact_backward(query, causal)
-    ):
-        output = _Exact.apply(
-            query, key, value, attention_mask, causal, _scale(scaling, query.shape[-1])
-        )
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if graph and _has_exact_backward(query, causal):
+        # None for the kernel's default: torch's shape function of its backward takes no other
+        usual = scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-12)
+        scale = None if usual else scaling
+        output = _Exact.apply(query, key, value, attention_mask, causal, scale)
     else:
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -121,8 +109,8 @@ def attention_name(model: PreTrainedModel) -> str:
 def repeats_exactly(model: PreTrainedModel) -> bool:
     """Return whether a backward through the model's attention gives the same bits every time.
 
-    On one device, with the same versions; as torch's sources have it, not measured on a card.
-    Nothing is promised of flex_attention, nor of the flash kernels that "sdpa" reaches in fp16.
+    On one device with the same versions, by torch's sources. Not known of flex_attention and of the
+    flash kernels that "sdpa" reaches in fp16.
     """
     name = model.config._attn_implementation
     if name == "eager" or all(parameter.device.type == "cpu" for parameter in model.parameters()):
@@ -135,20 +123,11 @@ def _on_cuda_in_fp32(*tensors: Tensor) -> bool:
 
 
 def _has_exact_backward(query: Tensor, causal: bool) -> bool:
-    """Return whether the memory-efficient kernel takes such heads here, and its splits
-    can be set.
-    """
+    """Return whether the memory-efficient kernel takes such heads here, with splits to choose."""
     if torch.version.hip is not None or torch.compiler.is_compiling():
         return False
     found = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
     return torch.backends.cuda.can_use_efficient_attention(found)
-
-
-def _scale(scaling: float | None, width: int) -> float | None:
-    """Return None for the kernel's default: torch's shape function of its backward takes
-    no other.
-    """
-    return None if scaling is None or math.isclose(scaling, width**-0.5, rel_tol=1e-12) else scaling
 
 
 class _Exact(torch.autograd.Function):
@@ -206,14 +185,8 @@ class _Exact(torch.autograd.Function):
             num_splits_key=1,
             **given,
         )
-        return (
-            of_query.transpose(1, 2),
-            _summed(of_key, heads),
-            _summed(of_value, heads),
-            None,
-            None,
-            None,
-        )
+        grads = of_query.transpose(1, 2), _summed(of_key, heads), _summed(of_value, heads)
+        return *grads, None, None, None
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:

@@ -16,14 +16,11 @@ VARIABLE = "NPT_DEVICE"
 """Environment variable that names the default device, `cpu` or `cuda`."""
 
 MINIMAL_DRIVERS = {12: 525, 13: 580}
-"""The oldest major version of the NVIDIA driver on Linux that runs programs built for this major
-version of CUDA.
-"""
+"""The oldest NVIDIA driver on Linux for each major version of CUDA."""
 
 
 def default_device() -> torch.device:
-    """Return the first GPU that this process sees, or the CPU if it sees none; `NPT_DEVICE=cpu` or
-    `cuda` decides it otherwise.
+    """Return the first GPU that this process sees, else the CPU, unless `NPT_DEVICE` names one.
 
     Warns, once per process, if the machine has an NVIDIA GPU and torch was built for CUDA, but
     cannot use it.
@@ -48,14 +45,9 @@ def default_device() -> torch.device:
 
 
 def unusable_gpu(root: Path = Path("/")) -> str | None:
-    """Say why torch uses no GPU on a machine that has one, and the remedy.
+    """Return one line on why torch uses no GPU on a machine that has one, and the remedy.
 
-    Args:
-        root: of the file system that the driver shows itself in.
-
-    Returns:
-        One line; None if the CPU is what is meant: torch is built for it, no GPU can be seen, or
-        CUDA_VISIBLE_DEVICES hides it.
+    None if torch is built for the CPU, the machine has no GPU, or CUDA_VISIBLE_DEVICES hides it.
     """
     built = torch.version.cuda
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -84,11 +76,10 @@ def unusable_gpu(root: Path = Path("/")) -> str | None:
 
 
 def _driver_version(path: Path) -> str | None:
-    """The version of the loaded kernel module, such as `535.129.03`."""
+    """Return the version of the loaded kernel module, such as `535.129.03`."""
+    pattern = r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s"
     try:
-        found = re.search(
-            r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8")
-        )
+        found = re.search(pattern, path.read_text(encoding="utf-8"))
     except OSError:
         return None
     return found[1] if found else None

@@ -1,12 +1,9 @@
-"""The families of base models, in one table: which decoder layers are known, what they are made of,
-which tokens they see.
+"""The families of base models: known decoder layers, their parts, and the tokens they see.
 
-All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names, so that a
-name stands in the code as it is and is checked for here, once. Names alone are no proof: others
-(Granite, Gemma, OLMo 2) scale or norm the same parts in other places, so that a family is taken in
-by hand and never guessed. What differs between the families, and is looked after elsewhere, is
-inside their attention (biases of Qwen2, norms of q and k of Qwen3, layers without rotary embedding
-of SmolLM3), which nobody opens.
+All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names. Names alone
+are no proof: others (Granite, Gemma, OLMo 2) scale or norm the same parts in other places, so a
+family is added by hand and never guessed. Families differ inside their attention (biases of Qwen2,
+norms of q and k of Qwen3, layers without rotary embedding of SmolLM3), which nobody opens.
 """
 
 from __future__ import annotations
@@ -28,21 +25,20 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 from npt.errors import ModelError, article, kind_of
 
 Sight = Literal["full", "window", "by layer"]
-"""What a family's attention looks back on: everything; a window where the configuration sets one;
-either, by `layer_types`.
-"""
+"""What a family's attention looks back on: everything; a window if the configuration sets one;
+either, by `layer_types`."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's decoder layer and what its attention looks back on."""
+    """A family's decoder layer and the reach of its attention."""
 
     layer: type[nn.Module]
     sight: Sight
 
     @property
     def prefix(self) -> str:
-        """How the names of the family's classes begin."""
+        """The beginning of the names of the family's classes."""
         return self.layer.__name__.removesuffix("DecoderLayer")
 
 
@@ -62,8 +58,8 @@ def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "ful
     Args:
         model_type: of the configuration.
         layer: the decoder layer's class, which computes t = (h + a) + MLP(RMSNorm2(h + a)) from
-            parts of the names below, and does so exactly: names alone are no proof.
-        sight: what its attention looks back on.
+            parts of the names below, exactly so.
+        sight: of its attention.
 
     Raises:
         ModelError: the family is known already.
@@ -73,39 +69,38 @@ def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "ful
     FAMILIES[model_type] = Family(layer, sight)
 
 
-NORM_1, ATTENTION, NORM_2 = "input_layernorm", "self_attn", "post_attention_layernorm"
 LAYER_PARTS = (
-    NORM_1,
-    ATTENTION,
-    NORM_2,
+    "input_layernorm",
+    "self_attn",
+    "post_attention_layernorm",
     "mlp.gate_proj",
     "mlp.up_proj",
     "mlp.down_proj",
     "mlp.act_fn",
 )
-"""Where a decoder layer keeps what an NPT layer is made of."""
+"""Names of the parts of a decoder layer that an NPT layer uses."""
 
 MODEL_PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-"""Where a causal language model keeps what a pass is made of."""
+"""Names of the parts of a causal language model that a pass uses."""
 
 
 def missing_parts(module: nn.Module, parts: Iterable[str]) -> list[str]:
-    """Those of the dotted names that lead nowhere from `module`."""
+    """Return those of the dotted names that lead nowhere from `module`."""
 
-    def leads_somewhere(name: str) -> bool:
+    def follow(name: str) -> Any:
         found: Any = module
         for step in name.split("."):
             found = getattr(found, step, None)
-        return found is not None
+        return found
 
-    return [name for name in parts if not leads_somewhere(name)]
+    return [name for name in parts if follow(name) is None]
 
 
 def check_layer(index: int, layer: nn.Module) -> None:
     """Refuse a decoder layer that cannot be converted.
 
     Raises:
-        ModelError: what is missing, or that its class is of no known family.
+        ModelError: parts are missing, or its class is of no known family.
     """
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
@@ -123,11 +118,10 @@ def check_layer(index: int, layer: nn.Module) -> None:
 
 
 def check_family(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a base of an unknown family before its weights are read, saying what its layers lack
-    where they can be made.
+    """Refuse a base of an unknown family before its weights are read.
 
     Raises:
-        ModelError: the family, those that are known, and what is missing.
+        ModelError: names the family, those that are known, and parts that its layers lack.
     """
     if config.model_type in FAMILIES:
         return
@@ -140,40 +134,20 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether the model's configuration is of a family in the table."""
+    """Return whether the model's configuration is of a family in the table."""
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
-def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Of every layer, whether its attention is closed to all but the last `sliding_window` tokens.
-
-    Raises:
-        ModelError: a layer of another kind.
-    """
-    sight = FAMILIES[config.model_type].sight
-    if sight != "by layer":
-        return (sight == "window" and config.sliding_window is not None,) * config.num_hidden_layers
-    odd = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
-    if odd:
-        raise ModelError(
-            f"the model has layers of type {odd[0]!r}; only full_attention and sliding_attention"
-            " are known"
-        )
-    return tuple(kind == "sliding_attention" for kind in config.layer_types)
-
-
 def _lacking(config: PreTrainedConfig) -> list[str]:
-    """What a model of this configuration has no part for; nothing is allocated, and nothing said
-    where it cannot be made.
-    """
+    """Return parts that a model of this configuration lacks; none if it cannot be made."""
     one = copy.deepcopy(config)
     try:
         one.num_hidden_layers = 1
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(one, trust_remote_code=False)
-    except Exception:  # a configuration of anything at all, of which the family's name says enough
+    except Exception:  # a configuration of anything at all; the family's name says enough
         return []
     missing = missing_parts(model, MODEL_PARTS)
-    return (
-        missing if "model.layers" in missing else missing_parts(model.model.layers[0], LAYER_PARTS)
-    )
+    if "model.layers" in missing:
+        return missing
+    return missing_parts(model.model.layers[0], LAYER_PARTS)

@@ -1,8 +1,7 @@
-"""Hooks: who looks at, or changes, what goes into a module or comes out of it.
+"""Hooks: whether anybody looks at, or may change, the input or output of a module.
 
-Training computes parts of a layer by hand, from frozen weights. It calls the hooks of whoever only
-looks, and their presence changes no bit. What anybody else's hook does cannot be known before it is
-called, so where one hangs, the modules are called as they stand.
+Training computes parts of a layer by hand, from frozen weights. It calls hooks that only look, and
+they change no bit. Any other hook may do anything, so its module is called as it is.
 """
 
 from __future__ import annotations
@@ -18,88 +17,87 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 _LOOKS = "_npt_only_looks"
 _LOOKERS = ("transformers.utils.output_capturing", "torch.distributed.fsdp.")
-"""Modules of whose hooks it is known. transformers leaves its own on every layer once hidden states
-were asked for.
-"""
+"""Modules whose hooks are known to change nothing. transformers leaves its own on every layer once
+hidden states were asked for."""
 
 
 def only_looks(hook: H) -> H:
-    """Mark a hook of a module that changes nothing it is shown, neither by what it returns nor in
-    place.
+    """Mark a module's hook that changes nothing, neither by its result nor in place.
 
-    In training it is called where the fused path calls it: on gate_proj, up_proj and down_proj, on
-    attention and norms. One on a converted layer or on its MLP is not, since there is no such call;
-    one on the activation makes the layer take the plain path.
+    In training it is called on gate_proj, up_proj, down_proj, attention and norms. One on a
+    converted layer or its MLP is not, since there is no such call; one on the activation makes the
+    layer take the plain path.
     """
     setattr(hook, _LOOKS, True)
     return hook
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at, or may change, what goes into a module or comes out of it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or may_change(module)
+    """Return whether anybody looks at, or may change, a module's input or output."""
+    return has_forward_hooks(module) or may_change(module)
 
 
 def may_change(module: nn.Module) -> bool:
-    """Whether what a module gives, or its gradients, may be other than its class makes them: a hook
-    of forward or backward that is not known to look only, or a forward in place of its class's.
-    Hooks that torch calls for all modules alike are not asked about."""
-    if module._backward_hooks or module._backward_pre_hooks or is_replaced(module):
-        return True
-    return any(
-        not _is_looker(hook)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        for hook in hooks.values()
+    """Return whether a module's output or gradients may differ from what its class computes.
+
+    Because of a hook of forward or backward that is not known to look only, or a forward in place
+    of its class's. Hooks that torch calls for all modules alike are not asked about.
+    """
+    return (
+        bool(module._backward_hooks or module._backward_pre_hooks)
+        or is_replaced(module)
+        or not all(map(_only_looks, module._forward_hooks.values()))
+        or not all(map(_only_looks, module._forward_pre_hooks.values()))
     )
 
 
-def _is_looker(hook: Any) -> bool:
+def _only_looks(hook: Any) -> bool:
     return getattr(hook, _LOOKS, False) or str(getattr(hook, "__module__", None)).startswith(
         _LOOKERS
     )
 
 
 def is_replaced(module: Any) -> bool:
-    """Whether another forward stands in place of that of the module's class.
+    """Return whether a module has another forward in place of its class's.
 
-    Not where it is accelerate's wrapper that `device_map` puts around every layer, in a form that
-    brings inputs to the weight's device and does nothing else. One that also brings in weights, or
-    that wraps something else, does more. Once it is taken off again, the class's own forward stays
-    behind on the module.
+    Not counted is the wrapper of accelerate that `device_map` puts around every layer, in the form
+    that only brings inputs to the weight's device: one that also brings in weights, or wraps
+    another forward, does more. Once removed it leaves the class's own forward on the module.
     """
     if "forward" not in vars(module):
         return False
-    forward, hook, wrapped = (
-        vars(module)["forward"],
-        getattr(module, "_hf_hook", None),
-        getattr(module, "_old_forward", None),
-    )
-    function = getattr(forward, "func", None)
-    return not _is_own(module, forward) and not (
+    forward = vars(module)["forward"]
+    if _is_own(module, forward):
+        return False
+    function, hook = getattr(forward, "func", None), getattr(module, "_hf_hook", None)
+    return not (
         (getattr(function, "__module__", None), getattr(function, "__name__", None))
         == ("accelerate.hooks", "new_forward")
         and (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
         and not getattr(hook, "offload", True)
-        and _is_own(module, wrapped)
+        and _is_own(module, getattr(module, "_old_forward", None))
     )
 
 
 def _is_own(module: Any, forward: Any) -> bool:
-    """Whether it is that of the module's class, bound to the module."""
+    """Return whether `forward` is that of the module's class, bound to the module."""
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def call_around(
     module: nn.Module, name: str, compute: Callable[..., Tensor], x: Tensor, **context: Any
 ) -> Tensor:
-    """Return `compute(x, **context)` with the module's hooks around it, where it has any, as if it
-    were what the module computes.
+    """Return `compute(x, **context)` with the module's hooks called around it.
 
     Args:
-        module: of whose parts `compute` makes what the module would, in another way.
+        module: whose forward `compute` takes the place of.
         name: of the module, for the message.
-        compute: in the place of its forward.
-        x, context: its arguments, to which hooks in front may do as they like.
+        compute: computes the module's output in another way.
+        x, context: its arguments, which hooks before it may change.
 
     Raises:
         ModelError: another forward was put in place of that of its class.

@@ -1,21 +1,19 @@
-"""Which base a model is: `base_hash` down to the last bit, `base_identity` as far as an adapter
-cares.
+"""The identity of a base: `base_hash` to the last bit, `base_identity` as adapters need it.
 
-A base that is quantised on a GPU is not, bit for bit, the one that is quantised on the CPU.
-bitsandbytes subtracts the mean of a weight's scales before it quantises them, and the mean is
-rounded by the order of its sum and by how it is divided. An adapter does not care for the last bit
-of a scale, so it belongs to what is the same on every device:
+bitsandbytes subtracts the mean of a weight's scales before it quantises them, which GPU and CPU
+round differently, so a base packed on one is not, bit for bit, that of the other. An adapter does
+not care for the last bit of a scale; it belongs to parts that are the same on every device:
 
     config   the settings that decide what is computed
     codes    the packed bytes of 4-bit weights, with quant type, block sizes and shape
     dense    every tensor that is not packed
 
 The codes of NF4 follow from value / scale, and no quotient of two bf16 numbers is so near the
-border between two codes that a division rounded otherwise would cross it. Quotients of fp32 are,
-two of fp16 are, and FP4 puts its borders on small fractions, one of which CUDA's kernel has rounded
-to six digits. So where codes differ and the bases were packed on different kinds of device, the
-checkpoint that both were packed from speaks for the codes, told by samples of its tensors: reading
-all of it would take longer than loading it.
+border between two codes that another rounding would cross it. Quotients of fp32 are, two of fp16
+are, and FP4 puts its borders on small fractions, one of which CUDA's kernel has rounded to six
+digits. So if codes differ and the bases were packed on different kinds of device, the checkpoint
+that both were packed from decides, told by samples of its tensors: reading all of it would take
+longer than loading it.
 """
 
 from __future__ import annotations
@@ -43,9 +41,7 @@ CHUNK = 64 << 20
 """Bytes of a tensor that are brought to the host at once."""
 
 PARTS = {"config": "configuration", "codes": "4-bit codes", "dense": "unpacked tensors"}
-"""Parts that an adapter's base has to have in common with it, and what they are called in a
-message.
-"""
+"""Parts that must be equal for an adapter, and their names in messages."""
 
 # Entries of a model's configuration that change its outputs at equal weights.
 _COMPUTING = (
@@ -62,8 +58,7 @@ _COMPUTING = (
     "max_position_embeddings",
 )
 
-# Likewise, of some families only: left out where a family has no such setting, so that a base's
-# hash does not change with this list.
+# The same for some families; left out if not set, so that other hashes stay.
 _COMPUTING_IN_SOME = ("sliding_window", "layer_types", "no_rope_layers")
 
 _WORTH_A_THREAD = 1 << 20
@@ -77,9 +72,9 @@ _PACKED = "_npt_packed_from"
 class BaseIdentity:
     """Hashes of a base, sha256 in hex.
 
-    config, codes, dense: see above. source: of the checkpoint that `load_base` packed it from, and
-    packed_on the kind of device (`cpu`, `cuda`) that it was packed on; None for a base that was not
-    packed on loading. strict: `base_hash`, over every byte.
+    config, codes, dense: see above. source: of the checkpoint that `load_base` packed it from.
+    packed_on: the kind of device, `cpu` or `cuda`; both None if it was not packed on loading.
+    strict: `base_hash`, over every byte.
     """
 
     config: str
@@ -90,28 +85,22 @@ class BaseIdentity:
     strict: str
 
     def as_record(self) -> dict[str, Any]:
-        """Return the entries by which a file names its base: `base_hash`, the strict one, and
-        `base_parts`, all others.
-        """
+        """Return the entries by which a file names its base, `base_hash` and `base_parts`."""
         parts = {name: getattr(self, name) for name in (*PARTS, "source", "packed_on")}
         return {"base_hash": self.strict, "base_parts": parts}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
-        """Return in what this base differs from that of a record, such as `4-bit codes 0123456789ab
-        there, ba9876543210 here`, or None.
+        """Return the difference from a record's base, such as `4-bit codes 01ab there, ba10 here`.
 
-        Args:
-            record: with the entries of `as_record`; one without `base_parts`, of an earlier
-                version, knows the strict hash alone.
+        None if there is none. A record of an earlier version has no `base_parts`, but the strict
+        hash alone.
         """
         theirs = record.get("base_parts")
         if not isinstance(theirs, Mapping):
             strict = record.get("base_hash")
-            return (
-                None
-                if strict == self.strict
-                else f"base hash {_short(strict)} there, {_short(self.strict)} here"
-            )
+            if strict == self.strict:
+                return None
+            return f"base hash {_short(strict)} there, {_short(self.strict)} here"
         differing = [name for name in PARTS if theirs.get(name) != getattr(self, name)]
         if "codes" in differing and self._packed_from_the_same(theirs):
             differing.remove("codes")
@@ -122,33 +111,24 @@ class BaseIdentity:
         return ", ".join(said) or None
 
     def _packed_from_the_same(self, theirs: Mapping[str, Any]) -> bool:
-        """Whether the other base was packed from the same checkpoint on another kind of device: one
-        kind always packs alike.
-        """
-        known = None not in (
-            self.source,
-            self.packed_on,
-            theirs.get("source"),
-            theirs.get("packed_on"),
-        )
-        return known and theirs["source"] == self.source and theirs["packed_on"] != self.packed_on
+        """Return whether another kind of device packed the other base from this checkpoint."""
+        source, packed_on = theirs.get("source"), theirs.get("packed_on")
+        known = None not in (source, packed_on, self.source, self.packed_on)
+        return known and source == self.source and packed_on != self.packed_on
 
 
 def base_hash(model: PreTrainedModel) -> str:
-    """sha256 over the base's tensors, packed bytes and quantisation statistics included, adapters
-    and consolidated updates not, and over the settings that decide what is computed with them.
+    """Return a sha256 over the base's tensors and the settings that decide what is computed.
 
-    Two models with the same hash and nothing on top of it compute the same, but for what products
-    of packed weights are rounded to (`compute_dtype`). It differs between kinds of device, see
-    `base_identity`.
+    Packed bytes and quantisation statistics are included, adapters and consolidated updates not.
+    Bases with the same hash compute the same, but for the rounding of packed products
+    (`compute_dtype`). It differs between kinds of device, see `base_identity`.
     """
     return base_identity(model).strict
 
 
 def base_identity(model: PreTrainedModel) -> BaseIdentity:
-    """Hash the base once, part by part and as a whole, in chunks: no more than `CHUNK` bytes of it
-    are on the host at a time.
-    """
+    """Return the hashes of a base, read once, with at most `CHUNK` bytes on the host at a time."""
     kept = getattr(model, _KEPT, None)
     if kept is not None:
         return kept
@@ -165,16 +145,13 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
         for key, tensor in sorted(_state(model).items()):
             if ".npt." in key:
                 continue
-            # bitsandbytes names a weight's statistics as if they were below it.
-            part = (
-                codes
-                if key in packed
-                else None
-                if key.partition(".weight.")[0] + ".weight" in packed
-                else dense
-            )
+            form = own_form = f"{tensor.dtype} {tuple(tensor.shape)}"
+            part: Any = dense
+            if key in packed:
+                part, own_form = codes, _form_of_codes(packed[key])
+            elif key.partition(".weight.")[0] + ".weight" in packed:
+                part = None  # statistics, which bitsandbytes names as if they were below the weight
             digests = [strict] if part is None else [strict, part]
-            form = f"{tensor.dtype} {tuple(tensor.shape)}"
             place = (tensor.device, tensor.data_ptr())
             if place in seen and tensor.numel() > 0:
                 for digest in digests:
@@ -183,9 +160,7 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
             seen[place] = key
             strict.update(f"{key} {form};".encode())
             if part is not None:
-                part.update(
-                    f"{key} {_form_of_codes(packed[key]) if part is codes else form};".encode()
-                )
+                part.update(f"{key} {own_form};".encode())
             for chunk in _chunks(tensor):
                 if part is None or chunk.nbytes < _WORTH_A_THREAD:
                     for digest in digests:
@@ -206,30 +181,23 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
 
 
 def _state(model: PreTrainedModel) -> dict[str, Any]:
-    """The state dict that the model has when its packed weights compute in fp32: the dtype is a
-    part of a packed weight's state.
-    """
-    linears = [
-        (name, module)
-        for name, module in quantized_linears(model)
-        if module.weight.quant_state is not None
-    ]
-    dtypes = [module.weight.quant_state.dtype for _, module in linears]
+    """Return the state dict with packed weights computing in fp32, which is a part of it."""
+    linears = [(n, m) for n, m in quantized_linears(model) if m.weight.quant_state is not None]
+    states = [module.weight.quant_state for _, module in linears]
+    dtypes = [state.dtype for state in states]
     try:
-        for _, module in linears:
-            module.weight.quant_state.dtype = torch.float32
+        for packed in states:
+            packed.dtype = torch.float32
         state = dict(model.state_dict())
     finally:
-        for (_, module), dtype in zip(linears, dtypes, strict=True):
-            module.weight.quant_state.dtype = dtype
+        for packed, dtype in zip(states, dtypes, strict=True):
+            packed.dtype = dtype
     biases = [f"{name}.bias" for name, module in linears if module.bias is not None]
     return state | {key: state[key].float() for key in biases}
 
 
 def keep_identity(model: PreTrainedModel) -> None:
-    """Remember the identity of a base that is about to be taken apart, so that no process has all
-    of it to compute it from.
-    """
+    """Remember the identity of a base that is about to be sharded."""
     setattr(model, _KEPT, base_identity(model))
 
 
@@ -239,13 +207,13 @@ def note_source(
     quantization: str,
     packed_on: str | torch.device | None = None,
 ) -> None:
-    """Remember what a base was packed from and on what kind of device, as part of its identity.
+    """Remember the checkpoint and the kind of device that a base was packed from and on.
 
     Args:
         model: just packed.
-        checkpoint: its folder, or its name on the hub, from where it lies in the cache.
+        checkpoint: its folder, or its name on the hub, read from the cache.
         quantization: nf4 or fp4.
-        packed_on: the device that packed it, if that is not the one where it lies.
+        packed_on: the device that packed it, if not the one that it is on.
     """
     if packed_on is None:
         packed_on = next(module.weight.device for _, module in quantized_linears(model))
@@ -254,12 +222,11 @@ def note_source(
 
 
 def source_hash(checkpoint: str, quantization: str) -> str | None:
-    """Return a hash of a checkpoint's tensors and of what they are packed to, or None where they
-    cannot be found again.
+    """Return a hash of a checkpoint's tensors and of its quantisation; None if they are not found.
 
     Names, dtypes and shapes are hashed in full, of the numbers the first, middle and last row of
     every tensor: another training, merge or conversion changes some of those, an edit of single
-    rows need not. How the tensors are spread over files does not matter.
+    rows need not. The files that the tensors are in do not matter.
     """
     digest = hashlib.sha256(quantization.encode())
     try:
@@ -273,16 +240,11 @@ def source_hash(checkpoint: str, quantization: str) -> str | None:
                 part = opened[path].get_slice(name)
                 shape = part.get_shape()
                 digest.update(f"{name} {part.get_dtype()} {shape};".encode())
-                rows = (
-                    sorted({0, shape[0] // 2, shape[0] - 1})
-                    if len(shape) > 1 and 0 not in shape
-                    else None
-                )
-                sampled = (
-                    [opened[path].get_tensor(name)]
-                    if rows is None
-                    else [part[row : row + 1] for row in rows]
-                )
+                if len(shape) > 1 and 0 not in shape:
+                    rows = sorted({0, shape[0] // 2, shape[0] - 1})
+                    sampled = [part[row : row + 1] for row in rows]
+                else:
+                    sampled = [opened[path].get_tensor(name)]
                 for chunk in itertools.chain.from_iterable(map(_chunks, sampled)):
                     digest.update(chunk)
     except (OSError, ValueError, KeyError, SafetensorError):
@@ -291,7 +253,7 @@ def source_hash(checkpoint: str, quantization: str) -> str | None:
 
 
 def _files_of_tensors(checkpoint: str) -> dict[str, Path]:
-    """The file that each of a checkpoint's tensors is in, without a look at the network."""
+    """Return the file of each of a checkpoint's tensors, without the network."""
     single, index = (
         cached_file(
             checkpoint,
@@ -308,15 +270,12 @@ def _files_of_tensors(checkpoint: str) -> dict[str, Path]:
             return dict.fromkeys(stored.keys(), Path(single))
     if index is None:
         raise FileNotFoundError(checkpoint)
-    folder = Path(index).parent
-    return {
-        name: folder / file
-        for name, file in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items()
-    }
+    files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    return {name: Path(index).parent / file for name, file in files.items()}
 
 
 def _form_of_codes(state: Any) -> str:
-    """What a packed weight's bytes mean, but for the statistics."""
+    """Return the settings that a packed weight's bytes are read by, statistics aside."""
     return (
         f"{state.quant_type} {state.blocksize} {state.state2.blocksize if state.nested else None}"
         f" {tuple(state.shape)}"
@@ -324,7 +283,7 @@ def _form_of_codes(state: Any) -> str:
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major, in pieces on the host."""
+    """Yield the bytes of a tensor, row-major, in pieces on the host."""
     tensor = tensor.detach()
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Frozen linear layers: their dense weight, and products with it.
+"""Frozen linear layers: the classes that are known, their dense weight, and products with it.
 
 The seam between the training code and bitsandbytes: nothing else in the package looks inside a
 4-bit weight.
@@ -6,12 +6,14 @@ The seam between the training code and bitsandbytes: nothing else in the package
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from npt.base.hooks import may_change
 from npt.errors import ModelError
@@ -27,22 +29,74 @@ def linear_kind(cls: C) -> C:
     return cls
 
 
+class UpcastEmbedding(nn.Embedding):
+    """An embedding stored in 16 bit whose output is fp32; the lookup is exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).to(torch.float32)
+
+
+@linear_kind
+class UpcastLinear(nn.Linear):
+    """A linear layer stored in 16 bit that multiplies in fp32; see `cast_once`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.float32)
+        return F.linear(input.to(torch.float32), self._fp32_weight(), bias)
+
+    def _fp32_weight(self) -> Tensor:
+        kept = self.__dict__.get(_KEPT)
+        if kept is None or self.weight.requires_grad:
+            return self.weight.to(torch.float32)
+        if not kept:
+            kept.append(self.weight.to(torch.float32))
+        return kept[0]
+
+
+_KEPT = "_fp32_weight_kept"
+
+
+@contextmanager
+def cast_once(*modules: nn.Module) -> Iterator[None]:
+    """Keep the fp32 weight that each `UpcastLinear` makes at its first product in the context.
+
+    Without it every product casts: of a head of V 128k and D 4,096 that is 3 GB read and written
+    for each chunk of logits and each generated token. The bits are the same, hooks are called as
+    before, and contexts nest. Weights must not be written meanwhile. A trained weight is not kept,
+    since its gradient flows through the cast.
+
+    Args:
+        modules: of any class; others are left alone.
+    """
+    kept = list(
+        dict.fromkeys(m for m in modules if isinstance(m, UpcastLinear) and _KEPT not in vars(m))
+    )
+    for module in kept:
+        vars(module)[_KEPT] = []
+    try:
+        yield
+    finally:
+        for module in kept:
+            del vars(module)[_KEPT]
+
+
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of a known class, whose weight, bias and rows are all
-    there is to it. A LoRA around one, a parametrised weight and whatever else computes more is not,
-    even where it has a `weight`."""
+    """Return whether weight, bias and rows are all that a module computes with.
+
+    True for modules of exactly a known class, not for a LoRA around one or a parametrised weight.
+    """
     return type(module) in _KINDS
 
 
 def check_readable(name: str, module: nn.Module, use: str) -> None:
-    """Refuse a module of which more than its dense weight would have to be known.
+    """Refuse a module that computes more than a product with its dense weight.
 
     Args:
         name: of the module, for the message.
-        use: what needs the weight, likewise.
+        use: that needs the weight, for the message.
 
     Raises:
-        ModelError: its class is not known, or somebody's hook may change what it gives.
+        ModelError: its class is not known, or a hook may change its output.
     """
     if not is_plain_linear(module):
         raise ModelError(
@@ -58,7 +112,7 @@ def check_readable(name: str, module: nn.Module, use: str) -> None:
 
 
 def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
-    """(name, module) of every 4-bit linear layer, in module order."""
+    """Return (name, module) of every 4-bit linear layer, in module order."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -67,9 +121,10 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
 
 
 def statistics_of(module: bnb.nn.Linear4bit) -> dict[str, Tensor]:
-    """Return the quantisation statistics of a 4-bit layer's weight by name: `absmax`, `code`, and
-    of nested ones `offset`, `state2.absmax` and `state2.code`; nothing of a weight without storage.
-    They are plain tensors that no walk over parameters or buffers meets."""
+    """Return the quantisation statistics of a 4-bit weight by name; none if it has no storage.
+
+    They are plain tensors that no walk over parameters or buffers meets.
+    """
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return {}
@@ -79,15 +134,40 @@ def statistics_of(module: bnb.nn.Linear4bit) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
+def short_name(dtype: torch.dtype) -> str:
+    """Return 'float32' for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def effective_dtype(module: Any) -> str:
+    """Return the dtype that a linear or embedding layer computes in, or why it is not settled."""
+    if isinstance(module, UpcastEmbedding | UpcastLinear):
+        return "float32"
+    if not isinstance(module, bnb.nn.Linear4bit):
+        return short_name(module.weight.dtype)
+    state = module.weight.quant_state
+    if state is None:
+        return "not quantised yet"
+    if getattr(state, "packing_format_for_cpu", False) or (
+        module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
+    ):
+        return "bfloat16 (CPU repacking)"
+    if not module.compute_type_is_set or module.compute_dtype is None:
+        return "that of the first input"
+    if state.dtype != module.compute_dtype:
+        return f"{short_name(module.compute_dtype)} forward, {short_name(state.dtype)} backward"
+    return short_name(module.compute_dtype)
+
+
 def dense_weight(module: Any) -> Tensor:
-    """The frozen weight [out, in] of a plain linear layer: dequantised for a 4-bit layer (a fresh
-    tensor), else as stored. Rows that a module has beside it (npt/base/rows.py) are not in it.
+    """Return the weight [out, in] of a plain linear layer, without its rows (npt/base/rows.py).
+
+    A 4-bit weight is dequantised to a fresh tensor, any other comes as stored.
 
     Raises:
-        ModelError: the module's class is not known, so that its weight may not be all there is to
-            it.
+        ModelError: the module's class is not known.
     """
-    if not is_plain_linear(module):
+    if type(module) not in _KINDS:
         check_readable("the layer", module, "this computation")
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -95,37 +175,34 @@ def dense_weight(module: Any) -> Tensor:
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [out, in] for `multiply` and `multiply_backward` with rows of
-    `dtype`: in bf16 if the module is a 4-bit layer whose products are in bf16, else in `dtype`."""
+    """Return the dense weight [out, in] that `multiply` takes for rows of `dtype`.
+
+    In bf16 for a 4-bit layer whose products are in bf16, else in `dtype`.
+    """
     weight = dense_weight(module)
-    return (
-        weight
-        if isinstance(module, bnb.nn.Linear4bit) and weight.dtype == torch.bfloat16
-        else weight.to(dtype)
-    )
+    packed = isinstance(module, bnb.nn.Linear4bit)
+    return weight if packed and weight.dtype == torch.bfloat16 else weight.to(dtype)
 
 
 def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """A frozen linear layer's product as its forward computes it, from its dense weight, so that
-    this can serve more than once.
+    """Return the product that a frozen linear layer's forward gives, from its dense weight.
+
+    Bias and rows (npt/base/rows.py) are applied; hooks are not called.
 
     Args:
-        module: the layer, whose bias and rows (npt/base/rows.py) are applied; none of its hooks is
-            called.
-        weight: `product_weight` of it, [out, in]. In another dtype than x, x and the product are
-            rounded to it.
+        module: a plain linear layer.
+        weight: `product_weight` of it, [out, in]. x and the product are rounded to its dtype.
         x: [N, in], without graph.
-        out: [N, out], where to write, in the dtype of x.
+        out: [N, out], written to, in the dtype of x.
     """
+    same = weight.dtype == x.dtype
+    rows, into = (x, out) if same else (x.to(weight.dtype), None)
     if module.bias is None:
-        product = _in_dtype_of(
-            weight, x, out, lambda rows, into: torch.mm(rows, weight.t(), out=into)
-        )
+        product = torch.mm(rows, weight.t(), out=into)
     else:
-        bias = module.bias.to(weight.dtype)
-        product = _in_dtype_of(
-            weight, x, out, lambda rows, into: torch.addmm(bias, rows, weight.t(), out=into)
-        )
+        product = torch.addmm(module.bias.to(weight.dtype), rows, weight.t(), out=into)
+    if not same:
+        product = product.to(x.dtype) if out is None else out.copy_(product)
     scale = getattr(module, "row_scale", None)
     return product if scale is None else product.mul_(scale).add_(module.row_bias)
 
@@ -133,20 +210,10 @@ def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) 
 def multiply_backward(
     module: Any, weight: Tensor, grad: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """The gradient [N, in] of what `multiply` was given, from that [N, out] of what it gave."""
+    """Return the gradient [N, in] of the input of `multiply` from that [N, out] of its output."""
     scale = getattr(module, "row_scale", None)
     grad = grad if scale is None else grad * scale.to(grad.dtype)
-    return _in_dtype_of(weight, grad, out, lambda rows, into: torch.mm(rows, weight, out=into))
-
-
-def _in_dtype_of(
-    weight: Tensor,
-    x: Tensor,
-    out: Tensor | None,
-    product: Callable[[Tensor, Tensor | None], Tensor],
-) -> Tensor:
-    """A product of rows in the weight's dtype, given in that of the rows."""
-    if weight.dtype == x.dtype:
-        return product(x, out)
-    found = product(x.to(weight.dtype), None)
-    return found.to(x.dtype) if out is None else out.copy_(found)
+    if weight.dtype == grad.dtype:
+        return torch.mm(grad, weight, out=out)
+    product = torch.mm(grad.to(weight.dtype), weight)
+    return product.to(grad.dtype) if out is None else out.copy_(product)

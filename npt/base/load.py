@@ -1,6 +1,4 @@
-"""`load_base`: a frozen base model and its tokenizer, quantised or not, computing in the dtype the
-policy asks for.
-"""
+"""`load_base`: a frozen base model and its tokenizer, computing in the policy's dtype."""
 
 from __future__ import annotations
 
@@ -36,17 +34,14 @@ EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-_QUANTISE = "add --use_quantization, or drop --compute_dtype"
-
 TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-# Left unset, transformers asks on the terminal whether to run a checkpoint's code, and takes
+# Without it transformers asks on the terminal whether to run a checkpoint's code, and takes
 # whatever is piped in for the answer.
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 
-@torch.inference_mode(False)  # whatever the caller is in: gradients pass the weights
+@torch.inference_mode(False)  # gradients pass the weights, whatever mode the caller is in
 def load_base(
     name: str = EMBEDDED,
     *,
@@ -58,44 +53,39 @@ def load_base(
     attn_implementation: str = "sdpa",
     compute_dtype: str = "fp32",
 ) -> tuple[Any, Any]:
-    """Load a base model, frozen and in evaluation mode, and its tokenizer. Nothing that comes with
-    the weights is run: no code of the checkpoint's own, no pickle; weights are read from
-    safetensors alone.
+    """Load a base model, frozen and in evaluation mode, and its tokenizer.
+
+    Weights are read from safetensors alone; no code or pickle of the checkpoint is run.
 
     Args:
         name: `tiny` (embedded, nothing is downloaded), a folder, or a hub id.
         quantization: `nf4`, `fp4` (both with double quantisation) or None. A checkpoint that is
             stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
-        device_map: instead of one device, several: `auto`, `balanced`, `balanced_low_0` or
-            `sequential` spread the layers over all GPUs of this process, and a mapping of module
-            names to devices does as it says. A layer stays in one piece.
+        device_map: instead of a device: `auto`, `balanced`, `balanced_low_0` or `sequential` spread
+            the layers over all GPUs of this process; or a mapping of module names to devices. A
+            layer stays in one piece.
         use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
-            all the same, with a warning.
-        pack_on: device on which each weight is packed, one after the other, if that is not the one
-            on which it stays; a GPU packs in seconds what takes a CPU the better part of an hour.
-        attn_implementation: `sdpa`, `eager` or `flex_attention`. Under `sdpa` the model's
-            configuration says `npt_sdpa`, which is transformers' own but for fp32 on CUDA
-            (npt/base/attention.py); what is saved of the model names neither.
+            nevertheless, with a warning.
+        pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
+            takes seconds for what takes a CPU the better part of an hour.
+        attn_implementation: `sdpa`, `eager` or `flex_attention`. For `sdpa` the model's
+            configuration says `npt_sdpa` (npt/base/attention.py), which is never saved.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
 
     Returns:
-        (model, tokenizer). The quantised model computes in fp32, or as `compute_dtype` says;
-        weights that the checkpoint keeps in 16
-        bit and that are not packed (embedding, norms, lm_head) stay stored so.
+        (model, tokenizer). Weights that the checkpoint keeps in 16 bit and that are not packed
+        (embedding, norms, lm_head) stay stored so.
 
     Raises:
-        ConfigError: unknown quantisation, attn_implementation, compute_dtype or device_map, a
-            device beside a device_map, or compute_dtype bf16 for a base that is not packed.
-        ModelError: no such model, of no known family, weights missing or unreadable, or a layer in
-            pieces, on disk or on the host beside GPUs.
+        ConfigError: unknown quantisation, attn_implementation, compute_dtype or device_map, both a
+            device and a device_map, or compute_dtype bf16 for a base that is not packed.
+        ModelError: no such model, an unknown family, weights missing or unreadable, or a layer on
+            several devices, on disk, or on the host while others are on GPUs.
         PrecisionError: a module would compute in another dtype.
     """
-    if quantization is not None and quantization not in QUANT_TYPES:
-        raise ConfigError(
-            f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None"
-        )
+    check_quantization(quantization)
     check_attention(attn_implementation)
     if compute_dtype not in COMPUTE_DTYPES:
         raise ConfigError(
@@ -109,7 +99,7 @@ def load_base(
     if compute_dtype != "fp32" and not packed:
         raise ConfigError(
             f"compute_dtype is {compute_dtype}, which is for 4-bit products, but {name} is not"
-            f" quantised; {_QUANTISE}"
+            " quantised; add --use_quantization, or drop --compute_dtype"
         )
     if packed and use_fp16:
         warnings.warn(
@@ -122,12 +112,10 @@ def load_base(
         "attn_implementation": implementation_of(attn_implementation),
     }
     packing = quantization if getattr(config, "quantization_config", None) is None else None
-    if packed:
-        arguments["dtype"] = "auto"
-        if packing is not None:
-            arguments["quantization_config"] = packing_config(packing)
-    else:
-        arguments["dtype"] = torch.float16 if use_fp16 else torch.float32
+    computing = torch.float16 if use_fp16 and not packed else torch.float32
+    arguments["dtype"] = "auto" if packed else computing
+    if packing is not None:
+        arguments["quantization_config"] = packing_config(packing)
     with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
         model = _read_weights(name, source, arguments)
     _check_placed(name, model)
@@ -146,11 +134,11 @@ def load_base(
         if packing is not None:
             note_source(model, source, packing, pack_on)
         enforce_policy(model, COMPUTE[compute_dtype])
-    # what a saved adapter names as its base: not the folder of this installation
+    # a saved adapter names this as its base, not the folder of this installation
     model.config._name_or_path = name
     model.requires_grad_(False)
     model.eval()
-    audit_precision(model, torch.float16 if use_fp16 and not packed else torch.float32)
+    audit_precision(model, computing)
     return model, tokenizer
 
 
@@ -162,14 +150,12 @@ def load_teacher(
     device: str | torch.device | None = None,
     attn_implementation: str = "sdpa",
 ) -> Any:
-    """Load an unquantised teacher for a quantised student: what quantisation has cost can only be
-    learnt from the model before it.
+    """Load an unquantised teacher, from which a student can learn what its quantisation lost.
 
     Args:
         name: as in `load_base`; that of the student's base.
-        precision: what it is stored in, `bf16` (2 bytes a weight) or `fp32` (4). It computes in
-            fp32 either way.
-        device: where the student is.
+        precision: of storage, `bf16` (2 bytes a weight) or `fp32` (4). It computes in fp32 anyway.
+        device: the student's.
         attn_implementation: as in `load_base`.
 
     Raises:
@@ -180,14 +166,12 @@ def load_teacher(
         raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(TEACHERS)}")
     check_attention(attn_implementation)
     check_teacher(name, read_config(name))
-    source = _locate(name)
-    attention = implementation_of(attn_implementation)
-    places = _places(device, None)
-    model = _read_weights(
-        name,
-        source,
-        {"device_map": places, "dtype": TEACHERS[precision], "attn_implementation": attention},
-    )
+    arguments = {
+        "device_map": _places(device, None),
+        "dtype": TEACHERS[precision],
+        "attn_implementation": implementation_of(attn_implementation),
+    }
+    model = _read_weights(name, _locate(name), arguments)
     enforce_policy(model)
     model.requires_grad_(False)
     model.eval()
@@ -195,12 +179,16 @@ def load_teacher(
     return model
 
 
-def check_teacher(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a model that cannot be loaded unquantised, by its configuration alone.
+def check_quantization(quantization: str | None) -> None:
+    """Refuse an unknown kind of quantisation."""
+    if quantization is not None and quantization not in QUANT_TYPES:
+        raise ConfigError(
+            f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None"
+        )
 
-    Raises:
-        ModelError: it is stored in 4 bit.
-    """
+
+def check_teacher(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a teacher that is stored in 4 bit, by its configuration."""
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{name} is itself stored in 4 bit and teaches nothing that its student has lost; name"
@@ -209,10 +197,10 @@ def check_teacher(name: str, config: PreTrainedConfig) -> None:
 
 
 def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
-    """The configuration of a base model, without its weights.
+    """Return the configuration of a base model, without its weights.
 
     Raises:
-        ModelError: no such model, or of no known family.
+        ModelError: no such model, or an unknown family.
     """
     source = _locate(name)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
@@ -222,19 +210,17 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str = EMBEDDED) -> Any:
-    """The tokenizer of a base model, without its weights.
+    """Return the tokenizer of a base model, without its weights.
 
     Raises:
-        ModelError: no such model, or no tokenizer beside it.
+        ModelError: no such model, or it has no tokenizer.
     """
     source = _locate(name)
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
 
 
 def packing_config(quantization: str) -> BitsAndBytesConfig:
-    """How weights are packed: `nf4` or `fp4`, their scales quantised once more, products
-    in fp32.
-    """
+    """Return the packing to `nf4` or `fp4`, scales quantised once more, products in fp32."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization,
@@ -245,9 +231,7 @@ def packing_config(quantization: str) -> BitsAndBytesConfig:
 
 @contextmanager
 def _packing_on(device: torch.device) -> Iterator[None]:
-    """Within the context transformers packs weights on this device and puts them back where they
-    were read to.
-    """
+    """Let transformers pack weights on this device, and put them back, within the context."""
 
     class Elsewhere(Bnb4bitQuantize):
         def convert(
@@ -270,13 +254,11 @@ def _packing_on(device: torch.device) -> Iterator[None]:
 
 
 def _places(device: str | torch.device | None, device_map: str | Mapping[str, Any] | None) -> Any:
-    """What transformers calls a device map."""
+    """Return transformers' device map."""
     if device_map is None:
         return {"": torch.device(device) if device is not None else default_device()}
     if device is not None:
-        raise ConfigError(
-            f"device is {device} beside device_map {device_map!r}; drop one of the two"
-        )
+        raise ConfigError(f"device is {device} and device_map {device_map!r}; drop one of the two")
     if isinstance(device_map, Mapping):
         return dict(device_map)
     if device_map not in DEVICE_MAPS:
@@ -288,7 +270,7 @@ def _places(device: str | torch.device | None, device_map: str | Mapping[str, An
 
 
 def _check_placed(name: str, model: PreTrainedModel) -> None:
-    """Refuse weights that would have to be fetched from disk or host at every step.
+    """Refuse weights that every step would fetch from disk or host.
 
     Parameters, buffers and the statistics of 4-bit weights are looked at, not the state dict, which
     has entries of bitsandbytes' own that it makes on the host.
@@ -297,18 +279,11 @@ def _check_placed(name: str, model: PreTrainedModel) -> None:
         key: tensor.device for key, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
     for key, module in quantized_linears(model):
-        places |= {
-            f"{key}.weight.{part}": tensor.device for part, tensor in statistics_of(module).items()
-        }
+        for part, tensor in statistics_of(module).items():
+            places[f"{key}.weight.{part}"] = tensor.device
     on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
-    left = next(
-        (
-            key
-            for key, place in places.items()
-            if place.type == "meta" or (on_gpu and place.type == "cpu")
-        ),
-        None,
-    )
+    fetched = ("meta", "cpu") if on_gpu else ("meta",)
+    left = next((key for key, place in places.items() if place.type in fetched), None)
     if left is not None:
         raise ModelError(
             f"{name} is not all on the GPUs: {left} was left to the host or the disk; load it in 4"
@@ -317,7 +292,7 @@ def _check_placed(name: str, model: PreTrainedModel) -> None:
 
 
 def _check_pieces(name: str, model: PreTrainedModel) -> None:
-    """Refuse layers of which no one device has all, statistics of 4-bit weights included."""
+    """Refuse layers on several devices, statistics of 4-bit weights included."""
     for index, layer in enumerate(model.model.layers):
         tensors: list[torch.Tensor] = list(layer.parameters())
         for _, module in quantized_linears(layer):
@@ -325,38 +300,35 @@ def _check_pieces(name: str, model: PreTrainedModel) -> None:
         devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
         if len(devices) > 1:
             raise ModelError(
-                f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer has to"
+                f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer must"
                 " stay in one piece"
             )
 
 
 def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
-    """A model whose weights are all there, read from safetensors alone, no code of the checkpoint's
-    run.
+    """Return a model with all its weights, read from safetensors, without running any code.
 
     Raises:
         ModelError: unreadable, or a weight is missing or misshapen.
     """
-
-    def read() -> Any:
-        # Misshapen tensors are reported rather than raised on, so that the error can name them.
-        more = {
-            "ignore_mismatched_sizes": True,
-            "use_safetensors": True,
-            "output_loading_info": True,
-        }
-        return AutoModelForCausalLM.from_pretrained(source, **arguments, **more, **_NO_CODE)
-
+    # Misshapen tensors are reported rather than raised on, so that the error can name them.
+    given = {
+        **arguments,
+        **_NO_CODE,
+        "ignore_mismatched_sizes": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     with _Quiet():
-        model, report = _read("weights", name, read)
+        model, report = _read(
+            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **given)
+        )
     _check_complete(name, model, report)
     return model
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Refuse a model of which a weight is missing or has another shape than its configuration
-    says.
-    """
+    """Refuse a model with a weight that is missing or misshapen."""
     absent = sorted(report["missing_keys"])
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -368,8 +340,7 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
         (key, tuple(found), tuple(wanted))
         for key, found, wanted in sorted(report["mismatched_keys"])
     ]
-    # A misshapen tensor that is packed on loading is in no report: the packed bytes have a shape of
-    # their own.
+    # A tensor packed on loading is in no report: the packed bytes have a shape of their own.
     for key, module in quantized_linears(model):
         wanted = (module.out_features, module.in_features)
         if tuple(module.weight.quant_state.shape) != wanted:
@@ -383,7 +354,7 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
 
 
 def _locate(name: str) -> str:
-    """The folder or hub id to hand to transformers."""
+    """Return the folder or hub id for transformers."""
     if name == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     if not name.strip():
@@ -399,12 +370,8 @@ def _locate(name: str) -> str:
         raise ModelError(
             f"{name} is a file; name the folder that holds config.json and the weights"
         )
-    if (
-        path.is_absolute()
-        or name.startswith((".", "~"))
-        or name.count("/") > 1
-        or name.endswith("/")
-    ):
+    no_id = name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/")
+    if path.is_absolute() or no_id:
         raise ModelError(
             f"there is no model folder {name!r}; check --model_name ('tiny' is the embedded model)"
         )
@@ -416,7 +383,7 @@ def _read(what: str, name: str, load: Any) -> Any:
         return load()
     except torch.OutOfMemoryError:
         raise
-    # whatever a broken file brings up: several libraries read it, each with its own classes
+    # several libraries read a broken file, each with its own classes of errors
     except Exception as error:
         raise ModelError(
             f"cannot load the {what} of {name!r}: {first_line(error)[:300]} (a local folder,"
@@ -425,7 +392,7 @@ def _read(what: str, name: str, load: Any) -> Any:
 
 
 class _Quiet:
-    """Transformers' progress bars and load report off: load problems are raised by name instead."""
+    """A context without transformers' progress bars and load report; problems are raised here."""
 
     def __enter__(self) -> None:
         self.level = transformers_logging.get_verbosity()

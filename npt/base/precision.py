@@ -1,113 +1,50 @@
 """The precision policy, put into force and audited.
 
-Under 4-bit quantisation everything computes in fp32, but for the products of packed weights where
-bf16 was asked for (`compute_dtype`): those round their operands and their result to bf16, whose
-range is fp32's, and the residual stream, attention, norms, adapters, head and losses stay in fp32.
-Four things work against that quietly:
+Under 4-bit quantisation everything computes in fp32, except the products of packed weights if bf16
+was asked for (`compute_dtype`): those round their operands and result to bf16, whose range is
+fp32's. Four things work against that quietly:
 
-- `Linear4bit` casts its input to `compute_dtype`, and takes that from its first input where it is
-not set;
-- on CPUs with AVX512-BF16 it repacks its weight at the first evaluation forward and computes in
-bf16 from then on,
-  whatever `compute_dtype` says, and gives no input gradient any more;
+- `Linear4bit` takes `compute_dtype` from its first input if it is not set;
+- on CPUs with AVX512-BF16 it repacks its weight at the first evaluation forward, computes in bf16
+  from then on, whatever `compute_dtype` says, and gives no input gradient any more;
 - its backward dequantises to the checkpoint's dtype, its forward to the input's: with a bf16
-checkpoint the gradient is
-  that of a rounded weight;
-- weights that the checkpoint keeps in bf16 (embedding, lm_head) pull the residual stream down to
-bf16.
+  checkpoint the gradient is that of a rounded weight;
+- weights kept in bf16 (embedding, lm_head) pull the residual stream down to bf16.
 
-`enforce_policy` removes all four; `audit_precision` reads the effect back from the modules and
-raises where it differs.
+`enforce_policy` removes all four; `audit_precision` reads the effect back from the modules.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
-from npt.base.linear import linear_kind, quantized_linears
+from npt.base.linear import (
+    UpcastEmbedding,
+    UpcastLinear,
+    effective_dtype,
+    quantized_linears,
+    short_name,
+)
 from npt.errors import PrecisionError
-
-
-class UpcastEmbedding(nn.Embedding):
-    """An embedding stored in 16 bit whose output is fp32. The lookup is exact, so nothing
-    is lost.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(torch.float32)
-
-
-@linear_kind
-class UpcastLinear(nn.Linear):
-    """A linear layer stored in 16 bit that multiplies in fp32. See `cast_once` for products in a
-    row.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(torch.float32)
-        return F.linear(input.to(torch.float32), self._fp32_weight(), bias)
-
-    def _fp32_weight(self) -> Tensor:
-        kept = self.__dict__.get(_KEPT)
-        if kept is None or self.weight.requires_grad:
-            return self.weight.to(torch.float32)
-        if not kept:
-            kept.append(self.weight.to(torch.float32))
-        return kept[0]
-
-
-_KEPT = "_fp32_weight_kept"
-
-
-@contextmanager
-def cast_once(*modules: nn.Module) -> Iterator[None]:
-    """Keep the fp32 weight that each `UpcastLinear` of `modules` makes at its first product until
-    the context ends.
-
-    A product casts its weight every time otherwise: of a head of V 128k and D 4,096 that is 3 GB
-    read and written for each chunk of logits, and for each generated token. The modules are called
-    as before, hooks included, and give the same bits. Within a context of the same module another
-    one changes nothing. Weights must not be written meanwhile; one that is trained is not kept,
-    since its gradient flows through the cast.
-
-    Memory: 4 bytes a weight, as one product takes without it, for as long as the context lasts.
-
-    Args:
-        modules: of any class; those that cast nothing are left alone.
-    """
-    kept = list(
-        dict.fromkeys(m for m in modules if isinstance(m, UpcastLinear) and _KEPT not in vars(m))
-    )
-    for module in kept:
-        vars(module)[_KEPT] = []
-    try:
-        yield
-    finally:
-        for module in kept:
-            del vars(module)[_KEPT]
-
 
 _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: UpcastEmbedding,
     nn.Linear: UpcastLinear,
 }
+_PLAIN = {upcast: plain for plain, upcast in _UPCAST.items()}
 _HALF = (torch.float16, torch.bfloat16)
+_DECLARED = "_npt_compute_dtype"
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """What was found on the model, for `run.json`. Dtypes are strings such as 'float32'; counts are
-    modules.
-    """
+    """Dtypes found on a model, for `run.json`: numbers of modules by names such as 'float32'."""
 
     quantization: str | None
     compute_dtype: dict[str, int]
@@ -119,19 +56,15 @@ class PrecisionReport:
         return asdict(self)
 
 
-_DECLARED = "_npt_compute_dtype"
-
-
 def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:
-    """Make a quantised model compute in fp32 throughout, but for products of packed weights; what
-    is stored in 16 bit stays stored so.
+    """Make a quantised model compute in fp32, except products of packed weights.
 
-    Classes are swapped in place, so parameter names and tied weights remain.
+    Weights stored in 16 bit stay so. Classes are swapped in place, so parameter names and tied
+    weights remain.
 
     Args:
         model: quantised or not.
-        compute_dtype: of products of packed weights, forward and backward. It is declared on the
-            model, for the audit.
+        compute_dtype: of products of packed weights; declared on the model for the audit.
     """
     declare_dtype(model, compute_dtype)
     for _, module in quantized_linears(model):
@@ -141,62 +74,62 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
         if module.weight.quant_state is not None:
             module.weight.quant_state.dtype = compute_dtype
         if module.bias is not None:
-            # which the first forward would do, and the base's hash with it
+            # The first forward would cast it and so change the base's hash.
             module.bias.data = module.bias.data.to(compute_dtype)
     for module in model.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
 
 
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make a base compute in 16 bit, in place: mixtures that are compared with the policy's fp32.
+
+    Everything but packed weights is stored in `dtype`; packed weights dequantise to it. Parameters
+    only: `model.to(dtype)` would also round the rotary frequencies, which checkpoints keep in fp32.
+
+    Args:
+        model: from `load_base`, without adapters.
+        dtype: bfloat16 or float16.
+
+    Raises:
+        PrecisionError: a module would still compute in another dtype.
+    """
+    declare_dtype(model, dtype)
+    packed = {id(module.weight) for _, module in quantized_linears(model)}
+    for _, module in quantized_linears(model):
+        module.compute_dtype = module.weight.quant_state.dtype = dtype
+    for module in model.modules():
+        module.__class__ = _PLAIN.get(type(module), type(module))
+    for parameter in model.parameters():
+        if id(parameter) not in packed and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    audit_precision(model, dtype)
+
+
 def declare_dtype(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-    """Write down on the model what products of its packed weights are to compute in."""
+    """Note on the model the dtype that products of its packed weights are to compute in."""
     setattr(model, _DECLARED, compute_dtype)
 
 
 def declared_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return what the base's products are to compute in: of packed weights as it was declared, else
-    as `policy_dtype` says.
-    """
-    return (
-        getattr(model, _DECLARED, torch.float32)
-        if quantized_linears(model)
-        else policy_dtype(model)
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def effective_dtype(module: Any) -> str:
-    """The dtype a linear or embedding layer would compute its output in, as a string; what is
-    unsure is said.
-
-    Args:
-        module: `Linear4bit`, `Linear` or `Embedding`, or a subclass.
-    """
-    if isinstance(module, UpcastEmbedding | UpcastLinear):
-        return "float32"
-    if not quantized_linears(module):
-        return _short(module.weight.dtype)
-    state = module.weight.quant_state
-    if state is None:
-        return "not quantised yet"
-    if getattr(state, "packing_format_for_cpu", False) or (
-        module.weight.device.type == "cpu" and module.support_avx512bf16_for_cpu
-    ):
-        return "bfloat16 (CPU repacking)"
-    if not module.compute_type_is_set or module.compute_dtype is None:
-        return "that of the first input"
-    if state.dtype != module.compute_dtype:
-        return f"{_short(module.compute_dtype)} forward, {_short(state.dtype)} backward"
-    return _short(module.compute_dtype)
+    """Return the dtype of the base's products: declared if it is packed, else `policy_dtype`."""
+    if quantized_linears(model):
+        return getattr(model, _DECLARED, torch.float32)
+    return policy_dtype(model)
 
 
 def policy_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What the base has to compute in, packed products aside: fp32 when it is quantised, else the
-    dtype that its final norm is stored in."""
+    """Return the dtype that the base must compute in, packed products aside.
+
+    fp32 if it is quantised, else the dtype of its final norm.
+    """
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
+
+
+def quantization_of(model: PreTrainedModel) -> str | None:
+    """Return 'nf4', 'fp4', None, or 'mixed' for a model with layers of both."""
+    kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
+    return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def audit_precision(
@@ -205,9 +138,8 @@ def audit_precision(
     """Read the effective compute dtype of every linear and embedding layer off the modules.
 
     Args:
-        model: quantised or not, with or without adapters.
-        expected: what the base has to compute in; packed weights in what was declared when it was
-            loaded. Adapters have to be fp32 whatever the base is.
+        model: quantised or not, with or without adapters, which must be fp32 in any case.
+        expected: of the base; packed weights must compute in what was declared on loading.
 
     Raises:
         PrecisionError: a module would compute in another dtype, or autocast is on; the first is
@@ -215,7 +147,7 @@ def audit_precision(
     """
     computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []
-    wanted, of_packed = _short(expected), _short(getattr(model, _DECLARED, expected))
+    wanted, of_packed = short_name(expected), short_name(getattr(model, _DECLARED, expected))
     packed = {id(module) for _, module in quantized_linears(model)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -224,7 +156,7 @@ def audit_precision(
             if found != (of_packed if id(module) in packed else wanted):
                 wrong.append(f"{name} computes in {found}")
     for name, parameter in model.named_parameters():
-        found = _short(parameter.dtype)
+        found = short_name(parameter.dtype)
         if ".npt." in name:
             adapters[found] += 1
             if parameter.dtype != torch.float32:
@@ -233,16 +165,12 @@ def audit_precision(
             stored[found] += 1
     for device in {p.device.type for p in model.parameters()}:
         if torch.is_autocast_enabled(device):
-            wrong.append(
-                f"autocast to {_short(torch.get_autocast_dtype(device))} is on for {device}"
-            )
+            dtype = short_name(torch.get_autocast_dtype(device))
+            wrong.append(f"autocast to {dtype} is on for {device}")
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        policy = (
-            wanted
-            if not packed or of_packed == wanted
-            else f"{wanted}, 4-bit products in {of_packed}"
-        )
+        mixed = packed and of_packed != wanted
+        policy = f"{wanted}, 4-bit products in {of_packed}" if mixed else wanted
         raise PrecisionError(
             f"expected {policy}, but {wrong[0]}{more}; load the model with npt.load_base and leave"
             " autocast off"
@@ -254,9 +182,3 @@ def audit_precision(
         adapter_dtype=dict(adapters),
         matmul_precision=torch.get_float32_matmul_precision(),
     )
-
-
-def quantization_of(model: PreTrainedModel) -> str | None:
-    """'nf4', 'fp4' or None, as found on the modules; 'mixed' where they differ."""
-    kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
-    return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"

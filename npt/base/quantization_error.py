@@ -1,12 +1,11 @@
-"""How far one product of each kind lies from the exact one, on the device that it is computed on,
-and how fast it is: what a precision setting costs and gives, and the choice of one by its error."""
+"""Error and time of fp32 products under each precision setting of torch, and the choice of one."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +14,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from npt.base.device import wait_for
 from npt.base.linear import dense_weight
 
 PRECISIONS = ("highest", "high")
 ROWS, OUTPUTS = 64, 256
 """Rows of normal numbers that are multiplied, and outputs that are compared: enough for two digits
-of the error, of any model.
-"""
-
+of the error, of any model."""
 
 LARGEST_ERROR = 1e-3
-"""Relative error of a product below which `auto` takes the faster setting. TF32 rounds each operand
-to 11 bits, so that a product of normal numbers is off by some 3e-4, in fp32's range; bf16 with its
-8 bits is off by 2e-3 and is not taken. The weights themselves are off by 9e-2 in NF4 and, as most
-checkpoints are stored in bf16, by 2e-3 without quantisation."""
+"""Relative error of a product up to which `auto` takes the faster setting. TF32 rounds operands to
+11 bits: a product of normal numbers is off by some 3e-4, in fp32's range; bf16 with 8 bits is off
+by 2e-3 and not taken. The weights themselves are off by 9e-2 in NF4, and by 2e-3 in bf16."""
 
 REPEATS = 5
 """Timed products of a kind, of which the fastest counts, after one that finds its kernel."""
@@ -36,57 +33,44 @@ REPEATS = 5
 
 @torch.no_grad()
 def product_errors(model: PreTrainedModel) -> dict[str, dict[str, float]]:
-    """The relative error of products of frozen weights against fp64, under each setting of torch's
-    fp32 matmul precision.
+    """Return the relative error of products against fp64, under each fp32 matmul precision.
 
-    Measured on the first decoder layer's linear layers and on lm_head, each as the module itself
-    computes, with the weight as it is stored (for a 4-bit one: as it is dequantised). The setting
-    and the random state are left as they were. Where a device has no faster product for `high`, as
-    most CPUs, both figures are the same.
+    Of the first decoder layer's linear layers and lm_head, as the modules compute, with the weight
+    as stored (a 4-bit one dequantised). Setting and random state are left as they were. On a device
+    without a faster product for `high`, as most CPUs, both figures are the same.
 
     Args:
-        model: whose weights are here, not sharded.
+        model: not sharded.
 
     Returns:
         Setting -> kind (`q_proj` and so on) -> ||y - exact|| / ||exact||.
     """
-    found = {}
-    for precision in PRECISIONS:
-        with fp32_products(precision):
-            found[precision] = {
-                kind: _error(module) for kind, module in product_kinds(model).items()
-            }
-    return found
+    return _by_setting(model, _error)
 
 
 @torch.no_grad()
 def product_seconds(model: PreTrainedModel, rows: int) -> dict[str, dict[str, float]]:
-    """Measure how long one product of each kind takes, under each setting of torch's fp32 matmul
-    precision.
-
-    Of the modules as they compute, dequantising included, without graph. The setting and the random
-    state are left as they were.
-
-    Args:
-        model: as for `product_errors`.
-        rows: tokens that are multiplied at once.
+    """Return the seconds of products of so many rows, dequantising included, as `product_errors`.
 
     Returns:
         Setting -> kind -> seconds.
     """
+    return _by_setting(model, lambda module: _seconds(module, rows))
+
+
+def _by_setting(
+    model: PreTrainedModel, measure: Callable[[Any], float]
+) -> dict[str, dict[str, float]]:
     found = {}
     for precision in PRECISIONS:
         with fp32_products(precision):
-            found[precision] = {
-                kind: _seconds(module, rows) for kind, module in product_kinds(model).items()
-            }
+            kinds = product_kinds(model)
+            found[precision] = {kind: measure(module) for kind, module in kinds.items()}
     return found
 
 
 def product_kinds(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the linear layers that stand for the model's: those of the first decoder layer by
-    their last name, and lm_head.
-    """
+    """Return the linear layers that are measured, by their last name."""
     parts: dict[str, Any] = {
         name.rpartition(".")[2]: module
         for name, module in model.model.layers[0].named_modules()
@@ -97,7 +81,7 @@ def product_kinds(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def fp32_products(precision: str) -> Iterator[None]:
-    """Within the context torch computes fp32 products at this precision; afterwards as before."""
+    """Let torch compute fp32 products at this precision within the context."""
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
@@ -107,17 +91,11 @@ def fp32_products(precision: str) -> Iterator[None]:
 
 
 def set_matmul_precision(asked: str, model: PreTrainedModel) -> str | None:
-    """Set torch's fp32 matmul precision to what was asked for; `auto` chooses by
-    `choose_precision`.
-
-    Args:
-        asked: highest, high or auto.
-        model: whose products it is for.
+    """Set torch's fp32 matmul precision: highest, high, or by `choose_precision` for auto.
 
     Returns:
-        A line that says what `auto` took and why, None if there was nothing to choose: another
-            setting, or a model on the CPU, which
-        computes at `highest` under `auto`.
+        A line that says why `auto` took a setting; None for other settings, and for a model on the
+        CPU, which computes at `highest` under `auto`.
     """
     if asked != "auto":
         torch.set_float32_matmul_precision(asked)
@@ -131,16 +109,9 @@ def set_matmul_precision(asked: str, model: PreTrainedModel) -> str | None:
 
 
 def choose_precision(errors: dict[str, dict[str, float]]) -> tuple[str, str]:
-    """Choose `high` if it changes a product and every product stays within LARGEST_ERROR, else
-    `highest`.
+    """Return `high` if it changes a product and all stay within LARGEST_ERROR, else `highest`.
 
-    By errors alone: they are the same at every start of a run, which times are not.
-
-    Args:
-        errors: of `product_errors`.
-
-    Returns:
-        The setting and the reason.
+    With the reason. By errors alone: unlike times they are the same at every start of a run.
     """
     exact, fast = errors["highest"], errors["high"]
     changed = {kind: error for kind, error in fast.items() if error != exact[kind]}
@@ -148,19 +119,13 @@ def choose_precision(errors: dict[str, dict[str, float]]) -> tuple[str, str]:
         return "highest", "the device has no faster product for high"
     worst = max(changed, key=lambda kind: math.inf if math.isnan(changed[kind]) else changed[kind])
     if not changed[worst] <= LARGEST_ERROR:
-        return (
-            "highest",
-            (
-                f"under high a product of {worst} is off by {changed[worst]:.1e} of its size, more"
-                f" than {LARGEST_ERROR:.0e}"
-            ),
+        return "highest", (
+            f"under high a product of {worst} is off by {changed[worst]:.1e} of its size, more than"
+            f" {LARGEST_ERROR:.0e}"
         )
-    return (
-        "high",
-        (
-            f"products are off by at most {changed[worst]:.1e} of their size ({exact[worst]:.1e}"
-            " under highest)"
-        ),
+    return "high", (
+        f"products are off by at most {changed[worst]:.1e} of their size ({exact[worst]:.1e} under"
+        " highest)"
     )
 
 
@@ -169,32 +134,23 @@ def _seconds(module: Any, rows: int) -> float:
     x = _rows(module, rows, device)
     spent = []
     for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         started = time.perf_counter()
         module(x)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         spent.append(time.perf_counter() - started)
     return min(spent[1:])
 
 
 def _rows(module: Any, count: int, device: torch.device) -> Tensor:
-    """Normal numbers, [count, in]: in 16 bit for a base that is stored so, which one that computes
-    in fp32 takes as well.
-    """
-    x = torch.randn(count, module.in_features, generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
-    return (
-        x.to(module.weight.dtype) if module.weight.dtype in (torch.float16, torch.bfloat16) else x
-    )
+    """Return normal numbers [count, in], in 16 bit for a base that is stored so."""
+    x = torch.randn(count, module.in_features, generator=torch.Generator().manual_seed(0))
+    half = module.weight.dtype in (torch.float16, torch.bfloat16)
+    return x.to(device, module.weight.dtype if half else x.dtype)
 
 
 def _stored_weight(module: Any) -> Tensor:
-    """The weight as it is stored, of a 4-bit layer dequantised in fp32 whatever its products are
-    in.
-    """
+    """Return the weight as stored; that of a 4-bit layer dequantised in fp32 in any case."""
     if not isinstance(module, bnb.nn.Linear4bit):
         return dense_weight(module)
     state = copy.copy(module.weight.quant_state)
@@ -211,7 +167,5 @@ def _error(module: Any) -> float:
     scale = getattr(module, "row_scale", None)
     if scale is not None:
         exact = scale[:OUTPUTS].double() * exact + module.row_bias[:OUTPUTS].double()
-    return float(
-        torch.linalg.vector_norm(module(x)[:, :OUTPUTS].double() - exact)
-        / torch.linalg.vector_norm(exact)
-    )
+    off = torch.linalg.vector_norm(module(x)[:, :OUTPUTS].double() - exact)
+    return float(off / torch.linalg.vector_norm(exact))

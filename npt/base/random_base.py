@@ -1,8 +1,7 @@
-"""A base of any size with random weights, made where it is used: for speed and memory, which do not
-depend on the values.
+"""A base of any size with random weights, to measure speed and memory.
 
-The model that it is a quantised form of never exists: each weight is drawn, packed and dropped by
-itself, so that a shape of 8 B parameters takes the 6 GB that it will keep, and one weight more.
+The dense model never exists: each weight is drawn, packed and dropped by itself, so that a shape of
+8 B parameters takes the 6 GB that it will keep, and one weight more.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ from npt.base.attention import implementation_of
 from npt.base.device import default_device
 from npt.base.families import check_family
 from npt.base.linear import quantized_linears
-from npt.base.load import packing_config
+from npt.base.load import check_quantization, packing_config
 from npt.base.precision import audit_precision, enforce_policy
-from npt.config import QUANT_TYPES, check_attention
-from npt.errors import ConfigError
+from npt.config import check_attention
 
 DENSE = ("lm_head",)
-"""What stays unpacked, as where a checkpoint is loaded."""
+"""Layers that stay unpacked, as in a loaded checkpoint."""
 
 STD = 0.02
-"""Of every weight matrix, as transformers starts them: no state overflows, and attention is near to
-even.
-"""
+"""Of every weight matrix, as transformers starts them: no state overflows, attention is nearly
+even."""
 
 
 @torch.inference_mode(False)
@@ -44,8 +41,7 @@ def random_base(
     attn_implementation: str = "sdpa",
     compute_dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A frozen model in evaluation mode that is all that `load_base` promises, but for its values
-    and a tokenizer.
+    """Return a model like one of `load_base`, but for its values, without a tokenizer.
 
     Args:
         config: of a known family. It is copied.
@@ -56,17 +52,11 @@ def random_base(
         attn_implementation: as in `load_base`.
         compute_dtype: of products of packed weights.
 
-    Returns:
-        The model. It computes in fp32, but for products of packed weights.
-
     Raises:
         ConfigError: unknown quantisation or attn_implementation.
         ModelError: a configuration of an unknown family.
     """
-    if quantization is not None and quantization not in QUANT_TYPES:
-        raise ConfigError(
-            f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None"
-        )
+    check_quantization(quantization)
     check_attention(attn_implementation)
     check_family("a random base", config)
     device = torch.device(device) if device is not None else default_device()
@@ -106,31 +96,22 @@ def meta_base(
 def _draw_weights(
     model: Any, stored: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Put a drawn weight in the place of each one that has none yet; matrices are random, norms are
-    1, biases are 0.
-    """
+    """Draw every weight: matrices are random, norms are 1, biases are 0."""
     packed = {id(module.weight) for _, module in quantized_linears(model)}
 
     def values(name: str, shape: torch.Size) -> Tensor:
         if len(shape) > 1:
             return torch.randn(shape, dtype=stored, device=device, generator=generator).mul_(STD)
-        return (torch.zeros if name.endswith("bias") else torch.ones)(
-            shape, dtype=stored, device=device
-        )
+        value = 0.0 if name.endswith("bias") else 1.0
+        return torch.full(shape, value, dtype=stored, device=device)
 
     # a tied weight comes once, at its first place
     for name, parameter in list(model.named_parameters()):
         owner, _, own_name = name.rpartition(".")
-        drawn: nn.Parameter
+        drawn: nn.Parameter = nn.Parameter(values(name, parameter.shape), requires_grad=False)
         if id(parameter) in packed:
-            settings = {
-                key: value for key, value in vars(parameter).items() if key != "quant_state"
-            }
-            # here it is packed
-            drawn = bnb.nn.Params4bit(
-                values(name, parameter.shape), requires_grad=False, **settings
-            ).to(device)
-        else:
-            drawn = nn.Parameter(values(name, parameter.shape), requires_grad=False)
+            settings = {k: v for k, v in vars(parameter).items() if k != "quant_state"}
+            # packed by the move
+            drawn = bnb.nn.Params4bit(drawn.data, requires_grad=False, **settings).to(device)
         setattr(model.get_submodule(owner), own_name, drawn)
     model.tie_weights()

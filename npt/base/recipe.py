@@ -1,6 +1,4 @@
-"""How a base was loaded, as an adapter writes it down, so that whoever loads the adapter gets the
-base that it was trained on.
-"""
+"""The arguments that a base was loaded with, written down with its adapter."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from npt.base.precision import declared_dtype, quantization_of
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES
 
 ENTRY = "base_loading"
-"""Where `adapter_config.json` has it."""
+"""The entry of `adapter_config.json`."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Arguments of `npt.load_base` beside the name.
+    """Arguments of `npt.load_base`, the name aside.
 
-    quantization: `nf4`, `fp4`, or None. double_quant: whether the absmax of blocks is itself
-    quantised, as `load_base` does; a checkpoint that is stored in 4 bit may be without.
-    compute_dtype: of 4-bit products. use_fp16: of an unquantised base.
+    quantization: `nf4`, `fp4`, or None. double_quant: the absmax of blocks is itself quantised, as
+    by `load_base`; a checkpoint stored in 4 bit may lack it. compute_dtype: of 4-bit products.
+    use_fp16: of an unquantised base.
     """
 
     quantization: str | None = None
@@ -35,16 +33,11 @@ class Recipe:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Recipe | None:
-        """How a loaded base was loaded; None where `load_base` could not load it so, as one with
-        layers of both 4-bit codes.
-        """
+        """Return that of a loaded base; None if `load_base` cannot load one like it."""
         packed, dtype = quantization_of(model), declared_dtype(model)
         if packed is None:
-            return (
-                cls(use_fp16=dtype == torch.float16)
-                if dtype in (torch.float16, torch.float32)
-                else None
-            )
+            known = dtype in (torch.float16, torch.float32)
+            return cls(use_fp16=dtype == torch.float16) if known else None
         if packed not in QUANT_TYPES:
             return None
         nested = {
@@ -56,26 +49,25 @@ class Recipe:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Recipe | None:
-        """What a file says, None where it does not, or says what cannot be."""
+        """Return that of a file's record; None if it has none, or one that cannot be."""
         found = record.get(ENTRY)
         if not isinstance(found, Mapping) or set(found) != {f.name for f in fields(cls)}:
             return None
         recipe = cls(**found)
         sound = (
-            recipe.quantization in (None, *QUANT_TYPES) and recipe.compute_dtype in COMPUTE_DTYPES
+            recipe.quantization in (None, *QUANT_TYPES)
+            and recipe.compute_dtype in COMPUTE_DTYPES
+            and isinstance(recipe.use_fp16, bool)
+            and isinstance(recipe.double_quant, bool)
         )
-        return (
-            recipe
-            if sound and isinstance(recipe.use_fp16, bool) and isinstance(recipe.double_quant, bool)
-            else None
-        )
+        return recipe if sound else None
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The same as the command line's flags, those that mean something beside one another."""
+        """The command line's flags, those that mean something together."""
         if self.quantization is None:
             return {"use_quantization": False, "use_fp16": self.use_fp16}
         return {
@@ -86,16 +78,13 @@ class Recipe:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Those arguments of `load_base` that are not its defaults."""
-        return {
-            name: value
-            for name, value in self.arguments.items()
-            if value != getattr(Recipe(), name)
-        }
+        """Arguments of `load_base` that are not its defaults."""
+        usual = Recipe().arguments
+        return {name: value for name, value in self.arguments.items() if value != usual[name]}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `load_base`."""
+        """Arguments of `load_base`."""
         return {
             "quantization": self.quantization,
             "compute_dtype": self.compute_dtype,

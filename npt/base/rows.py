@@ -1,12 +1,10 @@
-"""A scale and a bias for every row of a frozen linear layer, beside its product: what can be added
-to a 4-bit base exactly.
+"""Rows: a scale and a bias for every row of a frozen linear layer, exact on a 4-bit base.
 
     y = scale * (W x + b) + bias
 
-W stays packed as it is, not a byte of it is written, and taking the rows away gives the layer back
-bit for bit. The layer's class is swapped for a subclass of itself, as a decoder layer's is for its
-NPT form; the two vectors are buffers that no state dict knows, so that the base keeps its names and
-its hash.
+Not a byte of W is written, and taking the rows away gives the layer back bit for bit. The layer's
+class is swapped for a subclass of itself; the two vectors are buffers that no state dict knows, so
+the base keeps its names and its hash.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from npt.base.linear import linear_kind
-from npt.base.precision import UpcastLinear
+from npt.base.linear import UpcastLinear, linear_kind
 from npt.errors import ModelError, kind_of
 
 Rows = tuple[Tensor, Tensor]
@@ -26,9 +23,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 class RowScaled(nn.Module):
-    """Mix-in that puts the rows behind a linear layer's product; put in front of the layer's own
-    class.
-    """
+    """Mix-in, before the layer's own class, that applies rows to its product."""
 
     row_scale: Tensor
     row_bias: Tensor
@@ -63,7 +58,7 @@ _FORMS: dict[type[nn.Module], type[RowScaled]] = {
 
 
 def set_rows(module: Any, rows: Rows | None) -> None:
-    """Give a linear layer these rows in place of any that it has, or with None take them away.
+    """Give a linear layer these rows instead of those it has; None takes them away.
 
     Raises:
         ModelError: a layer of another class.
@@ -94,5 +89,5 @@ def check_row_scalable(module: Any) -> None:
 
 
 def rows_of(module: Any) -> Rows | None:
-    """The rows that a layer has."""
+    """Return the rows that a layer has."""
     return (module.row_scale, module.row_bias) if isinstance(module, RowScaled) else None

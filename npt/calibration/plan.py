@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from npt.adapters.attach import format_layers
+from npt.adapters.fit import format_layers
 from npt.base.device import wait_for
 from npt.calibration.placement import HOST, PREFERENCES, Placement
 from npt.calibration.solve import CG_STEPS, CHUNK, RIDGES, round_share

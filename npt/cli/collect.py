@@ -21,7 +21,7 @@ def collect(given: dict[str, Any]) -> int:
     data = build(DataConfig, given)
     if given["seed"] > SEED_MAX:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
-    from npt.adapters.attach import check_length
+    from npt.adapters.fit import check_length
     from npt.base.load import read_config
     from npt.data.source import BUILTIN, check_source, open_source
     from npt.tools.collect.collect import collect as run

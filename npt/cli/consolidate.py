@@ -85,9 +85,9 @@ def _undo(student: Student, given: dict[str, Any], console: Any) -> None:
 
 def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
     import npt
-    from npt.adapters.attach import resolve_layers
     from npt.adapters.consolidate import update_from
     from npt.adapters.files.adapter_files import adapter_hash
+    from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples

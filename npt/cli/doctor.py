@@ -93,7 +93,7 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
         given = {**given, "dataset_name": given["data"]}
     given = with_data(given, EMBEDDED).given
     base, data = build(BaseConfig, given), build(DataConfig, given)
-    from npt.adapters.attach import check_length
+    from npt.adapters.fit import check_length
     from npt.base.load import load_tokenizer, read_config
     from npt.data.source import open_source
     from npt.tools.data_doctor.report import examine

@@ -100,7 +100,7 @@ def forecast_calibration(
         limit: bytes of the device, None if unknown.
         trial: time a product and an eigendecomposition.
     """
-    from npt.adapters.attach import resolve_layers
+    from npt.adapters.fit import resolve_layers
     from npt.base.quantization_error import fp32_products
     from npt.calibration.plan import plan
 
@@ -192,7 +192,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the model's name and the workload to plan."""
     import torch
 
-    from npt.adapters.attach import check_fit
+    from npt.adapters.fit import check_fit
     from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
     from npt.planning.shape import llama_config, parse_shape

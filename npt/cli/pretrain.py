@@ -179,7 +179,7 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
 
 def _check(processes: Any, settings: _Settings) -> _Checked:
     """Refuse what can be refused before the minutes that loading a large base takes."""
-    from npt.adapters.attach import check_fit
+    from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
     from npt.planning.plan import Planner

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.adapters.sharding import in_parts, is_share, whole
+from npt.adapters.layer import in_parts, whole
+from npt.adapters.sharding import is_share
 from npt.base.linear import dense_weight, quantized_linears
 from npt.data.batch import IGNORE_INDEX
 from npt.errors import NumericalError

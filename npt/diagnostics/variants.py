@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from npt.base.half import compute_in
 from npt.base.load import load_base
-from npt.base.precision import quantization_of
+from npt.base.precision import compute_in, quantization_of
 from npt.errors import ModelError
 
 REFERENCE = "fp32"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
-from npt.adapters.layer import NPTLayer, attention_output, device_of
-from npt.adapters.sharding import whole
+from npt.adapters.layer import NPTLayer, attention_output, device_of, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
 from npt.base.hooks import call_around, may_change

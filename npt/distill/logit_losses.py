@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.config import TrainConfig
 from npt.distill.hidden_losses import at_least_fp32
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
+from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, is_sharded
 from npt.adapters.layer import NPTLayer
 from npt.adapters.recompute import recomputed
-from npt.adapters.sharding import is_sharded
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace
 from npt.config import TrainConfig

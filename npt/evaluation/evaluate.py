@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import attached_config
+from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.data.samples import cut

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.config import SEED_MAX
 from npt.data.continuation import continuation_text
 from npt.errors import ConfigError, DataError, NumericalError

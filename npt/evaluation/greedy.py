@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode
+from npt.adapters.layer import Mode
 from npt.adapters.stream import MASKED, model_inputs
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
 from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import ConfigError, NumericalError

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import adapter_mode, decoder_layers
-from npt.adapters.layer import NPTLayer, student_output
-from npt.adapters.sharding import whole
+from npt.adapters.layer import Mode, NPTLayer, student_output, whole
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error

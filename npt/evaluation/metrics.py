@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.stream import model_inputs
-from npt.base.precision import cast_once
+from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.errors import DataError

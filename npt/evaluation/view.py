@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
 from npt.adapters.attach import VIEWED, adapter_mode, attached_config, viewed
+from npt.adapters.layer import Mode
 
 
 def student_view(model: PreTrainedModel) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig
 
-from npt.adapters.attach import resolve_layers
+from npt.adapters.fit import resolve_layers
 from npt.config import TARGETS, NPTConfig
 from npt.errors import ConfigError
 

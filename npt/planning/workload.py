@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from npt.adapters.attach import resolve_layers
+from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device
 from npt.base.load import COMPUTE, TEACHERS
 from npt.config import BaseConfig, NPTConfig, TrainConfig

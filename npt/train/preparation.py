@@ -11,10 +11,10 @@ from npt.adapters.attach import (
     adapter_parameters,
     adapter_shapes,
     attached_config,
+    is_sharded,
     npt_layers,
     set_adapters,
 )
-from npt.adapters.sharding import is_sharded
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.quantization_error import product_errors

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import (
     adapter_parameters,
     attached_config,
-    check_length,
     is_attached,
+    is_sharded,
     npt_layers,
 )
 from npt.adapters.consolidate import consolidated
-from npt.adapters.sharding import is_sharded
+from npt.adapters.fit import check_length
 from npt.base.attention import attention_name
 from npt.base.identity import base_hash
 from npt.base.load import TEACHERS

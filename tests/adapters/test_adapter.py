@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from npt.adapters.adapter import NPTAdapter
+from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import modulate_reference
 from npt.config import MODULATIONS, TARGETS, NPTConfig
 
@@ -58,7 +58,7 @@ def test_start_is_normal_for_A_and_B_and_zero_for_M():
         assert torch.equal(adapter.M[target], torch.zeros_like(adapter.M[target]))
 
 
-def test_the_other_starts_are_what_they_are_called_and_leave_the_usual_one_as_it_was():
+def test_the_other_starts_match_their_names_and_keep_the_usual_one():
     adapter = NPTAdapter(
         NPTConfig(rank=64, init_a="kaiming", init_std_m=0.1, init_std_b=0.0),
         512,
@@ -138,7 +138,7 @@ def test_with_M_and_B_at_zero_nothing_changes_in_any_bit():
         assert torch.equal(adapter.apply_to(target, y, z)[0], y)
 
 
-def test_computes_in_fp32_under_autocast_and_for_half_precision_attention():
+def test_computes_in_fp32_under_autocast_and_for_16_bit_attention():
     adapter = shaken(make())
     y, a = product("gate"), attention()
     plain = adapter.apply_to("gate", y, adapter.code(a))
@@ -153,10 +153,8 @@ def test_computes_in_fp32_under_autocast_and_for_half_precision_attention():
 
 @pytest.mark.parametrize("residual", ["modulate", "keep"])
 @pytest.mark.parametrize("modulation", MODULATIONS)
-def test_gradients_at_the_start_are_finite_and_reach_all_that_can_move(modulation, residual):
-    """A alone stands still for the first step where all that reads its code is at zero, as LoRA's A
-    does beside B = 0.
-    """
+def test_gradients_at_the_start_are_finite_and_reach_all_that_moves(modulation, residual):
+    """Only A does not move in the first step, if all that reads its code is zero (LoRA's B = 0)."""
     adapter = make(modulation=modulation, residual=residual)
     z = adapter.code(attention())
     sum(adapter.apply_to(t, product(t), z)[0].square().sum() for t in TARGETS).backward()

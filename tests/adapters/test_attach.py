@@ -23,12 +23,10 @@ from npt.adapters.attach import (
     adapter_parameters,
     adapter_shapes,
     attached_config,
-    check_fit,
-    format_layers,
     is_attached,
     npt_layers,
-    resolve_layers,
 )
+from npt.adapters.fit import check_fit, format_layers, resolve_layers
 from npt.errors import ConfigError, ModelError
 
 # A start so large that the student's output lies far from its base's.
@@ -44,7 +42,7 @@ def logits(model: nn.Module, batch) -> torch.Tensor:
 
 
 def structure(model: nn.Module) -> dict:
-    """What `attach` may change, identity of every parameter included."""
+    """Return all that `attach` may change, the identity of every parameter included."""
     return {
         "classes": [type(m) for m in model.modules()],
         "parameters": [(name, id(p), p.requires_grad) for name, p in model.named_parameters()],
@@ -158,8 +156,7 @@ class TestAttach:
         assert (report.layers, report.num_layers) == ((0, 2, 3), 4)
         assert (report.trainable_parameters, report.base_parameters) == (trainable, plain)
         assert (
-            str(report)
-            == f"converted 3 of 4 layers (0,2-3): {trainable:,} trainable parameters beside"
+            str(report) == f"converted 3 of 4 layers (0,2-3): {trainable:,} trainable parameters,"
             f" {plain:,} frozen"
         )
 
@@ -278,9 +275,7 @@ class TestAttach:
             "a layer that somebody derived",
         ],
     )
-    def test_a_model_that_cannot_be_converted_is_refused_by_its_name_and_unchanged(
-        self, make, message
-    ):
+    def test_an_unconvertible_model_is_refused_by_name_and_unchanged(self, make, message):
         model = make()
         before = structure(model)
         with pytest.raises(ModelError, match=message):
@@ -379,9 +374,7 @@ class TestModes:
         # no tolerance: m is exactly 1 and s exactly 0, so every product keeps its bits
         assert torch.equal(logits(model, batch), logits(base, batch))
 
-    def test_a_modulated_residual_starts_near_the_floor_and_not_at_the_base(
-        self, load_model, batch
-    ):
+    def test_a_modulated_residual_starts_near_the_floor_not_the_base(self, load_model, batch):
         model = load_model()
         npt.attach(model, npt.NPTConfig(layers="all"))
         student = logits(model, batch)

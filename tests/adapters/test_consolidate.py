@@ -71,9 +71,7 @@ def test_at_full_strength_every_token_is_modulated_as_that_one_was(
 @torch.no_grad()
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("adapters", ["live", "disabled", "detached"])
-def test_the_rows_act_with_live_adapters_on_the_teacher_and_without_any(
-    load_model, quantization, adapters
-):
+def test_rows_act_on_student_and_teacher_and_without_adapters(load_model, quantization, adapters):
     model = student(load_model, quantization=quantization)
     update = first(model)
     if adapters == "disabled":
@@ -120,9 +118,7 @@ def test_not_a_byte_of_the_base_is_written(load_model):
     tokens=st.lists(st.integers(0, 4), min_size=4, max_size=4),
     undone=st.integers(0, 4),
 )
-def test_updates_stack_and_come_off_in_reverse_leaving_the_bits_before_them(
-    stacked, alphas, tokens, undone
-):
+def test_updates_stack_and_come_off_in_reverse_to_the_same_bits(stacked, alphas, tokens, undone):
     model, plain = stacked
     states = [plain]
     for alpha, token in zip(alphas, tokens, strict=False):
@@ -182,9 +178,7 @@ def test_the_scale_keeps_within_the_modulations_bounds(alpha, bound, size):
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_training_on_a_consolidated_base_gives_the_gradients_of_the_model_with_its_rows(
-    load_model, batch, strategy
-):
+def test_gradients_on_a_consolidated_base_are_those_with_its_rows(load_model, batch, strategy):
     """The local strategy multiplies by the frozen weight itself in backward; the end-to-end one
     leaves that to autograd.
     """
@@ -457,9 +451,7 @@ class TestFiles:
         npt.load_adapter(other, folder)
         assert len(npt.consolidated(other)) == 2
 
-    def test_updates_of_another_base_are_found_beside_an_adapter_of_this_one(
-        self, load_model, made, tmp_path
-    ):
+    def test_updates_of_another_base_are_found_next_to_an_adapter(self, load_model, made, tmp_path):
         folder = npt.save_adapter(made, tmp_path / "adapter")
         base = npt.base_identity(load_model())
         assert base_mismatch(folder, base) is None

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from npt.adapters import fused
-from npt.adapters.fused import Form, Modulated, Weights, is_unfused, modulated_product, unfused
+from npt.adapters.compiled import compiled
+from npt.adapters.fused import Form, Modulated, Product, is_unfused, unfused
 from npt.adapters.modulation import modulate, modulation_energy
 
+Weights = tuple[Tensor | None, Tensor | None]
 NONE: Weights = (None, None)
 FORMS = pytest.mark.parametrize(
     ("mult", "add"), [(True, True), (True, False), (False, True), (False, False)]
@@ -27,6 +29,12 @@ FORMS = pytest.mark.parametrize(
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
     return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def modulated_product(
+    gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
+) -> tuple[Tensor, Tensor]:
+    return Product.apply(gate, up, z, *gate_weights, *up_weights, form)  # type: ignore[return-value]
 
 
 def plain_product(
@@ -117,7 +125,7 @@ forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans
     block=st.integers(1, 40),
     of_products=st.booleans(),
 )
-def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(
+def test_the_product_is_the_plain_forms_in_any_blocks(
     seed, rows, width, rank, form, mult, add, block, of_products
 ):
     gate, up, z = (
@@ -146,7 +154,7 @@ def test_the_product_is_that_of_the_plain_form_whatever_the_blocks(
     block=st.integers(1, 40),
     of_product=st.booleans(),
 )
-def test_one_modulated_product_is_that_of_the_plain_form_whatever_the_blocks(
+def test_one_modulated_product_is_the_plain_forms_in_any_blocks(
     seed, rows, width, rank, form, mult, add, block, of_product
 ):
     y, z = normal(seed, rows, width), normal(seed + 2, rows, rank)
@@ -210,7 +218,7 @@ def test_a_multiplier_of_zero_weights_is_exactly_one():
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])
-def test_gradients_through_a_saturated_multiplier_stay_finite_and_are_those_of_its_bound(scale):
+def test_gradients_of_a_saturated_multiplier_are_those_of_its_bound(scale):
     y, z = (
         normal(0, 4, 6).requires_grad_(),
         torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_(),
@@ -282,7 +290,7 @@ def test_inputs_are_not_written_to_and_any_strides_will_do():
     assert all(torch.equal(t.detach(), b) for t, b in zip((base, z, *weights), before, strict=True))
 
 
-def test_a_form_can_be_looked_at_operation_by_operation_in_a_context_that_nests():
+def test_the_unfused_context_nests_and_decorates():
     assert not is_unfused()
     with unfused():
         with unfused():
@@ -299,15 +307,11 @@ def test_a_form_can_be_looked_at_operation_by_operation_in_a_context_that_nests(
 
 class TestCompiled:
     @pytest.fixture(autouse=True)
-    def _fresh(self, monkeypatch):
-        """Bodies that nobody has compiled yet."""
-        for name, plain in (
-            ("_modulate", fused._modulate_block),
-            ("_modulate_backward", fused._modulate_backward_block),
-            ("_product", fused._product_block),
-            ("_product_backward", fused._product_backward_block),
-        ):
-            monkeypatch.setattr(fused, name, fused._Body(plain))
+    def _fresh(self):
+        """Functions that nobody has compiled yet, and none left compiled in a way of a test's."""
+        compiled.cache_clear()
+        yield
+        compiled.cache_clear()
 
     def inputs(self, rows: int = 7) -> list[Any]:
         return [
@@ -350,9 +354,7 @@ class TestCompiled:
                 found = gradients(modulated, one, Form(0.5, 0.3, regularised, compiled=True))
                 assert_same(found, gradients(modulated, one, Form(0.5, 0.3, regularised)))
 
-    def test_where_nothing_can_be_compiled_that_is_said_once_and_nothing_is_changed(
-        self, monkeypatch
-    ):
+    def test_a_missing_compiler_is_said_once_and_changes_nothing(self, monkeypatch):
         calls = []
 
         def broken(function: Any, **_: Any) -> Any:
@@ -376,7 +378,7 @@ class TestCompiled:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
-        assert calls == ["_product_block", "_product_backward_block"]
+        assert calls == ["product_block", "_product_backward_block"]
 
     @pytest.mark.parametrize(
         "error",

@@ -149,7 +149,7 @@ def test_hidden_states_come_out_of_every_layer(load_model, batch, layers):
 
 
 @torch.no_grad()
-def test_layers_that_were_not_converted_see_the_same_input_as_in_the_base(load_model, batch):
+def test_layers_below_the_converted_ones_see_the_bases_input(load_model, batch):
     base, model = load_model(), converted(load_model, layers="3")
     teacher, student = (
         m(batch.input_ids, output_hidden_states=True).hidden_states for m in (base, model)

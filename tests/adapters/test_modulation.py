@@ -30,7 +30,7 @@ def test_multiplier_is_exactly_one_at_zero(mult_bound):
     assert torch.equal(multiplier(torch.zeros(7), mult_bound), torch.ones(7))
 
 
-def test_multiplier_is_not_the_half_sigmoid_that_starts_at_three_quarters():
+def test_the_multiplier_does_not_start_at_three_quarters():
     u = torch.tensor([0.0, -100.0, 100.0])
     mistaken = 0.5 * torch.sigmoid(u) + 0.5
     assert mistaken.tolist() == [0.75, 0.5, 1.0]
@@ -59,7 +59,7 @@ def test_multiplier_is_the_scaled_sigmoid_of_the_design(mult_bound, values):
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True))
 @example(1 - 1e-9)
 @example(math.nextafter(1, 0))
-def test_every_bound_that_the_configuration_accepts_keeps_the_multiplier_above_zero(mult_bound):
+def test_every_accepted_bound_keeps_the_multiplier_above_zero(mult_bound):
     try:
         NPTConfig(mult_bound=mult_bound)
     except ValueError:
@@ -101,7 +101,7 @@ def test_modulate_equals_the_slow_reference(
 
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_half_precision_product_is_modulated_in_fp32_and_rounded_once(dtype, mult, add):
+def test_a_16_bit_product_is_modulated_in_fp32_and_rounded_once(dtype, mult, add):
     y, z = normal(0, 5, 8).to(dtype), normal(1, 5, 3)
     M, B = normal(2, 8, 3) if mult else None, normal(3, 8, 3) if add else None
     got, m, s = modulate(y, z, M, B, 0.5, 0.1)
@@ -151,7 +151,7 @@ def test_energy_is_the_sum_over_targets_of_the_mean_over_channels():
     assert_close(got, expected)
 
 
-def test_energy_is_zero_for_multipliers_of_one_and_absent_without_terms():
+def test_energy_is_zero_for_m_of_one_and_absent_without_terms():
     assert torch.equal(modulation_energy([(torch.ones(2, 5), None)]), torch.zeros(2))
     assert modulation_energy([]) is None
     assert modulation_energy([(None, None)]) is None
@@ -177,7 +177,7 @@ def form_of(form: str, u: torch.Tensor, mult_bound: float = 0.5) -> torch.Tensor
     st.floats(0.01, 0.999),
 )
 @example("one_plus_tanh", [-1e6, 1e6], 0.5)
-def test_every_form_stays_within_its_range_and_grows_with_its_argument(form, values, mult_bound):
+def test_every_form_stays_in_its_range_and_grows_with_its_argument(form, values, mult_bound):
     u = torch.tensor(sorted(values), dtype=torch.float32)
     m = form_of(form, u, mult_bound)
     low, high = multiplier_range(form, mult_bound)

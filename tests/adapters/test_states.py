@@ -56,7 +56,7 @@ def with_update(load_model: LoadModel) -> Any:
 
 
 def with_other_ranks(model: Any) -> None:
-    """What a calibration with a budget of ranks does last."""
+    """Do the last thing that a calibration with a budget of ranks does."""
     config = attached_config(model)
     count = len(npt_layers(model))
     other = NPTConfig(
@@ -75,9 +75,7 @@ def refused(load_model: LoadModel, tmp_path: Path) -> Path:
     return npt.save_adapter(with_update(load_model), tmp_path / "refused")
 
 
-def test_adapters_that_change_their_ranks_inside_a_context_come_out_of_it_as_students(
-    load_model,
-) -> None:
+def test_adapters_resized_inside_a_context_leave_it_as_students(load_model) -> None:
     model = student(load_model)
     adapters = [layer.npt for _, layer in npt_layers(model)]
     adapters[0].A.requires_grad_(False)
@@ -140,7 +138,7 @@ def test_updates_made_through_a_view_are_the_models(load_model) -> None:
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_an_adapter_refused_while_updates_are_switched_off_leaves_no_trace(
+def test_an_adapter_refused_while_updates_are_off_leaves_no_trace(
     load_model, refused, attached
 ) -> None:
     model = student(load_model) if attached else load_model()
@@ -278,7 +276,7 @@ def wrapped(load_model: LoadModel, tmp_path: Path) -> Any:
 SHARED = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-"""The model is one for all examples: each has to leave it as it found it."""
+"""All examples share one model, so each must leave it as it found it."""
 
 
 def disabled(base: Any, names: list[str]) -> set[str]:

@@ -49,13 +49,12 @@ def test_layers_walked_by_hand_equal_the_model_itself(model, padding, mode):
         stream = open_stream(model, batch)
         states = [stream.hidden]
         for layer in model.model.layers:
-            states.append(stream.clean(layer(states[-1], **stream.context)))
+            states.append(stream.clean(layer(states[-1], **stream.context_of(layer))))
     assert len(expected) == len(states)
     states[-1] = model.model.norm(states[-1])
     for got, wanted in zip(states, expected, strict=True):
         if batch.padded:
-            # default tolerance of fp32: valid tokens see the same keys; only what stands at padding
-            # differs
+            # default tolerance of fp32: valid tokens see the same keys; only padding differs
             assert_close(stream.rows(got), stream.rows(wanted))
         else:
             assert torch.equal(got, wanted)  # no tolerance: the same operations on the same values
@@ -75,7 +74,7 @@ def test_the_context_is_the_one_that_the_model_hands_to_its_layers(model, paddin
         use_cache=False,
     )
     hook.remove()
-    context = open_stream(model, batch).context
+    context = open_stream(model, batch).context_of(model.model.layers[0])
     for name in ("attention_mask", "position_ids", "position_embeddings"):
         # no tolerance: made by the same functions
         assert_close(context[name], calls[0][name], rtol=0, atol=0)
@@ -90,7 +89,7 @@ def test_an_unpadded_batch_needs_no_mask_and_is_returned_as_it_is(model):
     stream = open_stream(model, padded("none"))
     states = torch.randn(2, 6, 3)
     assert stream.clean(states) is states
-    assert stream.context["attention_mask"] is None
+    assert stream.masks[0] is None
     assert stream.hidden.dtype == torch.float32
 
 
@@ -154,11 +153,11 @@ def attention(request, model):
 
 
 def walked(model, batch: Batch) -> list[torch.Tensor]:
-    """The valid rows in front of every layer and behind the last."""
+    """Return the valid rows before every layer and after the last."""
     stream = open_stream(model, batch)
     states = [stream.hidden]
     for layer in model.model.layers:
-        states.append(stream.clean(layer(states[-1], **stream.context)))
+        states.append(stream.clean(layer(states[-1], **stream.context_of(layer))))
     return [stream.rows(state) for state in states]
 
 
@@ -166,7 +165,7 @@ def walked(model, batch: Batch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", ["student", "teacher"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("extra", [0, 3])
-def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(
+def test_a_packed_token_has_the_state_of_one_in_a_row_of_its_own(
     model, attention, mode, side, extra
 ):
     batch = packed(side, extra)
@@ -190,9 +189,7 @@ def test_a_token_of_a_packed_row_is_in_the_state_it_has_in_a_row_of_its_own(
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_packed_rows_through_the_models_own_forward_are_those_walked_by_hand(
-    model, attention, side
-):
+def test_packed_rows_in_the_models_forward_equal_those_by_hand(model, attention, side):
     batch = packed(side)
     expected = model.model.norm(walked(model, batch)[-1])
     states = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state

@@ -17,8 +17,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
-from npt.adapters import fused, trained
+from npt.adapters import trained
 from npt.adapters.attach import adapter_parameters, decoder_layers
+from npt.adapters.compiled import compiled
 from npt.adapters.fused import unfused
 from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, trained_output
 from npt.base.hooks import only_looks
@@ -58,7 +59,7 @@ EACH_ALONE = Work()
 
 
 def run(outputs: Any, layer: Any, work: Work = EACH_ALONE, graph: bool = False) -> list[Tensor]:
-    """Outputs and gradients of the adapter, and of h and a where these have a graph."""
+    """Return outputs and gradients of the adapter, and of h and a if these have a graph."""
     hidden, attention = (normal(seed, N, D).requires_grad_(graph) for seed in (0, 1))
     for parameter in layer.npt.parameters():
         parameter.grad = None
@@ -75,7 +76,7 @@ def run(outputs: Any, layer: Any, work: Work = EACH_ALONE, graph: bool = False) 
 
 CASES = [(stacked_outputs, False), (trained_output, False), (trained_output, True)]
 every_case = pytest.mark.parametrize(
-    ("outputs", "graph"), CASES, ids=["stacked", "alone", "with a graph behind"]
+    ("outputs", "graph"), CASES, ids=["with its teacher", "alone", "in a graph"]
 )
 
 
@@ -111,7 +112,7 @@ def with_biases(mlp: Any) -> None:
 @every_case
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("change", [with_rows, with_biases])
-def test_rows_and_biases_beside_the_frozen_weights_are_part_of_it(
+def test_rows_and_biases_of_the_frozen_weights_are_part_of_it(
     load_model, outputs, graph, quantization, change
 ):
     layer = decoder_layers(student(load_model, quantization=quantization))[1]
@@ -148,7 +149,7 @@ class Watching(nn.Module):
 
 @every_case
 @every_form
-def test_whoever_looks_changes_no_bit_and_sees_the_plain_forms_stages(
+def test_an_observer_changes_no_bit_and_sees_the_plain_forms_stages(
     load_model, form, outputs, graph
 ):
     regularised = outputs is stacked_outputs or graph
@@ -192,9 +193,9 @@ def test_what_does_not_compute_in_fp32_takes_the_plain_form(load_model, outputs)
     layer = decoder_layers(model)[1]
     hidden, attention = normal(0, N, D).bfloat16(), normal(1, N, D).bfloat16()
     assert not is_fusable(layer, hidden)
-    *states, energy = outputs(layer, hidden, attention)
-    assert states[-1].dtype == torch.bfloat16 and energy.dtype == torch.float32
-    states[-1].float().sum().backward()
+    output, energy = outputs(layer, hidden, attention)[-2:]
+    assert output.dtype == torch.bfloat16 and energy.dtype == torch.float32
+    output.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in layer.npt.parameters() if p.grad is not None)
 
 
@@ -229,10 +230,11 @@ class TestWorkspace:
         ((memory,),) = (space._kept.values(),)
         assert memory.numel() == 4 * N * F
 
-    def test_a_backward_behind_the_next_layers_forward_is_refused(self, load_model):
+    def test_a_backward_after_the_next_layers_forward_is_refused(self, load_model):
         layers, space = decoder_layers(student(load_model)), Workspace()
-        first = stacked_outputs(layers[0], normal(0, N, D), normal(1, N, D), Work(space=space))[1]
-        stacked_outputs(layers[1], normal(0, N, D), normal(1, N, D), Work(space=space))
+        given = normal(0, N, D), normal(1, N, D), Work(space=space)
+        first = stacked_outputs(layers[0], *given)[1]
+        stacked_outputs(layers[1], *given)
         with pytest.raises(AssertionError, match="memory"):
             first.sum().backward()
 
@@ -258,9 +260,8 @@ class TestWorkspace:
         dense = trained.product_weight
         monkeypatch.setattr(trained, "product_weight", watched)
         layer = decoder_layers(student(load_model))[0]
-        output = stacked_outputs(
-            layer, normal(0, N, D), normal(1, N, D), Work(space=Workspace() if shared else None)
-        )[1]
+        work = Work(space=Workspace() if shared else None)
+        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), work)[1]
         gc.collect()
         # gate and up are gone, down waits for backward
         assert [ref() is not None for ref in made] == [False, False, True]
@@ -270,7 +271,7 @@ class TestWorkspace:
 
 
 class Unpacked(TorchDispatchMode):
-    """How often each packed weight is dequantised, alone or as part of a product."""
+    """Counts how often each packed weight is dequantised, alone or as part of a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +303,7 @@ class Unpacked(TorchDispatchMode):
     ],
 )
 @pytest.mark.parametrize("residual", ["modulate", "keep"])
-def test_a_packed_weight_is_dequantised_no_more_often_than_it_has_to_be(
+def test_a_packed_weight_is_dequantised_no_more_often_than_needed(
     load_model, batch, strategy, own, expected, residual
 ):
     model = student(load_model, NPTConfig(rank=4, layers="1-2", residual=residual))
@@ -330,7 +331,7 @@ def test_no_frozen_weight_gets_a_gradient_and_the_adapters_all_do(load_model, ba
 def test_the_energy_is_that_of_all_targets(load_model):
     layer: Any = decoder_layers(student(load_model))[1]
     hidden, attention = normal(0, N, D), normal(1, N, D)
-    _, _, energy = stacked_outputs(layer, hidden, attention)
+    energy = stacked_outputs(layer, hidden, attention)[2]
     z = layer.npt.code(attention)
     expected = torch.zeros(N)
     for target, width in (("gate", F), ("up", F), ("down", D)):
@@ -343,13 +344,14 @@ def test_the_energy_is_that_of_all_targets(load_model):
 
 class TestCompiled:
     @pytest.fixture(autouse=True)
-    def _fresh(self, monkeypatch):
-        """Bodies that nobody has compiled yet."""
-        for name in ("_modulate", "_modulate_backward", "_product", "_product_backward"):
-            monkeypatch.setattr(fused, name, fused._Body(getattr(fused, name)._plain))
+    def _fresh(self):
+        """Functions that nobody has compiled yet, and none left compiled in a way of a test's."""
+        compiled.cache_clear()
+        yield
+        compiled.cache_clear()
 
     @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
-    def test_the_setting_hands_the_elementwise_work_to_the_compiler_once_for_all_layers(
+    def test_compile_compiles_the_elementwise_work_once_for_all_layers(
         self, load_model, batch, monkeypatch, strategy
     ):
         made = []
@@ -365,9 +367,9 @@ class TestCompiled:
         found = drive(model, batch, TrainConfig(strategy=strategy, compile=True))
         assert sorted(made) == [
             "_modulate_backward_block",
-            "_modulate_block",
+            "_multiplied",
             "_product_backward_block",
-            "_product_block",
+            "product_block",
         ]
         assert torch.equal(found.loss, plain.loss)
 
@@ -375,8 +377,8 @@ class TestCompiled:
     @pytest.mark.skipif(shutil.which("g++") is None, reason="takes a C++ compiler")
     def test_a_compiled_step_is_the_plain_one_to_rounding(self, load_model, batch):
         model, results = student(load_model), []
-        for compiled in (False, True):
-            sums = drive(model, batch, TrainConfig(regularization_lambda=0.3, compile=compiled))
+        for asked in (False, True):
+            sums = drive(model, batch, TrainConfig(regularization_lambda=0.3, compile=asked))
             results.append(
                 [sums.loss, sums.reg, *(p.grad for p in adapter_parameters(model).values())]
             )
@@ -387,7 +389,7 @@ class TestCompiled:
 
 @pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
 @pytest.mark.parametrize("regularised", [True, False])
-def test_where_down_alone_is_modulated_nothing_goes_back_through_the_mlp(
+def test_with_down_alone_nothing_goes_back_through_the_mlp(
     load_model, monkeypatch, outputs, regularised
 ):
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[

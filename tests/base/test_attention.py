@@ -1,8 +1,8 @@
 """Attention of fp32 on CUDA: the kernel it reaches, its values and gradients, and what it leaves to
 transformers.
 
-The memory-efficient kernel has a stand-in here: plain products on the CPU, with the arguments and
-the layouts of torch's operators, which are checked. What the kernel itself does is for tests/gpu.
+A substitute takes the memory-efficient kernel's place: plain products on the CPU, with the
+arguments and layouts of torch's operators, which are checked. tests/gpu has the kernel itself.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ def backward(
 
 @pytest.fixture
 def kernel(monkeypatch) -> Iterator[list[str]]:
-    """The stand-in, taken for fp32 on the CPU and on simulated devices. Yields what was called, in
-    order.
-    """
+    """Take the substitute for fp32 on the CPU and simulated devices; yield the calls in order."""
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -221,9 +219,7 @@ def test_without_gradients_every_query_head_has_its_own_k_and_v(kernel, monkeypa
     assert kernel == []
 
 
-def test_what_is_saved_for_backward_grows_with_the_length_and_has_one_k_and_v_for_each_key_head(
-    kernel,
-) -> None:
+def test_backward_keeps_one_k_and_v_per_key_head(kernel) -> None:
     sizes = []
     for length in (32, 64):
         q, k, v = tensors(length)
@@ -301,7 +297,7 @@ def test_on_the_cpu_a_base_computes_what_transformers_sdpa_does(load_model, batc
 
 @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
 @pytest.mark.parametrize("form", ["full", "padded", "packed"])
-def test_a_strategy_on_a_simulated_device_has_the_gradients_of_the_cpu(
+def test_a_strategy_on_a_simulated_device_has_the_cpus_gradients(
     kernel, load_model, strategy, form
 ) -> None:
     model = load_model()
@@ -326,9 +322,7 @@ def test_a_strategy_on_a_simulated_device_has_the_gradients_of_the_cpu(
 
 @pytest.mark.parametrize("name", [SDPA, "sdpa"])
 def test_only_the_repeated_heads_reach_a_kernel_of_linear_memory(load_model, name) -> None:
-    """Where torch tells of no kernel whose splits can be set, as here, gradients go through torch's
-    own.
-    """
+    """Gradients go through torch's own kernel if it tells of none whose splits can be set."""
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
     model.config._attn_implementation = name

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.adapters.attach import attach
-from npt.base.precision import UpcastLinear, cast_once
+from npt.base.linear import UpcastLinear, cast_once
 from npt.base.rows import set_rows
 from npt.config import TrainConfig
 from npt.data.batch import Batch
@@ -98,7 +98,7 @@ def test_a_training_step_casts_the_head_once(
     assert casts.count == 1
 
 
-def test_an_evaluation_batch_casts_each_head_once_and_has_the_same_figures(monkeypatch) -> None:
+def test_an_evaluation_batch_casts_each_head_once_to_equal_figures(monkeypatch) -> None:
     head, (rows, taught, targets) = upcast_head(), states()
     whole = compare_tokens(rows.detach(), taught, targets, head, V)
     monkeypatch.setattr(metrics, "LOGIT_CHUNK", 3 * V)

@@ -1,6 +1,4 @@
-"""The default device: the CPU in these tests, a GPU where there is one, and a word where there is
-one that cannot be used.
-"""
+"""The default device: a GPU if the machine has one, and a warning if it cannot be used."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def test_tests_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     assert workload.device.type == "cpu"
 
 
-def test_processes_of_a_test_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
+def test_processes_of_a_test_compute_on_the_cpu_despite_a_gpu(gpu: None) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     # had a GPU been chosen, torch would have refused it
     with pytest.raises(npt.NPTError, match="did not meet"):

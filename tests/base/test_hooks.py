@@ -37,7 +37,7 @@ def test_any_hook_may_change_a_value_while_it_is_there(module, register):
     assert not is_hooked(module) and not may_change(module)
 
 
-def test_one_that_is_marked_only_looks_and_another_beside_it_may_still_change(module):
+def test_a_marked_hook_only_looks_but_another_one_may_change(module):
     module.register_forward_hook(only_looks(lambda *_: None))
     assert is_hooked(module) and not may_change(module)
     module.register_forward_pre_hook(lambda *_: None)
@@ -56,13 +56,11 @@ def test_a_replaced_forward_is_no_hook_and_may_change(module):
     assert is_hooked(module) and may_change(module)
 
 
-def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something_else_is_there(
-    module,
-):
+def test_accelerates_wrapper_is_no_hook_unless_it_does_more(module):
     add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert not is_hooked(module)
     placed = module.forward
-    module.forward = lambda x: 2 * placed(x)  # in front of the wrapper
+    module.forward = lambda x: 2 * placed(x)  # before the wrapper
     assert is_hooked(module)
     module.forward = placed
     handle = module.register_forward_hook(lambda *_: None)
@@ -73,12 +71,12 @@ def test_accelerates_wrapper_is_no_hook_unless_it_brings_in_weights_or_something
     assert is_hooked(module)
     remove_hook_from_module(module)
     forward = module.forward
-    module.forward = lambda x: 2 * forward(x)  # behind it
+    module.forward = lambda x: 2 * forward(x)  # after it
     add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert is_hooked(module)
 
 
-def test_the_own_forward_of_its_class_that_accelerate_leaves_behind_replaces_nothing(module):
+def test_the_class_forward_that_accelerate_leaves_is_no_replacement(module):
     add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     remove_hook_from_module(module)
     assert "forward" in vars(module) and not is_hooked(module) and not may_change(module)

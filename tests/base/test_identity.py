@@ -48,7 +48,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-def test_statistics_that_are_rounded_otherwise_leave_the_base_what_it_is(load_model) -> None:
+def test_statistics_rounded_otherwise_keep_the_bases_identity(load_model) -> None:
     model = load_model("nf4")
     before = npt.base_identity(model)
     round_otherwise(model)
@@ -138,8 +138,8 @@ def test_chunks_of_a_transposed_tensor_are_its_bytes(monkeypatch) -> None:
 
 
 class TestCodes:
-    """Whether a code can depend on how a device rounds 1 / absmax: over all pairs of value and
-    scale, up to a power of two.
+    """No code depends on a device's rounding of 1 / absmax: all pairs of value and scale, up to a
+    power of two.
     """
 
     # --use_fast_math, with which the CUDA kernels are built, lets a reciprocal be off by one unit
@@ -226,7 +226,7 @@ class TestSource:
         assert (packed.source, packed.packed_on) == (None, None)
         assert packed.mismatch(npt.base_identity(load_model("nf4")).as_record()) is None
 
-    def test_does_not_depend_on_files_but_on_every_tensor_and_the_quantisation(
+    def test_depends_on_every_tensor_and_the_quantisation_not_on_files(
         self, llama_folder, tmp_path
     ) -> None:
         from transformers import LlamaForCausalLM

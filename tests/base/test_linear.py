@@ -8,13 +8,13 @@ import npt
 from npt.adapters.attach import decoder_layers
 from npt.base.hooks import is_hooked
 from npt.base.linear import (
+    UpcastLinear,
     dense_weight,
     multiply,
     multiply_backward,
     product_weight,
     quantized_linears,
 )
-from npt.base.precision import UpcastLinear
 from npt.base.rows import set_rows
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
@@ -61,7 +61,7 @@ def test_the_dense_weight_lies_within_half_a_step_of_the_original(
     assert not torch.equal(dense, original)
 
 
-def test_the_dense_weight_of_a_packed_layer_is_fresh_and_of_a_plain_one_its_own(load_model):
+def test_the_dense_weight_of_a_packed_layer_is_fresh(load_model):
     packed, plain = linear(load_model(), "gate"), linear(load_model(None), "gate")
     before = packed.weight.data.clone()
     dense_weight(packed).zero_()
@@ -72,9 +72,7 @@ def test_the_dense_weight_of_a_packed_layer_is_fresh_and_of_a_plain_one_its_own(
 
 @pytest.mark.parametrize("name", LINEARS)
 @QUANTIZATIONS
-def test_forward_and_backward_multiply_with_the_same_dense_fp32_weight(
-    load_model, quantization, name
-):
+def test_forward_and_backward_multiply_with_the_same_fp32_weight(load_model, quantization, name):
     """The checkpoint is bf16; a backward that rounded the weight to bf16 would be wrong by 0.4%."""
     module = linear(load_model(quantization), name)
     columns, rows = LINEARS[name]
@@ -152,9 +150,7 @@ class TestMultiply:
         assert_close(multiply(module, weight, x), x @ module.weight.float().T)
         assert_close(multiply_backward(module, weight, gradient), gradient @ module.weight.float())
 
-    def test_a_weight_that_is_brought_in_for_a_call_alone_is_used_by_that_call_alone(
-        self, load_model
-    ):
+    def test_a_weight_brought_in_for_one_call_is_used_by_it_alone(self, load_model):
         module = linear(load_model(None), "gate")
         add_hook_to_module(
             module,

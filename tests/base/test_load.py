@@ -22,9 +22,7 @@ SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def copy(load_model, llama_folder: Path, tmp_path: Path) -> Path:
-    """The random Llama in a folder of its own, to be damaged; `load_model` has put the tokenizer
-    beside it.
-    """
+    """The random Llama in a folder of its own, to be damaged; its tokenizer is there."""
     return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
@@ -51,7 +49,7 @@ def truncate(folder: Path) -> None:
 
 
 @QUANTIZATIONS
-def test_the_base_comes_frozen_and_in_evaluation_mode_with_its_tokenizer(
+def test_the_base_comes_frozen_in_evaluation_with_its_tokenizer(
     llama_folder, load_model, quantization
 ):
     model, tokenizer = npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
@@ -296,7 +294,7 @@ class TestBaseHash:
 
 
 class TestNothingOfACheckpointIsRun:
-    """Code beside the weights, a pickle instead of them: refused or passed over, without a question
+    """Code with the weights, a pickle instead of them: refused or passed over, without a question
     on the terminal.
     """
 
@@ -392,8 +390,7 @@ def test_a_layer_in_pieces_is_refused(load_model):
     model = load_model(None)
     model.model.layers[2].mlp.to("meta")
     with pytest.raises(
-        ModelError,
-        match="device_map puts layer 2 on cpu and meta; a layer has to stay in one piece",
+        ModelError, match="device_map puts layer 2 on cpu and meta; a layer must stay in one piece"
     ):
         _check_pieces("it", model)
 
@@ -402,10 +399,7 @@ def test_a_layer_in_pieces_is_refused(load_model):
     ("arguments", "said"),
     [
         ({"device_map": "everywhere"}, "device_map is 'everywhere'; choose from auto"),
-        (
-            {"device_map": "auto", "device": "cpu"},
-            "device is cpu beside device_map 'auto'; drop one",
-        ),
+        ({"device_map": "auto", "device": "cpu"}, "device is cpu and device_map 'auto'; drop one"),
     ],
 )
 def test_a_device_map_that_means_nothing_is_refused(arguments, said):
@@ -434,7 +428,7 @@ def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(
     assert Bnb4BitHfQuantizer.get_quantize_ops is ops  # the next base is packed where it stays
 
 
-def test_a_weight_is_packed_on_the_device_that_was_named_and_brought_back(monkeypatch):
+def test_a_weight_is_packed_on_the_named_device_and_brought_back(monkeypatch):
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
     from npt.base.load import _packing_on

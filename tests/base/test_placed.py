@@ -105,6 +105,6 @@ def test_a_weight_whose_statistics_are_on_another_gpu_is_refused() -> None:
         1, dtype=torch.uint8
     )
     with pytest.raises(
-        ModelError, match="layer 1 on cuda:0 and cuda:1; a layer has to stay in one piece"
+        ModelError, match="layer 1 on cuda:0 and cuda:1; a layer must stay in one piece"
     ):
         _check_pieces("base", model)

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import npt
-from npt.base.linear import quantized_linears
+from npt.base.linear import UpcastEmbedding, UpcastLinear, effective_dtype, quantized_linears
+from npt.base.load import EMBEDDED_FOLDER, load_base
 from npt.base.precision import (
-    UpcastEmbedding,
-    UpcastLinear,
     audit_precision,
-    effective_dtype,
+    compute_in,
     enforce_policy,
     policy_dtype,
     quantization_of,
@@ -136,7 +136,7 @@ class TestAudit:
         audit_precision(model)
 
 
-def test_enforcing_repairs_everything_that_the_audit_finds_and_twice_is_once(model):
+def test_enforcing_repairs_all_that_the_audit_finds_twice_as_once(model):
     for _, module in quantized_linears(model):
         module.compute_dtype, module.compute_type_is_set, module.support_avx512bf16_for_cpu = (
             None,
@@ -216,6 +216,68 @@ def test_the_kind_of_quantisation_is_read_off_the_modules(load_model):
     assert quantization_of(mixed) == "mixed"
 
 
-def test_a_quantised_base_has_to_compute_in_fp32_and_another_in_what_it_is_stored_in(load_model):
+def test_a_quantised_base_computes_in_fp32_others_as_stored(load_model):
     assert policy_dtype(load_model("nf4")) == torch.float32
     assert policy_dtype(load_model(None)) == torch.float32
+
+
+# --- a base made to compute in 16 bit is the one that transformers loads so
+
+HALVES = [torch.bfloat16, torch.float16]
+IDS = torch.arange(3, 67).view(2, 32)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_unquantised_base_equals_the_one_that_was_loaded_so(
+    load_model, llama_folder, dtype
+) -> None:
+    model = load_model(None)
+    compute_in(model, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=dtype)
+    assert torch.equal(model(IDS).logits, loaded(IDS).logits)
+    assert model(IDS).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_4_bit_base_equals_the_one_that_was_loaded_so(load_model, llama_folder, dtype) -> None:
+    model = load_model("nf4")
+    compute_in(model, dtype)
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        llama_folder, dtype=dtype, quantization_config=settings
+    )
+    for _, module in quantized_linears(loaded):
+        module.support_avx512bf16_for_cpu = False  # repacked, it would be another product
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, loaded(IDS).logits)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_in_16_bit_the_audit_agrees_and_packed_bytes_are_untouched(
+    load_model, quantization, dtype
+) -> None:
+    model = load_model(quantization)
+    before = [module.weight.data.clone() for _, module in quantized_linears(model)]
+    compute_in(model, dtype)
+    report = audit_precision(model, dtype)
+    assert set(report.compute_dtype) == {str(dtype).removeprefix("torch.")}
+    assert all(
+        torch.equal(old, module.weight.data)
+        for old, (_, module) in zip(before, quantized_linears(model), strict=True)
+    )
+
+
+def test_in_16_bit_rotary_stays_fp32_and_tied_weights_stay_tied() -> None:
+    model, _ = load_base("tiny")
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    compute_in(model, torch.bfloat16)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    loaded = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=torch.bfloat16)
+    assert torch.equal(model(IDS).logits, loaded(IDS).logits)

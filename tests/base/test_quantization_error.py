@@ -6,7 +6,7 @@ from torch import nn
 
 from npt.adapters.attach import attach, decoder_layers
 from npt.base import quantization_error as errors
-from npt.base.half import compute_in
+from npt.base.precision import compute_in
 from npt.base.quantization_error import (
     PRECISIONS,
     choose_precision,

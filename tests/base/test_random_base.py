@@ -97,7 +97,7 @@ def test_it_converts_and_trains():
     )
 
 
-def test_a_gradient_crosses_its_packed_weights_after_a_pass_without_one():
+def test_a_gradient_crosses_packed_weights_after_a_pass_without_one():
     model = random_base(small(), device="cpu")
     layer = model.model.layers[0].mlp.gate_proj
     x = torch.randn(5, 64)

@@ -4,8 +4,13 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
-from npt.base.linear import dense_weight, multiply_backward, product_weight, quantized_linears
-from npt.base.precision import UpcastLinear
+from npt.base.linear import (
+    UpcastLinear,
+    dense_weight,
+    multiply_backward,
+    product_weight,
+    quantized_linears,
+)
 from npt.base.rows import RowScaled, rows_of, set_rows
 from npt.errors import ModelError
 

@@ -312,7 +312,7 @@ def reference(
     layers = dict(npt_layers(model))
     plain = TrainConfig()
     if config.strategy == "local":
-        context = open_stream(model, batch).context
+        context = open_stream(model, batch).context_of(model.model.layers[0])
         attention = {
             i: layer.self_attn(hidden_states=layer.input_layernorm(teacher.h[i]), **context)[0]
             for i, layer in layers.items()

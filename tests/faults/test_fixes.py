@@ -24,9 +24,10 @@ from faults import bench, check_maths, check_training
 from faults.bench import Base
 from faults.check import Check, check
 from faults.fixes import CHECKS, describe, open_base, print_checks, summary, verify
-from npt.adapters import adapter, modulation, stream
-from npt.adapters.adapter import NPTAdapter
+from npt.adapters import layer as adapted
+from npt.adapters import modulation, stream
 from npt.adapters.attach import is_attached
+from npt.adapters.layer import NPTAdapter
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.distill import hidden_losses as losses
 from npt.distill import local, own_stream
@@ -161,7 +162,7 @@ def started_m(made: NPTAdapter) -> None:
 def unscaled(patch: pytest.MonkeyPatch, base: Base) -> None:
     honest = modulation.modulate
     patch.setattr(
-        adapter,
+        adapted,
         "modulate",
         lambda y, z, mult, add, bound, scale, form: honest(y, z, mult, add, bound, 1.0, form),
     )

@@ -24,9 +24,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 import npt
 from npt.adapters.stream import open_stream
-from npt.base.half import compute_in
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.load import EMBEDDED_FOLDER
+from npt.base.precision import compute_in
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.diagnostics.variants import VARIANTS, load_variant
@@ -104,10 +104,15 @@ def test_both_errors_are_those_of_their_definition(load_model, batch, dtype) -> 
         hidden, running = open_stream(plain, batch), open_stream(half, batch)
         h, r = hidden.hidden, running.hidden
         for index, layer in enumerate(measured.layers):
-            t = plain.model.layers[index](h, **hidden.context)
+            t = plain.model.layers[index](h, **hidden.context_of(plain.model.layers[index]))
             given = h.to(dtype)
-            own = half.model.layers[index](given, **running.context).double() - given.double()
-            r = half.model.layers[index](r, **running.context)
+            own = (
+                half.model.layers[index](
+                    given, **running.context_of(half.model.layers[index])
+                ).double()
+                - given.double()
+            )
+            r = half.model.layers[index](r, **running.context_of(half.model.layers[index]))
             update = ((own - (t - h).double()).norm(dim=-1) / (t - h).double().norm(dim=-1))[valid]
             residual = ((r.double() - t.double()).norm(dim=-1) / t.double().norm(dim=-1))[valid]
             # fp32 sums of squares against fp64.
@@ -211,14 +216,14 @@ def test_every_checkpoint_is_what_its_name_says(load_model, batch) -> None:
         for index, layer in enumerate(model.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             x = layer.input_layernorm(h)
-            a = attention(hidden_states=x, **stream.context)[0]
+            a = attention(hidden_states=x, **stream.context_of(layer))[0]
             m = layer.post_attention_layernorm(h + a)
             product = mlp.act_fn(mlp.gate_proj(m)) * mlp.up_proj(m)
             q, k = (
                 p(x).view(3, 9, -1, attention.head_dim).transpose(1, 2)
                 for p in (attention.q_proj, attention.k_proj)
             )
-            q, k = apply_rotary_pos_emb(q, k, *stream.context["position_embeddings"])
+            q, k = apply_rotary_pos_emb(q, k, *stream.shared["position_embeddings"])
             logits = q @ repeat_kv(k, attention.num_key_value_groups).transpose(2, 3)
             pairs = (valid[:, :, None] & valid[:, None, :])[:, None].expand_as(logits)
             values = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.adapter import NPTAdapter
 from npt.adapters.attach import adapter_parameters
+from npt.adapters.layer import NPTAdapter
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack

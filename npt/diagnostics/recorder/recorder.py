@@ -54,7 +54,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from npt.adapters.adapter import NPTAdapter
+from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks

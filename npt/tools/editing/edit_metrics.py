@@ -21,9 +21,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.adapter import Mode
-from npt.adapters.attach import adapter_mode, attached_config, format_layers
+from npt.adapters.attach import adapter_mode, attached_config
 from npt.adapters.consolidate import Update, consolidate, unconsolidate, update_from
+from npt.adapters.fit import format_layers
+from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
 from npt.data.batch import Batch, Sample, batches, pad_id_of
 from npt.errors import ConfigError, DataError, NumericalError

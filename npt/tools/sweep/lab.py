@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import check_fit
-from npt.base.half import compute_in
+from npt.adapters.fit import check_fit
 from npt.base.load import load_base, load_teacher, read_config
+from npt.base.precision import compute_in
 from npt.base.quantization_error import set_matmul_precision
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig

@@ -1,0 +1,104 @@
+"""The layers and ranks that a configuration of adapters means on a model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from npt.config import NPTConfig
+from npt.errors import ConfigError
+
+
+def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
+    """Return the indices of `upper_half`, `all`, a range `8-15` (both ends included), a list
+    `3,5,7`, or a mix `0,4-7`.
+
+    Raises:
+        ConfigError: not of that form, or an index outside the model.
+    """
+    text = spec.strip()
+    if text == "all":
+        return tuple(range(num_layers))
+    if text == "upper_half":
+        return tuple(range(num_layers // 2, num_layers))
+    chosen: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        if not match:
+            raise ConfigError(
+                f"--layers is {spec!r}; write upper_half, all, a range like 8-15 or a list like"
+                " 3,5,7"
+            )
+        first = int(match[1])
+        last = int(match[2]) if match[2] else first
+        if last < first:
+            raise ConfigError(
+                f"--layers has the range {part.strip()}, which runs backwards; write {last}-{first}"
+            )
+        if last >= num_layers:
+            raise ConfigError(
+                f"--layers names layer {last}, but the model has layers 0 to {num_layers - 1}"
+            )
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
+
+
+def format_layers(layers: tuple[int, ...]) -> str:
+    """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9': the inverse of `resolve_layers`."""
+    runs: list[list[int]] = []
+    for index in layers:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def check_fit(
+    config: NPTConfig, model_config: PreTrainedConfig, max_length: int | None = None
+) -> tuple[int, ...]:
+    """Return the layers that `config` means on a model of this configuration; needs no weights.
+
+    Args:
+        config: of the adapters.
+        model_config: of the base.
+        max_length: tokens of a sample, if known.
+
+    Raises:
+        ConfigError: layers out of range, samples longer than the model has positions, or a rank
+            above the hidden size, at which the code z = A a holds all of a already.
+    """
+    chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
+    largest = max(config.ranks_of(len(chosen)))
+    if largest > model_config.hidden_size:
+        flag = "adapter_rank" if config.ranks is None else "ranks"
+        raise ConfigError(
+            f"--{flag} is {largest}, larger than the model's hidden size"
+            f" {model_config.hidden_size}; lower it"
+        )
+    check_length(max_length or 0, model_config)
+    return chosen
+
+
+def check_length(max_length: int, model_config: PreTrainedConfig) -> None:
+    """Refuse samples longer than the model's positions.
+
+    Raises:
+        ConfigError: both numbers.
+    """
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise ConfigError(
+            f"--max_length is {max_length}, the model has {positions} positions; lower it"
+        )
+
+
+def config_by_layer(config: NPTConfig, layers: tuple[int, ...]) -> dict[int, NPTConfig]:
+    """Return each layer's own configuration: that of all, with its own rank."""
+    ranks = config.ranks_of(len(layers))
+    return {
+        index: replace(config, rank=rank, ranks=None)
+        for index, rank in zip(layers, ranks, strict=True)
+    }

@@ -1,0 +1,96 @@
+"""The plain form's stages of a layer that training computes by hand, for its observer.
+
+They are computed aside, from the products of the frozen weights and copies of the adapter's. What
+the layer gives, and every gradient that counts, has the same bits as without an observer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from npt.adapters.layer import NPTLayer, modulated_product
+from npt.adapters.modulation import modulation_energy
+from npt.base.linear import multiply_backward, product_weight
+
+
+class Aside:
+    """One pass of a layer, shown stage by stage.
+
+    Args:
+        layer: with an observer.
+        z: [N, R], its codes.
+        before: earlier stages, h, a and stream.
+    """
+
+    def __init__(self, layer: NPTLayer, z: Tensor, **before: Tensor):
+        self._layer, self._z, self._before = layer, z, before
+
+    def show_product(self, gate: Tensor, up: Tensor, product: Tensor | None = None) -> Tensor:
+        """Show the stages up to down_proj's input, from gate's and up's products [N, F].
+
+        Returns:
+            `product`, if training has it in a graph, tied to the stages; else that of the stages.
+        """
+        self._graph = product is not None
+        with torch.enable_grad():
+            gate, up = (y.detach().requires_grad_(self._graph) for y in (gate, up))
+            self._product, self._terms = modulated_product(
+                self._layer, gate, up, self._z.detach(), aside=True, **self._before, z=self._z
+            )
+        product = self._product if product is None else _Twin.apply(product, self._product)
+        self._layer.npt.show(product=product)
+        return product
+
+    def show_output(
+        self, stream: Tensor, down: Tensor, changed: Tensor, energy: Tensor, regularised: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Show the stages after down_proj; return o and the energy, tied to all that was shown.
+
+        Args:
+            stream: [N, D], what the MLP's output is added to.
+            down: [N, D], down_proj's product.
+            changed, energy: the modulated product and the energy, as training has them.
+            regularised: the energy is differentiated.
+        """
+        adapter, seen = self._layer.npt, down.detach()
+        if not self._graph:
+            seen = _FrozenProduct.apply(self._product, seen, self._layer.mlp.down_proj)
+        shown, m, s = adapter.apply_to("down", seen, self._z.detach(), aside=True)
+        changed = _Twin.apply(changed, shown)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
+            energy = _Twin.apply(energy, modulation_energy([*self._terms, (m, s)]))
+        output = stream + changed
+        adapter.show(m_down=m, s_down=s, mlp=changed, o=output)
+        return output, energy
+
+
+class _Twin(torch.autograd.Function):
+    """A tensor whose gradient also goes to its copy that was computed aside."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shown: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A frozen layer's product, computed already, as a function of the layer's input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: Tensor, module: nn.Module) -> Tensor:
+        ctx.module, ctx.dtype = module, x.dtype
+        return product.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight = product_weight(ctx.module, ctx.dtype)
+        return multiply_backward(ctx.module, weight, grad), None, None
