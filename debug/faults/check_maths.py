@@ -302,8 +302,8 @@ def in_fp32(base: Base) -> str:
         bias = 0.0 if module.bias is None else module.bias[:64].double()
         worst = max(worst, float((y[:, :64].double() - expected - bias).norm() / expected.norm()))
         seen += 1
-    # Sums of D products: fp32 comes to about 1e-7, a product in bf16 to 2e-3, in fp16 to 3e-4 where
-    # it does not overflow.
+    # Sums of D products: fp32 comes to about 1e-7, a product in bf16 to 2e-3, in fp16 to 3e-4
+    # without overflow.
     limit = 1e-5 if torch.get_float32_matmul_precision() == "highest" else 1e-3
     packed = len(quantized_linears(base.model))
     said = (

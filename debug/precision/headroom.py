@@ -267,7 +267,7 @@ def _attention_logits(attention: Any, q: Tensor, k: Tensor, stream: Stream) -> I
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if getattr(attention, "use_rope", True):
-        q, k = apply_rotary_pos_emb(q, k, *stream.beside["position_embeddings"])
+        q, k = apply_rotary_pos_emb(q, k, *stream.shared["position_embeddings"])
     group = q.shape[1] // k.shape[1]
     for row, valid in enumerate(stream.batch.attention_mask.bool()):
         of_q, of_k = q[row][:, valid].to(torch.float32), k[row][:, valid].to(torch.float32)

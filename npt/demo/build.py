@@ -35,7 +35,7 @@ SAMPLE_PROMPT = "class Stack:\n    def __init__(self, items"
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with VOCAB entries on the train split; `<s>` is put in front of every text."""
+    """Byte-level BPE with VOCAB entries on the train split; `<s>` is put before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -141,7 +141,7 @@ def bits_per_byte(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stride: int = CONTEXT // 2
 ) -> dict:
     """Held-out code length per byte: each file on its own, windows of CONTEXT, each token scored
-    once with the longest context its window gives; gzip -9 of each file beside it."""
+    once with the longest context its window gives; with gzip -9 of each file."""
     nats = 0.0
     n_bytes = n_tokens = gzip_bytes = 0
     for _, text in builtin_files("heldout"):
@@ -170,7 +170,7 @@ def bits_per_byte(
 
 
 def sample_text(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the model writes behind SAMPLE_PROMPT: 90 tokens at temperature 0.7, nucleus 0.95, seed
+    """Return what the model writes after SAMPLE_PROMPT: 90 tokens at temperature 0.7, nucleus 0.95, seed
     0.
     """
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def copy(load_model, llama_folder: Path, tmp_path: Path) -> Path:
-    """The random Llama in a folder of its own, to be damaged; its tokenizer is there."""
+    """The random Llama in a folder of its own, with its tokenizer, to be damaged."""
     return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
