@@ -37,7 +37,7 @@ import torch
 from rich.console import Console
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
 from npt.postmortem.bundle import read_bundle

@@ -28,7 +28,7 @@ import torch
 
 import npt
 from host_waits import count_waits
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches, pad_id_of
 from npt.data.samples import Samples

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate, pad_id_of
 from npt.data.samples import Samples

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch, batches, pad_id_of
 from npt.data.samples import Samples
 from npt.data.source import open_source

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.hidden_losses import nmse_per_token

@@ -1,8 +1,6 @@
 """The public names of npt, each with its home: the only list of them."""
 
 from npt.adapters.attach import AttachReport as AttachReport
-from npt.adapters.attach import adapter_mode as adapter_mode
-from npt.adapters.attach import adapters_disabled as adapters_disabled
 from npt.adapters.attach import attach as attach
 from npt.adapters.attach import detach as detach
 from npt.adapters.consolidate import consolidate as consolidate
@@ -10,6 +8,8 @@ from npt.adapters.consolidate import consolidated as consolidated
 from npt.adapters.consolidate import consolidation_disabled as consolidation_disabled
 from npt.adapters.consolidate import unconsolidate as unconsolidate
 from npt.adapters.consolidate import update_from as update_from
+from npt.adapters.converted import adapter_mode as adapter_mode
+from npt.adapters.converted import adapters_disabled as adapters_disabled
 from npt.adapters.files.adapter_files import from_pretrained as from_pretrained
 from npt.adapters.files.adapter_files import load_adapter as load_adapter
 from npt.adapters.files.adapter_files import save_adapter as save_adapter

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.attach import adapter_parameters, decoder_layers
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.layer import NPT_FORMS
 from npt.adapters.stream import model_inputs, open_stream, sliding_layers
 from npt.base.families import FAMILIES

@@ -21,7 +21,7 @@ import npt
 from faults.runs import NoTokenizer
 from gpu_sections.models import base_of, embedded_student, full_batch
 from gpu_sections.runner import Bench, Findings, Section
-from npt.adapters.attach import adapter_parameters, adapters_disabled
+from npt.adapters.converted import adapter_parameters, adapters_disabled
 from npt.base.device import wait_for
 from npt.data.batch import Batch, Sample
 from npt.distill.local import MicroBatch

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import npt
 from gpu_sections.models import base_of, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import attention_output
 from npt.adapters.stream import open_stream
 from npt.base.device import wait_for

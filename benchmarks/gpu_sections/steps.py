@@ -21,7 +21,7 @@ from faults.runs import NoTokenizer
 from gpu_sections.models import LENGTHS, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
 from host_waits import HostWaitError, no_waits
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch

@@ -15,7 +15,7 @@ from transformers import MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from faults.bench import Setting, Student, embedded
 from faults.verdict import Verdict, verdict_of
-from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers
+from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_layers
 from npt.adapters.layer import NPTLayer
 from npt.adapters.stream import open_stream
 from npt.base.random_base import random_base

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attach, decoder_layers, detach
+from npt.adapters.attach import attach, detach
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate

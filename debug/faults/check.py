@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from faults.bench import FIRST_ID, Base, Run, Setting, Student, difference
-from npt.adapters.attach import detach, npt_layers
+from npt.adapters.attach import detach
+from npt.adapters.converted import npt_layers
 from npt.adapters.layer import NPTAdapter
 from npt.data.batch import Batch, Sample
 from npt.distill.local import MicroBatch

@@ -27,7 +27,8 @@ from faults.check import (
     student_of,
 )
 from faults.transient_faults import scaled
-from npt.adapters.attach import adapters_disabled, detach
+from npt.adapters.attach import detach
+from npt.adapters.converted import adapters_disabled
 from npt.adapters.layer import NPTAdapter
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import audit_precision

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from npt.adapters.attach import decoder_layers
+from npt.adapters.converted import decoder_layers
 from npt.adapters.fit import check_length
 from npt.adapters.stream import Stream, open_stream
 from npt.base.load import read_config

@@ -1,13 +1,11 @@
-"""A model's adapters: attach them, find them, choose what they compute, and detach them.
+"""Attach adapters to a model, give them numbers, and detach them.
 
 Converting changes decoder layers in place; `npt.adapters.layer` says into what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -15,143 +13,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from npt.adapters.converted import (
+    STATE,
+    Attached,
+    adapter_parameters,
+    attached,
+    decoder_layers,
+    is_attached,
+    npt_layers,
+    viewed,
+)
 from npt.adapters.fit import check_fit, config_by_layer, format_layers
-from npt.adapters.layer import NPT_FORMS, Mode, NPTAdapter, NPTLayer, device_of, in_parts
+from npt.adapters.layer import NPT_FORMS, NPTAdapter, device_of
 from npt.base.families import MODEL_PARTS, check_layer, missing_parts
 from npt.config import NPTConfig
 from npt.errors import ModelError, kind_of
-
-_STATE = "_npt_state"
-VIEWED = "_npt_viewed"
-"""Attribute under which a view (npt/evaluation/view.py) keeps the model that it shows."""
-
-
-@dataclass
-class Attached:
-    """A model's record of its adapters. trainable_before: names of the base's trainable parameters.
-    random_start: the adapters are as `attach` made them."""
-
-    config: NPTConfig
-    trainable_before: frozenset[str]
-    random_start: bool = True
-    overrides: list[Override] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Override:
-    """A mode that holds until it is released. before: each layer's mode until then."""
-
-    mode: Mode
-    before: list[tuple[NPTLayer, Mode]]
-
-
-def viewed(model: Any) -> Any:
-    """Return the model that a view shows, any other model itself: the one that keeps records."""
-    return vars(model).get(VIEWED, model)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a causal language model.
-
-    Raises:
-        ModelError: it has none, or they are of a family that cannot be converted.
-    """
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ModelError(
-            f"{type(model).__name__} has no decoder layers at model.layers; load a Llama or the"
-            " like for causal language modelling"
-        )
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, tuple(NPT_FORMS)):
-            check_layer(index, layer)
-    return layers
-
-
-def npt_layers(model: PreTrainedModel) -> list[tuple[int, NPTLayer]]:
-    """Return (index, layer) of the converted layers, in order of depth."""
-    return [
-        (index, layer)
-        for index, layer in enumerate(decoder_layers(model))
-        if isinstance(layer, NPTLayer)
-    ]
-
-
-def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by their full name in the model, in a fixed order."""
-    return {
-        f"model.layers.{index}.npt.{name}": parameter
-        for index, layer in npt_layers(model)
-        for name, parameter in layer.npt.named_parameters()
-    }
-
-
-def is_attached(model: PreTrainedModel) -> bool:
-    return hasattr(viewed(model), _STATE)
-
-
-def attached(model: PreTrainedModel) -> Attached:
-    """Return the record that `attach` left on a model.
-
-    Raises:
-        ModelError: no adapters are attached.
-    """
-    if not is_attached(model):
-        raise ModelError(
-            "the model has no NPT adapters; call npt.attach(model, npt.NPTConfig(...)) first"
-        )
-    return getattr(viewed(model), _STATE)
-
-
-def attached_config(model: PreTrainedModel) -> NPTConfig:
-    """Return the configuration of a model's adapters; ModelError if it has none."""
-    return attached(model).config
-
-
-def is_sharded(model: PreTrainedModel) -> bool:
-    """Return whether the decoder layers are sharded."""
-    return any(in_parts(layer) for layer in decoder_layers(model))
-
-
-def override_mode(model: PreTrainedModel, mode: Mode) -> Override:
-    """Let every converted layer compute `mode` until this is released."""
-    override = Override(mode, [(layer, layer.npt.mode) for _, layer in npt_layers(model)])
-    record: Attached | None = getattr(viewed(model), _STATE, None)
-    if record is not None:
-        record.overrides.append(override)
-    for layer, _ in override.before:
-        layer.npt.mode = mode
-    return override
-
-
-def release_mode(model: PreTrainedModel, override: Override) -> None:
-    """End an override: the layers compute what they did before it, or what a later one asks for."""
-    record: Attached | None = getattr(viewed(model), _STATE, None)
-    if record is None or override not in record.overrides:  # the adapters were detached
-        return
-    overrides = record.overrides
-    place = overrides.index(override)
-    overrides.remove(override)
-    if place < len(overrides):
-        overrides[place].before = override.before
-        return
-    for layer, before in override.before:
-        layer.npt.mode = before
-
-
-@contextmanager
-def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
-    """Let every converted layer compute `mode` within the context."""
-    override = override_mode(model, mode)
-    try:
-        yield
-    finally:
-        release_mode(model, override)
-
-
-def adapters_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Make the model its own teacher within the context: the base, bit for bit."""
-    return adapter_mode(model, "teacher")
 
 
 @dataclass(frozen=True)
@@ -226,7 +102,7 @@ def attach(
         layer: Any = layers[index]
         layer.npt = adapter
         _become(layer, NPT_FORMS[type(layer)])
-    setattr(model, _STATE, Attached(config, trainable_before))
+    setattr(model, STATE, Attached(config, trainable_before))
     vars(model)["save_pretrained"] = _refuse_to_save
     return AttachReport.of(model)
 
@@ -255,7 +131,7 @@ def detach(model: PreTrainedModel) -> None:
         _become(layer, back[type(layer)])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in record.trainable_before)
-    delattr(model, _STATE)
+    delattr(model, STATE)
     vars(model).pop("save_pretrained", None)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import decoder_layers, viewed
+from npt.adapters.converted import decoder_layers, viewed
 from npt.adapters.fit import format_layers
 from npt.adapters.token_modulation import TokenModulation
 from npt.base.rows import Rows, check_row_scalable, set_rows

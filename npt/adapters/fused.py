@@ -127,9 +127,6 @@ class LowRank:
         if self._grad_energy is not None:
             self._add_grad_of_additive_energy(self._grad_energy)
 
-    def blocks(self, product: Tensor) -> list[slice]:
-        return blocks(product, self.z.shape[-1])
-
     def of(
         self, target: int, rows: slice, product: Tensor, with_s: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -200,7 +197,7 @@ class Modulated(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         low = LowRank(z, (mult, add), form)
         out, energy, block = torch.empty_like(y), low.additive_energy(), form.body(_multiplied)
-        for rows in low.blocks(y):
+        for rows in blocks(y, z.shape[-1]):
             out[rows] = block(*low.of(0, rows, y), form.slope, energy[rows])[0]
         ctx.form = form
         ctx.save_for_backward(y, z, mult, add)
@@ -215,7 +212,7 @@ class Modulated(torch.autograd.Function):
         form: Form = ctx.form
         low, block = LowRank(z, weights, form, grad_energy), form.body(_modulate_backward_block)
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
-        for rows in low.blocks(y):
+        for rows in blocks(y, z.shape[-1]):
             part, _, u = low.of(0, rows, y, with_s=False)
             into = None if grad_y is None else grad_y[rows]
             weight = low.energy_weight(rows)
@@ -237,7 +234,7 @@ class Product(torch.autograd.Function):
         *weights, form = others
         low, block = LowRank(z, weights, form), form.body(product_block)
         product, energy = torch.empty_like(gate), low.additive_energy()
-        for rows in low.blocks(gate):
+        for rows in blocks(gate, z.shape[-1]):
             of_both = *low.of(0, rows, gate), *low.of(1, rows, up)
             block(*of_both, form.slope, product[rows], energy[rows])
         ctx.form = form
@@ -267,7 +264,7 @@ def product_backward(
 ) -> None:
     """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
     block = low.form.body(_product_backward_block)
-    for rows in low.blocks(gate):
+    for rows in blocks(gate, low.z.shape[-1]):
         of_gate, of_up = low.of(0, rows, gate), low.of(1, rows, up)
         into = [None if place is None else place[rows] for place in (grad_gate, grad_up)]
         weight = low.energy_weight(rows)

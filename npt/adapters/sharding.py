@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config, decoder_layers, is_sharded
+from npt.adapters.converted import attached_config, decoder_layers, is_sharded
 from npt.adapters.layer import GATHER, NPTLayer
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears

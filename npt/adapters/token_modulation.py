@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, attached_config, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, npt_layers
 from npt.errors import ConfigError, NumericalError
 
 LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]

@@ -26,6 +26,7 @@ from npt.adapters.fused import (
     LowRank,
     Modulated,
     Product,
+    blocks,
     is_unfused,
     product_backward,
     product_block,
@@ -242,7 +243,7 @@ class _MLP(torch.autograd.Function):
             F.silu(taught[0].copy_(gate), inplace=True).mul_(up)
         low, block = LowRank(z, weights, form), form.body(product_block)
         energy = low.additive_energy()
-        for part in low.blocks(gate):
+        for part in blocks(gate, z.shape[-1]):
             of_both = *low.of(0, part, gate), *low.of(1, part, up)
             block(*of_both, form.slope, product[part], energy[part])
         if run.aside is not None:

@@ -19,14 +19,9 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import (
-    adapter_shapes,
-    attached_config,
-    is_sharded,
-    npt_layers,
-    set_adapters,
-)
+from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.consolidate import consolidated
+from npt.adapters.converted import attached_config, is_sharded, npt_layers
 from npt.base.quantization_error import fp32_products
 from npt.calibration.placement import free_bytes, or_on_host, release
 from npt.calibration.plan import plan

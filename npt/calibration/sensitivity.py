@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.stream import open_stream
 from npt.base.linear import cast_once
 from npt.base.quantization_error import fp32_products

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output
 from npt.adapters.stream import Stream, open_stream
 from npt.base.quantization_error import fp32_products

@@ -170,9 +170,7 @@ def bits_per_byte(
 
 
 def sample_text(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return what the model writes after SAMPLE_PROMPT: 90 tokens at temperature 0.7, nucleus 0.95, seed
-    0.
-    """
+    """Return 90 tokens of the model after SAMPLE_PROMPT: temperature 0.7, nucleus 0.95, seed 0."""
     torch.manual_seed(0)
     prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt")
     tokens = model.generate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding, base_fault, logits_fault, target_fault, tensor_fault

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, device_of, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_output
@@ -104,7 +104,8 @@ def local(
                     else:
                         target = here.rows(taught.to(h.device))
                         student, energy = student_rows(layer, here, hidden, work, graph=False)
-                    sums.add(here.batch, student, target, h, energy).backward()
+                    found = sums.of_layer(None, here.batch, student, target, h, energy)
+                    sums.take(found).backward()
             hidden = taught if taught is not None else here.scatter(target)
     return sums.micro_batch()
 
@@ -156,20 +157,9 @@ class Sums:
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
 
-    def add(
-        self,
-        batch: Batch,
-        student: Tensor,
-        target: Tensor,
-        hidden: Tensor | None,
-        energy: Tensor | None,
-    ) -> Tensor:
-        """Count the next layer; return its share of the loss. Arguments as of `of_layer`."""
-        return self.take(self.of_layer(len(self._losses), batch, student, target, hidden, energy))
-
     def of_layer(
         self,
-        number: int,
+        number: int | None,
         batch: Batch,
         student: Tensor,
         target: Tensor | None,
@@ -179,7 +169,7 @@ class Sums:
         """Return the sums of one layer, not counted yet.
 
         Args:
-            number: of the layer, among the converted ones.
+            number: of the layer, among the converted ones; None for the next to be counted.
             batch: on the layer's device.
             student, target: [N, D]; no target if hidden states have no weight.
             hidden: [N, D], the teacher's h, for the loss that needs it.
@@ -199,7 +189,9 @@ class Sums:
             else:
                 nmse = nmse_per_token(student.detach(), target).sum()
         reg = torch.zeros_like(distance) if energy is None else energy.sum()
-        weight = config.hidden_weight * self._weights[number]
+        weight = (
+            config.hidden_weight * self._weights[len(self._losses) if number is None else number]
+        )
         loss = (weight * distance + config.regularization_lambda * reg) / self._count
         return loss, nmse, reg.detach()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, adapters_disabled, decoder_layers, is_sharded
+from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_layers, is_sharded
 from npt.adapters.layer import NPTLayer
 from npt.adapters.recompute import recomputed
 from npt.adapters.stream import Stream, open_stream
@@ -68,7 +68,8 @@ def propagated(
             was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
             with torch.enable_grad():
                 student, energy = student_rows(layer, here, hidden, work, graph=False)
-                sums.add(here.batch, student, target, was, energy).backward()
+                found = sums.of_layer(None, here.batch, student, target, was, energy)
+                sums.take(found).backward()
             hidden = here.scatter(student.detach())
     return sums.micro_batch()
 

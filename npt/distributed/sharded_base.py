@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config, decoder_layers, viewed
+from npt.adapters.converted import attached_config, decoder_layers, viewed
 from npt.adapters.sharding import shard_layers
 from npt.base.identity import keep_identity
 from npt.distributed.join import join_processes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapters_disabled
+from npt.adapters.converted import adapters_disabled
 from npt.data.batch import Sample, batches
 from npt.evaluation.metrics import check_ids, evaluating, final_states, predicting
 from npt.random_state import kept_random_state

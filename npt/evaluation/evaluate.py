@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config
+from npt.adapters.converted import attached_config
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Batch, Sample, batches, pad_id_of

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode
+from npt.adapters.converted import adapter_mode
 from npt.adapters.layer import Mode
 from npt.adapters.stream import MASKED, model_inputs
 from npt.base.linear import cast_once

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config
+from npt.adapters.converted import attached_config
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.evaluate import MODES
 from npt.evaluation.metrics import evaluating

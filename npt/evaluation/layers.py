@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, decoder_layers
+from npt.adapters.converted import adapter_mode, decoder_layers
 from npt.adapters.layer import Mode, NPTLayer, student_output, whole
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token

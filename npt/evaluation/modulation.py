@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, attached_config, decoder_layers, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
 from npt.adapters.layer import NPTAdapter, device_of
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import VIEWED, adapter_mode, attached_config, viewed
+from npt.adapters.converted import VIEWED, adapter_mode, attached_config, viewed
 from npt.adapters.layer import Mode
 
 

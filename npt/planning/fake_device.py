@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from npt.adapters.attach import adapter_parameters, attach
+from npt.adapters.attach import attach
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.fused import few_blocks
 from npt.base.attention import SDPA
 from npt.base.linear import quantized_linears

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.data.batch import find_fault
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.postmortem.bundle import read_bundle

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attach
+from npt.adapters.attach import attach
+from npt.adapters.converted import adapter_parameters
 from npt.base.identity import base_hash
 from npt.base.load import load_base, load_teacher
 from npt.config import ATTENTIONS, QUANT_TYPES

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity, base_hash
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import TrainConfig

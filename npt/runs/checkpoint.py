@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import (
     base_mismatch,
     check_savable,

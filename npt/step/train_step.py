@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, is_sharded
+from npt.adapters.converted import adapter_parameters, is_sharded
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
 from npt.distill.local import MicroBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from npt.adapters.attach import adapter_parameters, is_sharded
+from npt.adapters.converted import adapter_parameters, is_sharded
 from npt.base.attention import attention_name
 from npt.base.precision import quantization_of
 from npt.data.batch import Batch

@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from npt.adapters.attach import (
-    adapter_parameters,
-    adapter_shapes,
-    attached_config,
-    is_sharded,
-    npt_layers,
-    set_adapters,
-)
+from npt.adapters.attach import adapter_shapes, set_adapters
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.quantization_error import product_errors

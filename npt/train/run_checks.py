@@ -6,14 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import (
+from npt.adapters.consolidate import consolidated
+from npt.adapters.converted import (
     adapter_parameters,
     attached_config,
     is_attached,
     is_sharded,
     npt_layers,
 )
-from npt.adapters.consolidate import consolidated
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name
 from npt.base.identity import base_hash

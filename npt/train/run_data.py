@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import LlamaForCausalLM
 
-from npt.adapters.attach import at_random_start, attached_config, npt_layers
+from npt.adapters.attach import at_random_start
+from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.data.batch import Batch, Sample

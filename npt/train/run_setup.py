@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.base.attention import attention_name, repeats_exactly
 from npt.base.identity import BaseIdentity
 from npt.base.load import COMPUTE

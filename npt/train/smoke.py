@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.local import MicroBatch

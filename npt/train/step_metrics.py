@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.distill.local import REPORTED, MicroBatch
 from npt.distill.stages import Stage, stage_at
 from npt.step.window_result import WindowResult

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attached_config
+from npt.adapters.converted import adapter_parameters, attached_config
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import base_identity
 from npt.calibration.report import Calibration

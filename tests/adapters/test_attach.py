@@ -19,13 +19,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import npt
-from npt.adapters.attach import (
-    adapter_parameters,
-    adapter_shapes,
-    attached_config,
-    is_attached,
-    npt_layers,
-)
+from npt.adapters.attach import adapter_shapes
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached, npt_layers
 from npt.adapters.fit import check_fit, format_layers, resolve_layers
 from npt.errors import ConfigError, ModelError
 

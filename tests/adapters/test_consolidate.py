@@ -12,8 +12,8 @@ from token_students import IDS, student
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.consolidate import Update, product_of
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.files.adapter_files import (
     CARD_NAME,
     CONFIG_NAME,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import MODULATIONS, RESIDUALS, TARGETS
 from npt.data.batch import batch_from_tensors
 

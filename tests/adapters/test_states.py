@@ -17,14 +17,9 @@ from hypothesis import strategies as st
 from token_students import IDS, student
 
 import npt
-from npt.adapters.attach import (
-    adapter_parameters,
-    attached_config,
-    is_attached,
-    npt_layers,
-    set_adapters,
-)
+from npt.adapters.attach import set_adapters
 from npt.adapters.consolidate import consolidated, product_of
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached, npt_layers
 from npt.base.rows import RowScaled
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors

@@ -3,7 +3,7 @@ import torch
 from token_students import IDS, student
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.adapters.modulation import multiplier
 from npt.errors import ConfigError, ModelError, NumericalError
 

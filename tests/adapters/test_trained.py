@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
 from npt.adapters import trained
-from npt.adapters.attach import adapter_parameters, decoder_layers
 from npt.adapters.compiled import compiled
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, trained_output
 from npt.base.hooks import only_looks

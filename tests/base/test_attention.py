@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base import attention
 from npt.base.attention import SDPA, attention_name, repeats_exactly, sdpa_attention
 from npt.base.identity import base_hash

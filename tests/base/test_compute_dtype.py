@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.attach import adapter_parameters, attach, decoder_layers
+from npt.adapters.attach import attach
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.trained import is_fusable
 from npt.base.linear import (

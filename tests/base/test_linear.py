@@ -5,7 +5,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
-from npt.adapters.attach import decoder_layers
+from npt.adapters.converted import decoder_layers
 from npt.base.hooks import is_hooked
 from npt.base.linear import (
     UpcastLinear,

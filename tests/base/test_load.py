@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.load import _check_pieces, read_config
 from npt.errors import ConfigError, ModelError
 

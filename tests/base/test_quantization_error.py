@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from npt.adapters.attach import attach, decoder_layers
+from npt.adapters.attach import attach
+from npt.adapters.converted import decoder_layers
 from npt.base import quantization_error as errors
 from npt.base.precision import compute_in
 from npt.base.quantization_error import (

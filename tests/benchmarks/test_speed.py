@@ -15,7 +15,7 @@ import torch
 
 import npt
 from flop_count import count_flops
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.planning.measure import matmul_roofline, storage_bytes, tensors_of
 from npt.planning.shape import Shape
 

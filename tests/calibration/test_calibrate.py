@@ -16,13 +16,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import (
-    adapter_parameters,
-    at_random_start,
-    attached_config,
-    decoder_layers,
-    npt_layers,
-)
+from npt.adapters.attach import at_random_start
+from npt.adapters.converted import adapter_parameters, attached_config, decoder_layers, npt_layers
 from npt.calibration import walks
 from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.placement import Placement

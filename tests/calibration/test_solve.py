@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.calibration import solve as solving
 from npt.calibration.rows import Rows
 from npt.calibration.solve import (

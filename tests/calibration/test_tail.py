@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.adapters.layer import student_output
 from npt.calibration.tail import Parameters, Tail
 

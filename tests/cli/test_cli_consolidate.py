@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 
 

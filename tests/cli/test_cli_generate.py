@@ -14,7 +14,7 @@ from rich.console import Console
 from sentencepieces import tokenizer_of
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.cli import generate as verb
 from npt.cli.main import main
 

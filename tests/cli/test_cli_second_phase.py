@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 
 WEIGHTS = "adapter_model.safetensors"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import Sample, collate
 from npt.diagnostics.diagnose import diagnose

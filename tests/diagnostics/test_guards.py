@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig
 from npt.diagnostics import guards
 from npt.diagnostics.guards import (

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 import npt
 from faults.agreement import by_calls
 from faults.bench import Around
-from npt.adapters.attach import adapter_parameters, decoder_layers
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.hooks import only_looks
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from windows import add_filled
 
 import npt
-from npt.adapters import trained
-from npt.adapters.attach import adapter_parameters, decoder_layers
+from npt.adapters import fused, trained
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.recompute import recomputed
 from npt.base.random_base import random_base
@@ -247,17 +247,20 @@ def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
 
 
 def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch) -> None:
-    """If h has no graph, as before the first converted layer, the MLP is one operation with memory
-    of its own.
+    """If h has no graph, as before the first converted layer, gate and up have memory of their
+    own.
     """
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
     made: list[StorageWeakRef] = []
-    parts, dense = trained._parts, trained.product_weight
-    monkeypatch.setattr(
-        trained,
-        "_parts",
-        lambda m, *a: made.append(StorageWeakRef(m.untyped_storage())) or parts(m, *a),
-    )
+    rows_of, dense = fused.blocks, trained.product_weight
+
+    def watched(product: Tensor, rank: int) -> list[slice]:
+        if product.shape[-1] == layer.mlp.gate_proj.out_features:
+            made.append(StorageWeakRef(product.untyped_storage()))
+        return rows_of(product, rank)
+
+    for module in (fused, trained):
+        monkeypatch.setattr(module, "blocks", watched)
     weights: list[weakref.ref[Tensor]] = []
     monkeypatch.setattr(
         trained, "product_weight", lambda *a: weights.append(weakref.ref(w := dense(*a))) or w
@@ -269,7 +272,7 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
     ):
         made.clear()
         weights.clear()
-        output, _ = keep(partial(trained.trained_output, layer), rows, rows)
+        output = keep(partial(trained.trained_output, layer), rows, rows)[0]
         assert [storage.expired() for storage in made] == [gone]
         assert [weight() is None for weight in weights] == [True, True, gone]  # gate, up, down
         output.sum().backward()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batches, collate
 from npt.data.packing import pack

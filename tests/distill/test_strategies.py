@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 
 
 def moved(model: LlamaForCausalLM, std: float) -> LlamaForCausalLM:

@@ -11,7 +11,7 @@ import torch
 from slow_greedy import alone
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.errors import ConfigError, ModelError
 from npt.evaluation.assisted import Drafts, expected_acceptance, write_assisted
 from npt.evaluation.generate import Decoding, write

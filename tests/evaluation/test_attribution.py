@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import DataError

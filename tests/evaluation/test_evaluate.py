@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import Sample, collate
 from npt.data.packing import pack

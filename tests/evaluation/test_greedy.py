@@ -10,7 +10,7 @@ import torch
 from slow_greedy import alone
 
 import npt
-from npt.adapters.attach import adapter_mode
+from npt.adapters.converted import adapter_mode
 from npt.errors import NumericalError
 from npt.evaluation.greedy import continue_greedily, end_ids
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, NumericalError

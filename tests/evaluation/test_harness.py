@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.errors import ConfigError, DataError, ModelError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.errors import DataError, ModelError

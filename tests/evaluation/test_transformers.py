@@ -11,7 +11,7 @@ from slow_greedy import alone
 from transformers.cache_utils import QuantizedCache
 
 import npt
-from npt.adapters.attach import adapter_mode
+from npt.adapters.converted import adapter_mode
 
 PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62]]
 LIMIT = 8

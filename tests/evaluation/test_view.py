@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.errors import ModelError
 from npt.evaluation.view import mode_view
 

@@ -14,7 +14,7 @@ from slow_greedy import alone
 from torch import Tensor
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.attention import SDPA
 from npt.base.load import load_tokenizer
 from npt.evaluation.assisted import write_assisted

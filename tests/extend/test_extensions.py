@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, HeliumConfig
 import npt
 from npt import config as settings
 from npt.adapters import modulation
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.export import export_config
 from npt.adapters.layer import NPT_FORMS
 from npt.base import families

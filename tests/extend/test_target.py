@@ -38,7 +38,7 @@ def train_in(folder: Path) -> None:
         del sys.modules[name]
     sys.path.insert(0, str(folder))
     import npt
-    from npt.adapters.attach import adapter_parameters
+    from npt.adapters.converted import adapter_parameters
     from npt.data.batch import batch_from_tensors
     from npt.distill.strategies import drive
     from npt.step.train_step import forward_backward

@@ -26,7 +26,7 @@ from faults.check import Check, check
 from faults.fixes import CHECKS, describe, open_base, print_checks, summary, verify
 from npt.adapters import layer as adapted
 from npt.adapters import modulation, stream
-from npt.adapters.attach import is_attached
+from npt.adapters.converted import is_attached
 from npt.adapters.layer import NPTAdapter
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.distill import hidden_losses as losses

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 import npt
 from faults.runs import NoTokenizer
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.fused import unfused
 from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.local import MicroBatch

@@ -19,7 +19,7 @@ from rich.console import Console
 from several import several, values
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.linear import quantized_linears
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.heartbeat import Heartbeat, Pace

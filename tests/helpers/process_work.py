@@ -27,7 +27,7 @@ from windows import Sums, add_filled, window_over
 
 import npt
 from faults.runs import NoTokenizer
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate

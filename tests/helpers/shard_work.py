@@ -14,7 +14,7 @@ from process_work import looped, micro_batch, trained
 
 import npt
 from faults.runs import NoTokenizer
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 
 IDS = [5, 60, 17, 44, 90]
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import npt
 import npt.base.attention
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors

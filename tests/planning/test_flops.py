@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
 from flop_count import count_flops
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.adapters.fit import resolve_layers
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors

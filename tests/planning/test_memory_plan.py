@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig
 from npt.errors import ConfigError
 from npt.planning.memory import MemoryPlan, Term, available, shown, state_terms

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from npt.adapters.attach import decoder_layers
+from npt.adapters.converted import decoder_layers
 from npt.planning.shape import SHAPES, Shape
 
 SMALL = {

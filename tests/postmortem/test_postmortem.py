@@ -19,7 +19,7 @@ from stopped_runs import BAD, acting, good, stop
 from torch import nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.diagnostics.tracer.passes import untouched

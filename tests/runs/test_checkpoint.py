@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import drive
 from npt.errors import AdapterFileError, CheckpointError, NPTError

@@ -23,7 +23,7 @@ from rich.console import Console
 from wandb_records import told
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.errors import TooManyRefusalsError
 from npt.files import write_json

@@ -13,7 +13,7 @@ from simulated_cuda import simulated_cuda
 from students import load_student, rows
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.generate import Decoding, write
 

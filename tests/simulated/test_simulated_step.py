@@ -14,7 +14,7 @@ from torch import Tensor
 
 import npt
 from faults.bench import let_draw
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES, drive
 from npt.step.train_step import TrainStep

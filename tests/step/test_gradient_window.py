@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from windows import Sums, add_filled, window_over
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample, collate
 from npt.distill.strategies import STRATEGIES

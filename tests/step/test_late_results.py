@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from windows import Sums, add_filled, window_over
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch
 from npt.errors import NoMemoryError, TooManyRefusalsError
 from npt.step import gradient_window as module

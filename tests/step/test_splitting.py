@@ -25,7 +25,7 @@ from several import several, values
 from torch import nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate

@@ -19,7 +19,7 @@ from resumed_runs import without_report
 from rich.console import Console
 
 import npt
-from npt.adapters.attach import adapter_parameters, attached_config
+from npt.adapters.converted import adapter_parameters, attached_config
 from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Sample

@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record

@@ -14,7 +14,7 @@ from families import VOCAB, WINDOW, save_base
 from torch import Tensor
 
 import npt
-from npt.adapters.attach import adapter_parameters, decoder_layers, npt_layers
+from npt.adapters.converted import adapter_parameters, decoder_layers, npt_layers
 from npt.adapters.stream import model_inputs
 from npt.base.attention import SDPA
 from npt.config import TrainConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import NPTAdapter
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import npt
 from faults.runs import NoTokenizer
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample
 from npt.diagnostics.diagnose import diagnose

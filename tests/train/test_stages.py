@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from resumed_runs import Runs, at, lines, records
 
 import npt
-from npt.adapters.attach import adapter_parameters
 from npt.adapters.consolidate import Update, consolidate, unconsolidate
+from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
 from npt.config import STRATEGIES, TrainConfig

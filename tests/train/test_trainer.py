@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import MicroBatch

@@ -17,15 +17,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import (
-    adapter_parameters,
-    adapter_shapes,
-    attach,
-    attached_config,
-    is_attached,
-    set_adapters,
-)
+from npt.adapters.attach import adapter_shapes, attach, set_adapters
 from npt.adapters.consolidate import Update, check_enabled, consolidate, consolidated
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached
 from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import (
     HISTORY_NAME,

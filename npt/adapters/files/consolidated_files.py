@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import decoder_layers
 from npt.adapters.consolidate import (
     Place,
     Update,
@@ -18,6 +17,7 @@ from npt.adapters.consolidate import (
     consolidated,
     product_of,
 )
+from npt.adapters.converted import decoder_layers
 from npt.base.identity import BaseIdentity, base_identity
 from npt.base.rows import Rows
 from npt.config import TARGETS

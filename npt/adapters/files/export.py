@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import attached_config, decoder_layers, npt_layers
 from npt.adapters.consolidate import TARGETS, product_of
+from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES

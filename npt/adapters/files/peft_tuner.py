@@ -14,11 +14,10 @@ from peft.config import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from npt.adapters.attach import (
+from npt.adapters.attach import attach, detach
+from npt.adapters.converted import (
     Override,
     adapter_parameters,
-    attach,
-    detach,
     npt_layers,
     override_mode,
     release_mode,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, attached_config
+from npt.adapters.converted import adapter_mode, attached_config
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity

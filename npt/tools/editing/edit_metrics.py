@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_mode, attached_config
 from npt.adapters.consolidate import Update, consolidate, unconsolidate, update_from
+from npt.adapters.converted import adapter_mode, attached_config
 from npt.adapters.fit import format_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of

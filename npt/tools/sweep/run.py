@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapter_parameters, attach, detach, npt_layers
+from npt.adapters.attach import attach, detach
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate, pad_id_of
 from npt.distill.stages import stage_at, stages_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from npt.adapters.attach import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, student_stream
 from npt.adapters.modulation import modulate, modulation_energy
 from npt.adapters.stream import open_stream

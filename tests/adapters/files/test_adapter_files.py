@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import npt
-from npt.adapters.attach import adapter_parameters, attached_config, is_attached
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
 from npt.errors import AdapterFileError, ModelError
 

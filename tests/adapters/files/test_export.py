@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_uti
 from transformers.utils import logging as transformers_logging
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
 from npt.adapters.consolidate import Update
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.files import export as exporting
 from npt.adapters.files.adapter_files import CONFIG_NAME
 from npt.adapters.files.export import CODE, CODE_FILES, write_export

@@ -11,7 +11,7 @@ from stub_hub import TOKEN, Hub, running
 from token_students import IDS, student
 
 import npt
-from npt.adapters.attach import is_attached
+from npt.adapters.converted import is_attached
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME
 from npt.adapters.files.card import for_hub
 from npt.adapters.files.consolidated_files import HISTORY_NAME, ROWS_NAME

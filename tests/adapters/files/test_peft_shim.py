@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from token_students import IDS, student
 
 import npt
-from npt.adapters.attach import adapter_parameters, is_attached
+from npt.adapters.converted import adapter_parameters, is_attached
 from npt.adapters.files.adapter_files import WEIGHTS_NAME
 from npt.errors import AdapterFileError, ModelError
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.adapters.files import hub
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES
 from npt.adapters.files.card import for_hub

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig, TrainConfig
 from npt.diagnostics.recorder import observations, statistics
 from npt.diagnostics.recorder.record import Record, Row

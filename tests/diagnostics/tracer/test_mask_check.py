@@ -140,4 +140,4 @@ def test_the_masks_that_transformers_makes_are_sound(load_model, implementation,
     valid = ones(2, 6)
     valid[1, slice(0, 3) if padding == "left" else slice(4, 6)] = 0
     batch = batch_from_tensors(torch.where(valid.bool(), 7, 2), valid)
-    assert mask_fault(open_stream(llama, batch).context["attention_mask"], valid) is None
+    assert mask_fault(open_stream(llama, batch).masks[0], valid) is None

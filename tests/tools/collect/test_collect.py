@@ -16,7 +16,7 @@ import torch
 from sentencepieces import speaker_of, tokenizer_of
 
 import npt
-from npt.adapters.attach import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig

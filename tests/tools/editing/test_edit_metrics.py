@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters
+from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import (

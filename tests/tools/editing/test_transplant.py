@@ -5,7 +5,7 @@ import torch
 from token_students import IDS, student
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.errors import ConfigError, ModelError
 
 OTHER = [9, 33, 17, 70]

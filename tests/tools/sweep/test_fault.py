@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.tools.sweep.run import enlarged
 from npt.tools.sweep.settings import ProbeConfig
 

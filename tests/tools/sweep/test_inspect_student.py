@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import npt
-from npt.adapters.attach import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.tools.sweep.inspect_student import inspect_student
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from npt.adapters.attach import is_attached
+from npt.adapters.converted import is_attached
 from npt.errors import StoppedError
 from npt.step.spikes import SpikeGuard
 from npt.tools.sweep.run import enlarged, run, run_trial

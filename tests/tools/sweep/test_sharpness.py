@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import npt
-from npt.adapters.attach import npt_layers
+from npt.adapters.converted import npt_layers
 from npt.config import TrainConfig
 from npt.tools.sweep.sharpness import _loss, largest_eigenvalue, layer_sharpness
 
