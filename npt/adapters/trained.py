@@ -244,15 +244,18 @@ class _MLP(torch.autograd.Function):
         low, block = LowRank(z, weights, form), form.body(product_block)
         energy = low.additive_energy()
         for part in blocks(gate, z.shape[-1]):
-            of_both = *low.of(0, part, gate), *low.of(1, part, up)
-            block(*of_both, form.slope, product[part], energy[part])
+            into = form.slope, product[part], energy[part]
+            block(*low.of(0, part, gate), *low.of(1, part, up), *into)
+        del low  # not held while down_proj's weight is dequantised
         if run.aside is not None:
             run.aside.show_product(gate.clone(), up.clone())
         weight, read = product_weight(mlp.down_proj, x.dtype), memory[n : (pieces - 1) * n]
         hooked = has_forward_hooks(mlp.down_proj)
         down = mlp.down_proj(read) if hooked else multiply(mlp.down_proj, weight, read)
-        ctx.run, ctx.use = run, None if space is None else space.uses
-        ctx.save_for_backward(gate, up, product, weight, z, *weights)
+        ctx.layer, ctx.space, ctx.form = run.layer, space, form
+        ctx.use, ctx.weight = (None, None) if space is None else (space.uses, weight)
+        saved = weight if space is None else None
+        ctx.save_for_backward(gate, up, product, saved, z, *weights)
         student, teacher = down.split([n, len(read) - n])
         ctx.mark_non_differentiable(*([teacher] if form.regularised else [teacher, energy]))
         return student, teacher, energy
@@ -262,12 +265,14 @@ class _MLP(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, _: Tensor, grad_energy: Tensor
     ) -> tuple[Tensor | None, ...]:
-        run, space = ctx.run, ctx.run.work.space
+        space = ctx.space
         assert space is None or space.uses == ctx.use, (
             "another layer has used this layer's memory before its backward"
         )
-        gate, up, product, weight, z, *weights = ctx.saved_tensors
-        multiply_backward(run.layer.mlp.down_proj, weight, grad, out=product)
-        low = LowRank(z, weights, run.form, grad_energy)
+        gate, up, product, saved, z, *weights = ctx.saved_tensors
+        weight = ctx.weight if saved is None else saved
+        multiply_backward(ctx.layer.mlp.down_proj, weight, grad, out=product)
+        ctx.weight = weight = None  # not held through what follows
+        low = LowRank(z, weights, ctx.form, grad_energy)
         product_backward(product, gate, up, low)
         return low.grad_z, *low.grad_weights, None, None

@@ -104,8 +104,9 @@ def local(
                     else:
                         target = here.rows(taught.to(h.device))
                         student, energy = student_rows(layer, here, hidden, work, graph=False)
-                    found = sums.of_layer(None, here.batch, student, target, h, energy)
-                    sums.take(found).backward()
+                    sums.take(
+                        sums.of_layer(None, here.batch, student, target, h, energy)
+                    ).backward()
             hidden = taught if taught is not None else here.scatter(target)
     return sums.micro_batch()
 

@@ -68,8 +68,7 @@ def propagated(
             was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
             with torch.enable_grad():
                 student, energy = student_rows(layer, here, hidden, work, graph=False)
-                found = sums.of_layer(None, here.batch, student, target, was, energy)
-                sums.take(found).backward()
+                sums.take(sums.of_layer(None, here.batch, student, target, was, energy)).backward()
             hidden = here.scatter(student.detach())
     return sums.micro_batch()
 

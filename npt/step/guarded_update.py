@@ -80,7 +80,7 @@ class GuardedUpdate:
         Args:
             go: scalar bool on the home device.
             rate: scalar, the learning rate.
-            processes: all keep the step, or none does, or if one is lost.
+            processes: all keep the step or none does; none if one is lost.
         """
         if not self.late and not bool(go):
             return Update(go)

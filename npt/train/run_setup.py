@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class RunOptions:
 
     eval_data: Iterable[Record] | None = None
     replay_data: Iterable[Record] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
     console: Console | None = None
     processes: ProcessGroup | None = None
     any_base: bool = False
@@ -147,7 +147,7 @@ class RunSetup:
             found["compute_dtype"] = names.get(declared_dtype(self.model), "other")
         configs = (self.adapter_config, self.data_config, self.config)
         merged = {name: value for part in configs for name, value in asdict(part).items()}
-        return {**self.options.settings, **merged, **self.teacher_record, **found}
+        return {**(self.options.settings or {}), **merged, **self.teacher_record, **found}
 
     def description(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the description of the run for trackers, from the content of `run.json`."""

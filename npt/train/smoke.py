@@ -64,7 +64,7 @@ def smoke_test(
             return strategy(model, batch, config)
 
     try:
-        loss = _forward_and_backward(compute)
+        loss = _forward_and_backward(compute, batch.tokens)
         _check_gradients(model, parameters)
         after = _descend(compute, parameters)
     finally:
@@ -100,8 +100,8 @@ def _descend(compute: Callable[[], MicroBatch], parameters: dict[str, nn.Paramet
     return loss
 
 
-def _forward_and_backward(compute: Callable[[], MicroBatch]) -> float:
-    """Return the loss per token, with the gradients left in place."""
+def _forward_and_backward(compute: Callable[[], MicroBatch], tokens: int) -> float:
+    """Return the loss per token, of so many valid ones; leave the gradients in place."""
     try:
         with warnings.catch_warnings():
             # Anomaly mode announces itself, and a fault with the forward's traceback; the error
@@ -116,6 +116,11 @@ def _forward_and_backward(compute: Callable[[], MicroBatch]) -> float:
         raise _failure(
             f"backward produced NaN ({first}); lower --additive_scale, or start with --safe_mode"
         ) from error
+    if sums.tokens > tokens:
+        raise _failure(
+            f"the strategy counts {sums.tokens} tokens, but the batch has {tokens}; padding must"
+            " not count"
+        )
     loss = float(sums.loss) / sums.tokens
     if loss - loss != 0.0:  # NaN or infinite
         raise _failure(

@@ -1276,6 +1276,15 @@ def test_a_run_trains_whatever_gradients_its_caller_has_switched_off(build, load
         assert losses[0] == losses[1]
 
 
+def test_settings_left_unset_are_none(load_model, tokenizer, tmp_path) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1"))
+    config = TrainConfig(output_dir=str(tmp_path / "run"), smoke_test=False)
+    data = DataConfig(max_length=MAX_LENGTH)
+    trainer = Trainer(model, tokenizer, texts(12), config, data_config=data, settings=None)
+    assert trainer.setup.all_settings()["batch_size"] == config.batch_size
+
+
 def test_an_unknown_option_is_refused_by_its_name() -> None:
     with pytest.raises(TypeError, match=r"no option evaldata, report_to$"):
         Trainer(None, None, evaldata=[], report_to="none")  # type: ignore[arg-type]

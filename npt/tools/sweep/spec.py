@@ -26,18 +26,19 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from npt.config import SEED_MAX
+from npt.config import SEED_MAX, flag_of
 from npt.errors import ConfigError, kind_of
-from npt.flags import checked_settings, yaml_content
+from npt.flags import canonical, checked_settings, yaml_content
 from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings
 
 _TOP = ("name", "wandb", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
 _EXTRA = {"safe_mode": bool}
+_FLAGS = [*_EXTRA, *(flag_of(f) for cls in CLASSES for f in fields(cls))]
 
 NAME = 200  # letters of a study's name, which is also a folder's
 TRIALS = 100_000  # trials of a study: more are a slip of the pen in a grid
@@ -151,8 +152,8 @@ def _trials_of(
         _check_name(f"{where}, arm {arm}", str(arm))
     arms = arms or {"": {}}
     grid = {
-        str(setting): _values(f"{where}: grid", str(setting), values)
-        for setting, values in _mapping(f"{where}: grid", own.get("grid")).items()
+        setting: _values(f"{where}: grid", setting, values)
+        for setting, values in _by_flag(f"{where}: grid", own.get("grid")).items()
     }
     draws = _draws(f"{where}: random", own["random"]) if own.get("random") is not None else [{}]
     bisect = (
@@ -232,6 +233,17 @@ def _settings(where: str, value: Any) -> dict[str, Any]:
     return given
 
 
+def _by_flag(where: str, value: Any) -> dict[str, Any]:
+    """Return a mapping's entries by flag name, which may be written as `lr`; none twice."""
+    found: dict[str, Any] = {}
+    for written, entry in _mapping(where, value).items():
+        name = canonical(str(written), _FLAGS)
+        if name in found:
+            raise ConfigError(f"{where}: {name} is given twice; drop one")
+        found[name] = entry
+    return found
+
+
 def _values(where: str, name: str, value: Any) -> list[Any]:
     """Return a list of values of one setting, none twice."""
     if not isinstance(value, list) or not value:
@@ -246,13 +258,13 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
     """Return the random points; the same ones for the same seed."""
     written = _mapping(where, value, ("count", "seed", "over"))
     count, seed = written.get("count"), written.get("seed", 0)
-    over = _mapping(f"{where}: over", written.get("over"))
+    over = _by_flag(f"{where}: over", written.get("over"))
     if type(count) is not int or not 1 <= count <= TRIALS or type(seed) is not int or not over:
         raise ConfigError(
             f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
         )
     source = random.Random(seed)
-    draws = {str(name): _draw(where, str(name), entry) for name, entry in over.items()}
+    draws = {name: _draw(where, name, entry) for name, entry in over.items()}
     return [{name: draw(source) for name, draw in draws.items()} for _ in range(count)]
 
 
@@ -304,6 +316,7 @@ def _bisection(where: str, value: Any) -> Bisection:
     name = written.get("setting", "learning_rate")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: setting is {name!r}; write the name of one setting")
+    name = canonical(name, _FLAGS)
     low, high = _ends(where, name, written)
     rounds = written.get("rounds", 4)
     numbers = isinstance(low, float) and isinstance(high, float) and 0 < low < high

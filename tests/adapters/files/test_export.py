@@ -347,6 +347,7 @@ def test_the_adapter_stays_in_fp32_in_a_model_of_16_bit(base, tmp_path):
 def test_what_was_loaded_is_saved_by_transformers_and_loads_again(base, tmp_path, quantization):
     model, tokenizer = student(base, quantization=quantization)
     found = exported(model, tokenizer, tmp_path / "out")
+    torch.save(found, tmp_path / "pickled")  # its classes are found by name
     found.save_pretrained(tmp_path / "again")
     for file in CODE_FILES:
         assert (tmp_path / "again" / file).read_text() == (CODE / file).read_text()

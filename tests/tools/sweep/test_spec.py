@@ -38,6 +38,28 @@ def test_a_grid_is_every_combination_once_with_each_seed() -> None:
     assert found.varied == ("adapter_rank", "learning_rate")
 
 
+def test_settings_may_be_given_by_their_other_names() -> None:
+    other = design(
+        a={"grid": {"lr": [1e-3, 1e-2]}},
+        b={"random": {"count": 2, "seed": 1, "over": {"lr": {"low": 1e-3, "high": 1e-2}}}},
+        c={"bisect": {"setting": "lr", "low": 0.01, "high": 1.0}},
+    )
+    own = design(
+        a={"grid": {"learning_rate": [1e-3, 1e-2]}},
+        b={
+            "random": {
+                "count": 2,
+                "seed": 1,
+                "over": {"learning_rate": {"low": 1e-3, "high": 1e-2}},
+            }
+        },
+        c={"bisect": {"setting": "learning_rate", "low": 0.01, "high": 1.0}},
+    )
+    assert other == own
+    with pytest.raises(ConfigError, match="grid: learning_rate is given twice; drop one"):
+        design(a={"grid": {"lr": [1e-3], "learning_rate": [1e-2]}})
+
+
 def test_arms_are_bundles_that_the_grid_is_laid_over() -> None:
     found = design(
         a={

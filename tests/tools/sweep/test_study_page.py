@@ -98,6 +98,21 @@ def test_the_same_table_gives_the_same_page() -> None:
     assert fresh()[1] == whole()[1]
 
 
+def test_a_setting_that_has_not_ended_at_a_rate_has_an_empty_cell() -> None:
+    rates = sorted({row["learning_rate"] for row in table() if row["parts"] == "forms"})
+    rows = [
+        {name: None if name in MEASURES else value for name, value in row.items()}
+        if row["parts"] == "forms"
+        and row["learning_rate"] == rates[-1]
+        and row["mult_form"] == "sigmoid"
+        else row
+        for row in table()
+    ]
+    _, html = made(rows)
+    (line,) = re.findall(r'<td class="name">sigmoid</td>.*?</tr>', html)[:1]
+    assert line.endswith('<td class="n"></td></tr>')
+
+
 def test_a_study_of_which_nothing_has_ended_says_so() -> None:
     rows = [
         {name: None if name in MEASURES else value for name, value in row.items()}

@@ -167,6 +167,7 @@ LAYERS = {
         SmolLM3DecoderLayer,
     )
 }
+globals().update({cls.__name__: cls for cls in LAYERS.values()})  # where pickle looks for them
 
 
 class NPTModel(PreTrainedModel):
