@@ -82,10 +82,11 @@ def local(
         stream = open_stream(model, batch)
         guide = stream if teacher is None else open_stream(teacher, batch)
         hidden = guide.hidden
+        taught_layers = layers if teacher is None else decoder_layers(teacher)
         for index, layer in enumerate(layers[: sums.last + 1]):
             taught = None
             if teacher is not None:
-                taught = run_layers(guide, decoder_layers(teacher), hidden, index, index + 1)
+                taught = run_layers(guide, taught_layers, hidden, index, index + 1)
             here, hidden = stream_at(stream, layer, hidden.to(stream.hidden.dtype))
             # A layer that hooks may change is run as it is for the teacher, too.
             if taught is None and (not isinstance(layer, NPTLayer) or may_change(layer)):
@@ -105,7 +106,7 @@ def local(
                         target = here.rows(taught.to(h.device))
                         student, energy = student_rows(layer, here, hidden, work, graph=False)
                     sums.take(
-                        sums.of_layer(None, here.batch, student, target, h, energy)
+                        sums.of_layer(index, here.batch, student, target, h, energy)
                     ).backward()
             hidden = taught if taught is not None else here.scatter(target)
     return sums.micro_batch()
@@ -153,14 +154,15 @@ class Sums:
         self.first, self.last = converted[0][0], converted[-1][0]
         self.logit: Tensor | None = None
         self._config, self._batch, self._count = config, batch, len(converted)
-        self._weights = layer_weights(config, len(converted))
+        weights = layer_weights(config, len(converted))
+        self._weights = {index: w for (index, _), w in zip(converted, weights, strict=True)}
         self._losses: list[Tensor] = []
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
 
     def of_layer(
         self,
-        number: int | None,
+        index: int,
         batch: Batch,
         student: Tensor,
         target: Tensor | None,
@@ -170,7 +172,7 @@ class Sums:
         """Return the sums of one layer, not counted yet.
 
         Args:
-            number: of the layer, among the converted ones; None for the next to be counted.
+            index: of the layer.
             batch: on the layer's device.
             student, target: [N, D]; no target if hidden states have no weight.
             hidden: [N, D], the teacher's h, for the loss that needs it.
@@ -190,9 +192,7 @@ class Sums:
             else:
                 nmse = nmse_per_token(student.detach(), target).sum()
         reg = torch.zeros_like(distance) if energy is None else energy.sum()
-        weight = (
-            config.hidden_weight * self._weights[len(self._losses) if number is None else number]
-        )
+        weight = config.hidden_weight * self._weights[index]
         loss = (weight * distance + config.regularization_lambda * reg) / self._count
         return loss, nmse, reg.detach()
 

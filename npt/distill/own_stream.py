@@ -68,7 +68,7 @@ def propagated(
             was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
             with torch.enable_grad():
                 student, energy = student_rows(layer, here, hidden, work, graph=False)
-                sums.take(sums.of_layer(None, here.batch, student, target, was, energy)).backward()
+                sums.take(sums.of_layer(index, here.batch, student, target, was, energy)).backward()
             hidden = here.scatter(student.detach())
     return sums.micro_batch()
 
@@ -119,7 +119,7 @@ def end_to_end(
                 continue
             before = inputs.pop(index).to(hidden.device) if inputs else None
             target = targets.pop(index).to(hidden.device) if targets else None
-            student_layer = partial(_student_layer, layer, here, work, sums, len(parts))
+            student_layer = partial(_student_layer, layer, here, work, sums, index)
             hidden, found = compute(student_layer, hidden, target, before)
             parts.append(sums.take(found))
         loss = torch.stack([part.to(hidden.device) for part in parts]).sum()
@@ -160,7 +160,7 @@ def _student_layer(
     here: Stream,
     work: Work,
     sums: Sums,
-    number: int,
+    index: int,
     hidden: Tensor,
     target: Tensor | None,
     before: Tensor | None,
@@ -172,7 +172,7 @@ def _student_layer(
     """
     student, energy = student_rows(layer, here, hidden, work)
     guide, h = (None if states is None else here.rows(states) for states in (target, before))
-    return here.scatter(student), sums.of_layer(number, here.batch, student, guide, h, energy)
+    return here.scatter(student), sums.of_layer(index, here.batch, student, guide, h, energy)
 
 
 def _computed(function: Callable[..., T], *arguments: object) -> T:
