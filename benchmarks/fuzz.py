@@ -6,7 +6,7 @@ Each input is a valid folder with one file changed: bits, bytes and pieces of it
 its JSON; names, dtypes, shapes and offsets in the header of its tensors; or it is missing, a
 folder, or another one's. Most of the checkpoints get right sums again, so that later checks are
 reached. Each must be read, or refused by an error of one line that is meant for the user, in less
-than SLOW seconds, with the model as it was.
+than SLOW seconds, with the model unchanged.
 
     inputs      that were tried
     read        that were valid all the same

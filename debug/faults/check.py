@@ -1,7 +1,7 @@
 """Checks, and students on the user's own base, with the user's own settings.
 
 A check provokes one earlier cause of NaN and looks where it would show. It goes through the names
-that training goes through, so its findings hold for a run, and it leaves the base as it was. A
+that training goes through, so its findings hold for a run, and it does not change the base. A
 check that raises, or that cannot look, has failed: it has not found that all is in order.
 """
 

@@ -108,7 +108,7 @@ def attach(
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Give the base back as it was before `attach`: classes, parameters, `requires_grad`.
+    """Restore the base to its state before `attach`: classes, parameters, `requires_grad`.
 
     Does nothing without adapters. A view's are its model's.
 

@@ -40,7 +40,7 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     """Run the student on a text and read one token's modulation in every converted layer.
 
     Args:
-        model: with adapters attached; left as it was.
+        model: with adapters attached; not changed.
         ids: [T], or [1, T], token ids of the text, its start token included.
         token: index in the text, from its end if negative.
 

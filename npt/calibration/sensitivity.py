@@ -56,7 +56,7 @@ def measure(
     tick: Callable[[Batch], None],
     sums_on: torch.device = HOST,
 ) -> dict[int, Sensitivity]:
-    """Return the sensitivities of every converted layer, by its index; the model stays as it was.
+    """Return the sensitivities of every converted layer, by its index; the model does not change.
 
     seed: of the draws from the predictions. tick: called after every batch. sums_on: device of the
     matrices.

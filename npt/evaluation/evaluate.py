@@ -178,7 +178,7 @@ def evaluate(
     on, N * D values a layer, for one batch at a time.
 
     Args:
-        model: with adapters attached; left as it was.
+        model: with adapters attached; not changed.
         tokenizer: of the base model.
         data: records, or samples already cut. Of prompts with completions only the completions'
             tokens are predicted; the layers' NMSE is over all tokens.

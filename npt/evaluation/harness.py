@@ -82,7 +82,7 @@ def lm_eval(
     """Return scores of teacher, floor and student on tasks of lm-evaluation-harness.
 
     Args:
-        model: with adapters attached; left as it was.
+        model: with adapters attached; not changed.
         tasks, tasks_path: as for `find_tasks`.
         limit: documents of each task, at most.
 

@@ -92,7 +92,7 @@ def measure_modulation(
     model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None
 ) -> Modulation:
     """Run the student over some batches and look at its modulation of their valid tokens. The model
-    is left as it was. `between` is called before every batch, and may raise.
+    does not change. `between` is called before every batch, and may raise.
 
     Raises:
         DataError: no batch, or token ids outside the vocabulary.

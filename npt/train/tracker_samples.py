@@ -18,7 +18,7 @@ Row = tuple[str, str, str]
 
 
 class TrackerSamples:
-    """Texts and multipliers of a student; everything stays as it was, the random state included.
+    """Texts and multipliers of a student; nothing is changed, the random state included.
 
     Args:
         setup: of the run; a signal ends the sampling.

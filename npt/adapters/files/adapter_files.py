@@ -167,7 +167,7 @@ def load_adapter(
     revision: str | None = None,
 ) -> NPTConfig:
     """Attach the adapters saved in `folder`, and consolidate the updates saved with them. A refused
-    folder leaves the model as it was.
+    folder does not change the model.
 
     Args:
         model: the base, without adapters or with adapters of the same configuration, which are
@@ -211,8 +211,8 @@ def from_pretrained(
     revision: str | None = None,
     check_base: bool = True,
 ) -> tuple[Any, Any]:
-    """Load a saved adapter with the base that it was trained on: quantised as it was, computing in
-    what it computed in.
+    """Load a saved adapter with the base that it was trained on, quantised and computing as it did
+    in training.
 
     Args:
         adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a

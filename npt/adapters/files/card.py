@@ -88,11 +88,11 @@ def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded:
     precision.
     """
     form, needs = settings["npt"], "torch and transformers"
-    stored = "rounded to 16 bit" if rounded else "as it was trained with, unquantised"
+    stored = "rounded to 16 bit" if rounded else "unquantised, as in training"
     if precision == "4bit":
         needs = "torch, transformers, accelerate and bitsandbytes"
         code = settings["quantization_config"]["bnb_4bit_quant_type"]
-        stored = f"4 bit ({code} of bitsandbytes), as it was trained with"
+        stored = f"4 bit ({code} of bitsandbytes), as in training"
     local = not is_hub_id(base) or Path(base).exists()
     base = Path(base).name if local else base
     layers, ranks = form["ranks"], sorted(set(form["ranks"].values()))

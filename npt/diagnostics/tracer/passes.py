@@ -1,4 +1,4 @@
-"""One pass of a model: run it, collect its results, and leave the model as it was."""
+"""One pass of a model: run it, collect its results, and leave the model unchanged."""
 
 from __future__ import annotations
 

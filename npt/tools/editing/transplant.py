@@ -120,7 +120,7 @@ def transplant(
     token_to: int = -1,
 ) -> Transplant:
     """Read the modulation of a token of one text, put it at a token of another, and return the
-    distributions of the next token; the model is left as it was.
+    distributions of the next token; the model does not change.
 
     Args:
         model: with adapters attached.

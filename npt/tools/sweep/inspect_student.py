@@ -93,7 +93,7 @@ class _Observer:
 
 def inspect_student(model: PreTrainedModel, batch: Batch) -> Inspection:
     """Measure the student by one pass of the teacher and one of the student, without gradients; the
-    model is left as it was.
+    model does not change.
     """
     converted = npt_layers(model)
     seen = {index: _Observer(layer.npt.config, batch.valid_index) for index, layer in converted}
