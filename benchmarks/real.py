@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 import npt
-from fetch_model import model_folder
+from fetch_model import fetched
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError, NPTError
 from npt.files import finite_or_null, to_json, write_json, write_text
@@ -130,7 +130,7 @@ def chosen(args: argparse.Namespace) -> list[Row]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument(
-        "--model", help="folder, GGUF file or hub id; default what `make real` fetches"
+        "--model", help="folder, GGUF file or hub id; default what fetch_model.py fetched"
     )
     parser.add_argument(
         "--text",
@@ -163,7 +163,7 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any], dict[st
     Raises:
         NPTError: no such model, or too little text.
     """
-    name = args.model if args.model is not None else str(model_folder())
+    name = args.model if args.model is not None else str(fetched())
     model, tokenizer = npt.load_base(name, quantization=QUANTIZATION)
     config = model.config
     text = read_text(

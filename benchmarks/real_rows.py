@@ -85,7 +85,7 @@ ROWS = {
             "best",
             "upper half, D/4, solved on more tokens, then trained",
             tokens=65536,
-            training=Training(1e-4),
+            training=Training((3e-5, 1e-4, 3e-4)),
         ),
         Row("all-but-first", "all layers but the first, D/4, solved", layers="all_but_first"),
         Row("upper-half-small", "upper half, D/16, solved", divisor=16),
@@ -97,7 +97,7 @@ ROWS = {
             solve=None,
             form={"targets": ("gate",), "mult_form": "half_sigmoid", "additive_scale": 0.1},
             as_many=True,
-            training=Training(5e-5, strategy="local", kl_weight=0.0),
+            training=Training((5e-5,), strategy="local", kl_weight=0.0),
         ),
         Row(
             "lora",
@@ -105,7 +105,7 @@ ROWS = {
             "lora",
             tokens=65536,
             solve=None,
-            training=Training(1e-3, hidden_weight=0.0),
+            training=Training((3e-4, 1e-3, 3e-3), hidden_weight=0.0),
         ),
     )
 }

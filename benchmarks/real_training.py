@@ -3,7 +3,8 @@
 A learner is a student's parameters and the backward pass of its loss. The loop has a deadline: the
 learning rate falls to 0 on a cosine by the clock. At the start and four times on the way the
 student's KL is taken on the documents that choose, and the nearest is what remains; so training
-never ends with less than it began with, by that measure.
+never ends with less than it began with, by that measure. Rates are chosen by it too, in short
+trainings from the same start.
 
 `LoRA` is the rival: the same layers without attention, their MLPs with LoRA on gate, up and down,
 with KL(teacher, student) on the logits. In those layers it sees no context, and can but repair in
@@ -17,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -37,15 +38,18 @@ from npt.step.train_step import ADAM_BETAS
 
 CHECKS = 4
 """Times that a training looks at the documents that choose, after the start."""
+TRIAL = 0.08
+"""Share of a training's time in which one of several rates is tried."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training. hidden_weight, kl_weight: of the losses; LoRA has the latter alone.
-    share: of its time that the rate rises in.
+    """Settings of a training. rates: of learning; of several each is tried, and the one that is
+    nearest on the documents that choose is taken. hidden_weight, kl_weight: of the losses; LoRA has
+    the latter alone. share: of its time that the rate rises in.
     """
 
-    learning_rate: float
+    rates: tuple[float, ...]
     strategy: str = "end_to_end"
     hidden_weight: float = 1.0
     kl_weight: float = 1.0
@@ -71,10 +75,13 @@ class Learner:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to. choosing_kl: at the start and at each check. kept: number of the
-    check whose parameters remain, 0 for the start.
+    """Outcome of a training. trials: KL that a short training with each rate ended with.
+    choosing_kl: at the start and at each check. kept: number of the check whose parameters remain,
+    0 for the start.
     """
 
+    rate: float
+    trials: dict[str, float]
     steps: int
     tokens: int
     choosing_kl: list[float]
@@ -100,46 +107,86 @@ def train(
         samples: taken in order, over and over.
         pad_id: of the tokenizer.
         choosing_kl: the student's KL on the documents that choose.
-        seconds: in all, checks included. At least one step is made.
+        seconds: in all, trials and checks included. At least one step is made.
 
     Raises:
         NumericalError: a loss that is not finite.
     """
     started = time.perf_counter()
+    start = _copies(learner)
+    trials: dict[str, float] = {}
+    for rate in settings.rates if len(settings.rates) > 1 else ():
+        tried = replace(settings, rates=(rate,))
+        try:
+            kls = _run(learner, tried, samples, pad_id, choosing_kl, TRIAL * seconds, checks=1)[0]
+            trials[f"{rate:g}"] = kls[-1] if math.isfinite(kls[-1]) else math.inf
+        except NumericalError:
+            trials[f"{rate:g}"] = math.inf
+        for parameter in learner.parameters:
+            parameter.grad = None
+        _write(learner, start)
+    nearest = min(settings.rates, key=lambda rate: trials.get(f"{rate:g}", 0.0))
+    chosen = replace(settings, rates=(nearest,))
+    left = seconds - (time.perf_counter() - started)
+    kls, steps, tokens = _run(learner, chosen, samples, pad_id, choosing_kl, left, CHECKS)
+    return Trained(nearest, trials, steps, tokens, kls, kls.index(min(kls)))
+
+
+def _run(
+    learner: Learner,
+    settings: Training,
+    samples: Sequence[Sample],
+    pad_id: int,
+    choosing_kl: Callable[[], float],
+    seconds: float,
+    checks: int,
+) -> tuple[list[float], int, int]:
+    """Train with one rate; return the KL at the start and at each check, steps and tokens."""
+    started = time.perf_counter()
     parameters = learner.parameters
     device = parameters[0].device
+    (rate,) = settings.rates
     optimizer = torch.optim.AdamW(
-        parameters, lr=settings.learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+        parameters, lr=rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
     )
-    found, kept, best = [choosing_kl()], 0, [p.detach().clone() for p in parameters]
+    found, best = [choosing_kl()], _copies(learner)
     steps = tokens = 0
     rows = _forever(samples, settings.batch_size, pad_id)
     passed = 0.0
     while passed < 1.0:
         # in thousandths of the time, of which the schedule's steps are made
-        scale = learning_rate_scale(
-            int(1000 * passed), "cosine", max(1, int(1000 * settings.share)), 1000
-        )
+        warmup = max(1, int(1000 * settings.share))
+        scale = learning_rate_scale(int(1000 * passed), "cosine", warmup, 1000)
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * scale
+            group["lr"] = rate * scale
         batch = next(rows)
         loss = learner.backward(batch.to(device))
         if not math.isfinite(float(loss)):
-            raise NumericalError(f"the loss is {float(loss)} at step {steps + 1}; lower the rate")
+            raise NumericalError(
+                f"the loss is {float(loss)} at step {steps + 1} with rate {rate:g}; lower it"
+            )
         nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         steps, tokens = steps + 1, tokens + batch.tokens
         wait_for(device)
         passed = (time.perf_counter() - started) / max(seconds, 1e-9)
-        if passed >= len(found) / CHECKS:
+        if passed >= len(found) / checks:
             found.append(choosing_kl())
-            if found[-1] == min(found):
-                kept, best = len(found) - 1, [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for parameter, value in zip(parameters, best, strict=True):
-            parameter.copy_(value)
-    return Trained(steps, tokens, found, kept)
+            if found[-1] < min(found[:-1]):
+                best = _copies(learner)
+    _write(learner, best)
+    return found, steps, tokens
+
+
+def _copies(learner: Learner) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in learner.parameters]
+
+
+@torch.no_grad()
+def _write(learner: Learner, values: list[Tensor]) -> None:
+    for parameter, value in zip(learner.parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def _forever(samples: Sequence[Sample], batch_size: int, pad_id: int) -> Iterator[Batch]:

