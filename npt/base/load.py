@@ -396,7 +396,8 @@ def _locate(name: str) -> str:
         return str(path)
     if path.is_file():
         raise ModelError(
-            f"{name} is a file; name the folder that holds config.json and the weights, or a GGUF file"
+            f"{name} is a file; name the folder that holds config.json and the weights, or a GGUF"
+            " file"
         )
     no_id = name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/")
     if path.is_absolute() or no_id:

@@ -51,7 +51,7 @@ def test_a_run_on_a_file_records_its_origin_and_resumes(file, tmp_path, capsys) 
     run += [*RUN.split(), "--output_dir", str(tmp_path / "run")]
     assert main(run) == 0
     said = capsys.readouterr().out
-    assert "a.gguf was quantised to Q8_0: kept in fp16, which rounds by" in said
+    assert "a.gguf was quantised to Q8_0: that is loaded, kept in fp16 (which rounds by" in said
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["base_origin"]["quantization"] == "Q8_0"
     assert main([*run, "--resume", str(tmp_path / "run"), "--max_steps", "2"]) == 0

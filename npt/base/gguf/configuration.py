@@ -125,13 +125,11 @@ def describe_origin(config: Any) -> str | None:
     if found is None:
         return None
     file, quantization, dtype = (found.get(key) for key in ("file", "quantization", "dtype"))
-    kept = f"kept in {dtype}, " if dtype else ""
     error = found.get("rounding")
-    if dtype and isinstance(error, int | float):
-        kept = f"kept in {dtype}, which rounds by {error:.1e}, "
+    kept = f", kept in {dtype} (which rounds by {error:.1e})" if isinstance(error, float) else ""
     if quantization in PLAIN:
-        return f"{file} holds {quantization}, {kept}not quantised"
-    return f"{file} was quantised to {quantization}: {kept}that is loaded, not the original"
+        return f"{file} holds {quantization}{kept}"
+    return f"{file} was quantised to {quantization}: that is loaded{kept}, not the original"
 
 
 def unpacked(config: Any) -> str:

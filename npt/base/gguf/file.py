@@ -45,8 +45,8 @@ class GGUFFile:
         # numpy and the reader meet the end of a file in many ways
         except Exception as error:
             raise ModelError(
-                f"{path} is damaged or its end is missing ({first_line(error)[:100]}); fetch it"
-                " again"
+                f"{path} is damaged, cut short at {path.stat().st_size:,} bytes, or newer than this"
+                f" version of gguf ({first_line(error)[:80]}); fetch it again"
             ) from error
         if self._reader.byte_order != "I":
             raise self.refusal("is written for machines of another byte order; convert it for this")

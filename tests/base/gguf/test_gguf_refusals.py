@@ -78,7 +78,7 @@ def test_a_file_that_was_cut_anywhere_is_refused(tmp_path) -> None:
     whole = write_gguf(tmp_path / "a.gguf").read_bytes()
     for size in (4, 10, 30, 200, 5_000, 60_000, len(whole) // 2, len(whole) - 1000):
         (tmp_path / "b.gguf").write_bytes(whole[:size])
-        refused(tmp_path / "b.gguf", "damaged or its end is missing")
+        refused(tmp_path / "b.gguf", f"damaged, cut short at {size:,} bytes")
 
 
 def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
