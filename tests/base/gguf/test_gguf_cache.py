@@ -40,6 +40,18 @@ def test_a_file_that_changed_is_another(tmp_path) -> None:
     assert place_of(file) != first  # of the same size and time
 
 
+def test_a_changed_beginning_is_seen_whole(tmp_path, monkeypatch) -> None:
+    """It holds the metadata and the vocabulary."""
+    file = write_gguf(tmp_path / "a.gguf")
+    monkeypatch.setattr(module, "_SAMPLES", 0)
+    monkeypatch.setattr(module, "_ENDS", 5000)
+    first, found, content = place_of(file), file.stat(), bytearray(file.read_bytes())
+    content[4321] ^= 1
+    file.write_bytes(bytes(content))
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert place_of(file) != first
+
+
 def test_the_cache_lies_where_the_environment_says(monkeypatch) -> None:
     monkeypatch.setenv("NPT_CACHE", "/own")
     assert cache_folder() == Path("/own/gguf")
