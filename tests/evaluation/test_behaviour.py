@@ -21,7 +21,7 @@ from npt.evaluation.behaviour import documents as documents_module
 from npt.evaluation.behaviour import measure as measure_module
 from npt.evaluation.behaviour import needles as needles_module
 from npt.evaluation.behaviour import positions as positions_module
-from npt.evaluation.behaviour.agreement import measure_agreement
+from npt.evaluation.behaviour.agreement import equal_shares, measure_agreement
 from npt.evaluation.behaviour.answers import compare_answers
 from npt.evaluation.behaviour.documents import beginnings, heldout_documents
 from npt.evaluation.behaviour.measure import Behaviour, measure_behaviour
@@ -29,7 +29,8 @@ from npt.evaluation.behaviour.needles import Needle, find_needles, make_needles
 from npt.evaluation.behaviour.positions import chosen_positions, measure_positions, rows_of
 from npt.evaluation.behaviour.prompts import PROMPTS, Prompt
 from npt.evaluation.behaviour.table import print_behaviour
-from npt.evaluation.greedy import continue_greedily
+from npt.evaluation.greedy import Comparison, continue_greedily
+from npt.evaluation.metrics import COLUMNS
 from npt.files import to_json
 
 NONE = frozenset[int]()
@@ -72,16 +73,16 @@ def logits_of(model, ids, mode) -> torch.Tensor:
 class TestPositions:
     def test_a_few_of_each_octave_are_measured_and_all_of_the_first(self):
         found = chosen_positions(2048)
-        assert found[:256] == list(range(256))  # 128-255 are 128 positions, which all fit
+        assert found[:128] == list(range(128))  # 64-127 are 64 positions, which all fit
         assert all(a < b for a, b in pairwise(found)) and found[-1] <= 2046
-        for first in (256, 512, 1024):
+        for first in (128, 256, 512, 1024):
             assert sum(first <= p < 2 * first for p in found) == positions_module.PER_OCTAVE
 
     @pytest.mark.parametrize("tokens", [2, 3, 4, 5, 9, 300])
     def test_no_position_lies_beyond_the_last_that_predicts(self, tokens):
         found = chosen_positions(tokens)
         assert found[0] == 0 and found[-1] <= tokens - 2
-        assert len(set(found)) == len(found) == tokens - 1 if tokens < 256 else True
+        assert len(set(found)) == len(found) == tokens - 1 if tokens < 128 else True
 
     def test_documents_that_fill_a_row_come_first_then_joined_ones(self):
         lengths = (4, 9, 3, 12, 2, 5)
@@ -230,6 +231,16 @@ class TestAnswers:
         found = compare_answers(model, Letters(), self.prompts, 6)
         assert found.same == 3 and found.kl == 0.0
         assert all(a.parting is None and a.student == a.teacher == "" for a in found.answers)
+
+
+def test_a_text_that_parts_after_two_tokens_is_the_same_for_two():
+    def parting(position):
+        token = None if position is None else 7
+        prompt, figures = Sample("p", (3,)), torch.zeros(6, len(COLUMNS))
+        return Comparison(prompt, (5,) * 6, figures, position, token)
+
+    found = equal_shares([parting(2), parting(None), parting(0), parting(4)], 6)
+    assert [(e.tokens, e.share) for e in found] == [(1, 0.75), (2, 0.75), (4, 0.5)]
 
 
 def test_shares_of_equal_texts_never_grow_and_count_those_that_ended(student):

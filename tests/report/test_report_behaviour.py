@@ -37,7 +37,7 @@ def test_all_four_parts_are_shown_and_explained(tmp_path):
         "log-probability of −9.21",
         "through the tokenizer's chat template, up to 64 tokens: 1 of 2 are the same",
         "0.1000 ± 0.0100 nats per token",
-        "They part after 5 tokens: the teacher writes '\\n' (its probability 30.0%, the",
+        "They part after 5 tokens: the teacher writes '\\n' (to the teacher 30.0% likely, to the",
         "[6 line ends]",
         "The same for all 9 tokens",
     ):

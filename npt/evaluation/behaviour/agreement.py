@@ -47,10 +47,11 @@ def measure_agreement(
             between()
         batch = prompts[start : start + batch_size]
         compared += compare_prompts(model, batch, max_new_tokens, ends)
-    return Agreement(divergence(compared, max_new_tokens), _equal(compared, max_new_tokens))
+    return Agreement(divergence(compared, max_new_tokens), equal_shares(compared, max_new_tokens))
 
 
-def _equal(compared: Sequence[Comparison], limit: int) -> tuple[Equal, ...]:
+def equal_shares(compared: Sequence[Comparison], limit: int) -> tuple[Equal, ...]:
+    """Return the shares of texts that are the same for 1, 2, 4, ... tokens, up to a limit."""
     found = []
     ones = torch.ones(len(compared), dtype=torch.float64)
     tokens = 1

@@ -62,11 +62,12 @@ def measure_behaviour(
     batch_size: int = AGREEMENT_PROMPTS,
     between: Callable[[], None] | None = None,
 ) -> Behaviour:
-    """Compare student and teacher as a person would. On two cores and a model of 135 M parameters
-    in NF4 it takes about four minutes.
+    """Compare student and teacher as a person would. With a model of 135 M parameters in NF4 it
+    takes some 330 seconds of one CPU core, and 1.5 GB besides the model, most of it the logits that
+    greedy texts are compared on.
 
-    Memory besides the model: a KV cache of `batch_size` short texts, the states of a row of
-    `context_length`, and the logits of 128 tokens.
+    Memory does not grow with the number of rows, prompts or needles: a KV cache of `batch_size`
+    short texts, the states of a row of `context_length`, and logits of a chunk of tokens.
 
     Args:
         model: with adapters attached; not changed.

@@ -57,7 +57,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Found:
-    """How well facts were found again by teacher and student; `_se` is the standard error over
+    """Figures of the facts that teacher and student found again; `_se` is the standard error over
     needles.
 
     depth: tokens of prose after the fact; None for all depths together. back: mean number of tokens

@@ -21,7 +21,7 @@ from npt.base.linear import cast_once
 from npt.data.batch import Sample, collate
 from npt.evaluation.metrics import COLUMNS, check_ids, compare_tokens, final_states, mean_and_error
 
-PER_OCTAVE = 128
+PER_OCTAVE = 64
 """Positions of an octave that are measured in a row, at most."""
 
 _AT_ONCE = 128

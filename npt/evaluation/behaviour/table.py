@@ -70,8 +70,8 @@ def _answer(answer: Answer) -> Text:
 
 def _choice(choice: Choice) -> str:
     """Return a token with its probability by either model, teacher first."""
-    shares = f"{percent(choice.teacher_probability)} : {percent(choice.student_probability)}"
-    return f"{choice.token!r} ({shares})"
+    teacher, student = choice.teacher_probability, choice.student_probability
+    return f"{choice.token!r} (teacher {percent(teacher)}, student {percent(student)})"
 
 
 def _short(text: str) -> str:
