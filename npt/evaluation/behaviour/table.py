@@ -58,14 +58,14 @@ def _answer(answer: Answer) -> Text:
     parting = answer.parting
     if parting is None:
         found.append(f"the same for {answer.teacher_tokens} tokens\n")
-        return found.append(f"  both     {_short(answer.shared)}\n")
+        return found.append(f"  both     {_short(answer.shared)}")
     found.append(
         f"they part after {parting.position} tokens (KL there {parting.kl:.2f}): the teacher writes"
         f" {_choice(parting.teacher)}, the student {_choice(parting.student)}\n"
     )
     found.append(f"  both     {_short(answer.shared)}\n")
     found.append(f"  teacher  {_short(answer.teacher)}\n", "cyan")
-    return found.append(f"  student  {_short(answer.student)}\n", "yellow")
+    return found.append(f"  student  {_short(answer.student)}", "yellow")
 
 
 def _choice(choice: Choice) -> str:
