@@ -19,6 +19,8 @@ from npt.adapters.files.export import export as export
 from npt.adapters.files.peft_shim import register_peft as register_peft
 from npt.adapters.files.push import push_to_hub as push_to_hub
 from npt.adapters.token_modulation import modulation_of as modulation_of
+from npt.base.gguf.convert import Conversion as Conversion
+from npt.base.gguf.convert import import_base as import_base
 from npt.base.identity import BaseIdentity as BaseIdentity
 from npt.base.identity import base_hash as base_hash
 from npt.base.identity import base_identity as base_identity

@@ -11,6 +11,7 @@ from npt.errors import ConfigError
 
 EXTRAS = {
     "datasets": "hub",
+    "gguf": "gguf",
     "lm_eval": "eval",
     "optuna": "sweep",
     "pandas": "sweep",

@@ -24,6 +24,10 @@ from transformers.utils import logging as transformers_logging
 from npt.base.attention import implementation_of
 from npt.base.device import default_device
 from npt.base.families import check_family
+from npt.base.gguf.cache import converted, find_gguf, place_of
+from npt.base.gguf.configuration import configuration_of
+from npt.base.gguf.file import GGUFFile
+from npt.base.gguf.tokenizer import tokenizer_of
 from npt.base.identity import note_source
 from npt.base.linear import quantized_linears, statistics_of
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
@@ -58,7 +62,8 @@ def load_base(
     Weights are read from safetensors alone; no code or pickle of the checkpoint is run.
 
     Args:
-        name: `tiny` (embedded, nothing is downloaded), a folder, or a hub id.
+        name: `tiny` (embedded, nothing is downloaded), a folder, a GGUF file, or a hub id. A GGUF
+            file is written to a cache in 16 bit when it is first loaded (npt/base/gguf).
         quantization: `nf4`, `fp4` (both with double quantisation) or None. A checkpoint that is
             stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
@@ -91,8 +96,8 @@ def load_base(
         raise ConfigError(
             f"compute_dtype is {compute_dtype!r}; choose from {', '.join(COMPUTE_DTYPES)}"
         )
-    config = read_config(name)
     source = _locate(name)
+    config = read_config(name)
     tokenizer = load_tokenizer(name)
     places = _places(device, device_map)
     packed = quantization is not None or getattr(config, "quantization_config", None) is not None
@@ -202,6 +207,9 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
     Raises:
         ModelError: no such model, or an unknown family.
     """
+    file = _unconverted(name)
+    if file is not None:
+        return configuration_of(GGUFFile(file))
     source = _locate(name)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
     with _Quiet():
@@ -215,8 +223,18 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     Raises:
         ModelError: no such model, or it has no tokenizer.
     """
+    file = _unconverted(name)
+    if file is not None:
+        return tokenizer_of(GGUFFile(file))
     source = _locate(name)
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
+
+
+def gguf_of(name: str) -> Path | None:
+    """Return the GGUF file that the name of a base means (see `find_gguf`); None if it means
+    something else.
+    """
+    return None if name == EMBEDDED or not name.strip() else find_gguf(name)
 
 
 def packing_config(quantization: str) -> BitsAndBytesConfig:
@@ -353,12 +371,22 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
         )
 
 
+def _unconverted(name: str) -> Path | None:
+    """Return the GGUF file that a name means, unless it was written in 16 bit already."""
+    file = gguf_of(name)
+    return file if file is not None and not place_of(file).is_dir() else None
+
+
 def _locate(name: str) -> str:
-    """Return the folder or hub id for transformers."""
+    """Return the folder or hub id for transformers; a GGUF file is converted first."""
     if name == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     if not name.strip():
         raise ModelError("the model's name is empty; pass --model_name tiny, a folder or a hub id")
+    file = gguf_of(name)
+    if file is not None:
+        with _Quiet():
+            return str(converted(file))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -368,7 +396,8 @@ def _locate(name: str) -> str:
         return str(path)
     if path.is_file():
         raise ModelError(
-            f"{name} is a file; name the folder that holds config.json and the weights"
+            f"{name} is a file; name the folder that holds config.json and the weights, or a GGUF"
+            " file"
         )
     no_id = name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/")
     if path.is_absolute() or no_id:

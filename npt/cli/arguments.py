@@ -148,12 +148,19 @@ def load(
     """
     import torch
 
+    from npt.base.gguf.cache import converted, place_of
+    from npt.base.gguf.configuration import describe_origin
+    from npt.base.load import gguf_of
     from npt.base.precision import quantization_of
     from npt.base.quantization_error import product_errors, set_matmul_precision
 
     places: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
     )
+    file = gguf_of(base.model_name)
+    if file is not None:
+        with console.status(f"writing {file.name} in 16 bit to {place_of(file)}, once"):
+            converted(file)
     model, tokenizer = open_base(
         base, attn_implementation=base.attn_implementation, pack_on=pack_on, **places
     )
@@ -165,6 +172,9 @@ def load(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
     )
+    origin = describe_origin(model.config)
+    if origin is not None:
+        console.say(origin)
     if chosen is not None:
         console.say(chosen)
     if base.compute_dtype == "bf16":

@@ -23,7 +23,7 @@ def collect(given: dict[str, Any]) -> int:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     from npt.adapters.fit import check_length
     from npt.base.load import read_config
-    from npt.data.source import BUILTIN, check_source, open_source
+    from npt.data.source import OWN_HELDOUT, check_source, open_source
     from npt.tools.collect.collect import collect as run
     from npt.tools.collect.collect import prompt_length
     from npt.tools.collect.parts import check_output
@@ -33,7 +33,7 @@ def collect(given: dict[str, Any]) -> int:
     prompt_length(data, given["max_new_tokens"])
     check_source(data)
     check_length(data.max_length, read_config(base.model_name))
-    if data.dataset_name == BUILTIN and data.dataset_split != "train":
+    if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
             " on; collect from 'train'"

@@ -54,7 +54,7 @@ def _values(action: argparse.Action, file: Any, folder: Any) -> Any:
         case "spec":
             return _words("study", studies(), "*.yaml")
         case "model_name":
-            return _words("model", (BaseConfig.model_name,), "*/")
+            return _words("model", (BaseConfig.model_name,), "*.gguf")
         case "report_to":
             return _words("tracker", (*TRACKERS, "all", "none"))
     metavar = action.metavar if isinstance(action.metavar, str) else ""
@@ -67,18 +67,13 @@ def _words(name: str, words: Any, files: str | None = None) -> dict[str, Any]:
     """Return a completer of words for each shell, by functions of this name.
 
     Args:
-        files: a pattern of files to offer as well, with folders to look for them in; `*/` for
-            folders alone.
+        files: a pattern of files to offer as well, with folders to look for them in.
     """
     function, listed = f"_npt_{name}", " ".join(words)
     bash = [f'compgen -W "{listed}" -- "$1"']
     zsh = [f"compadd -- {listed}"]
     fish = [f"printf '%s\\n' {listed}"]
-    if files == "*/":
-        bash.append('compgen -d -- "$1"')
-        zsh.append("_files -/")
-        fish.append("__fish_complete_directories (commandline -ct)")
-    elif files is not None:
+    if files is not None:
         bash += [f"compgen -f -X '!{files}' -- \"$1\"", 'compgen -d -- "$1"']
         zsh.append(f"_files -g '{files}'")
         fish.append(f"__fish_complete_suffix {files.removeprefix('*')}")

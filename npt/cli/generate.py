@@ -144,7 +144,7 @@ class _Job:
         return {"assisted": {**written.as_dict(), **figures}, "teacher": plain.as_dict()}
 
     def compare(self) -> dict[str, Any]:
-        from npt.evaluation.generate import first_difference
+        from npt.evaluation.generate import first_difference, shared_text
 
         with self.notes.status("writing"):
             written = {mode: self._write(mode) for mode in ("teacher", "student")}
@@ -157,7 +157,7 @@ class _Job:
         if not self.json:
             console = make_console()
             texts = {
-                mode: _split(self.tokenizer, self.ids, one.ids, position)
+                mode: shared_text(self.tokenizer, self.ids, one.ids, position)
                 for mode, one in written.items()
             }
             _print_texts(console, self.text, texts)
@@ -182,19 +182,6 @@ class _Job:
         written = write(model, self.tokenizer, self.ids, show=_show, **how)
         print()
         return written
-
-
-def _split(
-    tokenizer: Any, prompt: list[int], ids: tuple[int, ...], position: int | None
-) -> tuple[str, str]:
-    """Split a text at a token. The second part is cut from the whole, since tokens may share a
-    character.
-    """
-    from npt.data.continuation import continuation_text
-
-    whole = continuation_text(tokenizer, prompt, ids)
-    common = continuation_text(tokenizer, prompt, ids[:position]).rstrip("�")
-    return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)
 
 
 def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -> None:

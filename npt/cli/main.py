@@ -31,9 +31,13 @@ VERBS = (
     "transplant",
     "push",
     "export",
+    "import",
     "completion",
 )
 """Modules of this package, in the order of `--help`."""
+
+_NAMED = {"import": "import_base"}
+"""Verbs that no module and no function can be called by."""
 
 CROWDED = 0.4
 """Load per core over the last minute from which on others are taken to be computing here."""
@@ -88,8 +92,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"npt {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=OneLineParser)
     for name in VERBS:
-        module = import_module(f"npt.cli.{name}")
-        run = getattr(module, name)
+        called = _NAMED.get(name, name)
+        module = import_module(f"npt.cli.{called}")
+        run = getattr(module, called)
         sub = verbs.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")

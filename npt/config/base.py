@@ -38,7 +38,9 @@ def check_attention(name: str) -> None:
 class BaseConfig(Settings):
     """The frozen model, and how it is stored and computed."""
 
-    model_name: str = _base("tiny", "'tiny' (embedded), a folder, or a hub id", often=True)
+    model_name: str = _base(
+        "tiny", "'tiny' (embedded), a folder, a GGUF file, or a hub id", often=True
+    )
     use_quantization: bool = _base(
         False,
         "load the base in 4 bit; everything then computes in fp32, unless compute_dtype says"

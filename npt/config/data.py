@@ -22,8 +22,8 @@ class DataConfig(Settings):
 
     dataset_name: str = _data(
         "builtin",
-        "'builtin', a file, folder or glob (.txt .jsonl .json .csv .parquet), or a hub dataset's"
-        " name",
+        "'builtin' (Python source), 'builtin-prose' (English), a file, folder or glob (.txt .jsonl"
+        " .json .csv .parquet), or a hub dataset's name",
         often=True,
     )
     dataset_mix: str | None = _data(

@@ -5,7 +5,7 @@ prepared ahead) and batch. The tables below say what can be read; docs/extend/da
 how to add to them from outside.
 """
 
-from npt.data import encoding, lines, readers, record_forms, source
+from npt.data import encoding, lines, prose, readers, record_forms, source
 from npt.data.content import Content, register_form
 from npt.data.source import register_reader
 
@@ -17,6 +17,7 @@ register_reader(".json", readers.read_json)
 register_reader(".csv", readers.CSV.read)
 register_reader(".parquet", readers.read_parquet, needs="datasets")
 register_reader(source.BUILTIN, readers.read_builtin)
+register_reader(source.PROSE, prose.read_prose)
 register_reader(source.HUB, readers.read_hub, needs="datasets")
 
 # Asked from the last to the first; a named text column goes before all but token ids.

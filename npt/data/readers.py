@@ -205,34 +205,51 @@ def read_builtin(name: str, config: DataConfig) -> Iterator[Record]:
         yield {"text": text, "id": path}
 
 
-def is_heldout(relative_path: str) -> bool:
-    """Return whether training never sees a file, by its POSIX path below the library: one in 20."""
-    digest = hashlib.sha256(relative_path.encode("utf-8")).digest()
-    return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
+def is_heldout(name: str, one_in: int = _HELDOUT_ONE_IN) -> bool:
+    """Return whether training never sees a document, by its name: of a file of the library, its
+    POSIX path below it."""
+    digest = hashlib.sha256(name.encode("utf-8")).digest()
+    return int.from_bytes(digest[:4], "big") % one_in == 0
+
+
+def check_split(split: str) -> None:
+    """Refuse a split that the built-in texts do not have."""
+    if split not in SPLITS:
+        raise DataError(f"built-in text has no split {split!r}; choose one of {', '.join(SPLITS)}")
+
+
+def library() -> Path:
+    """Return the folder of this machine's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield (relative POSIX path, text) of one split, in path order."""
-    if split not in SPLITS:
-        raise DataError(f"built-in text has no split {split!r}; choose one of {', '.join(SPLITS)}")
-    root = root if root is not None else Path(sysconfig.get_paths()["stdlib"])
-    paths, found = [], False
+    check_split(split)
+    root = library() if root is None else root
+    found = False
+    for found_file in source_files(root, lambda path: is_heldout(path) == (split == "heldout")):
+        found = True
+        yield found_file
+    if not found:
+        raise DataError(
+            f"no Python source below {root}; pass --dataset_name FILE instead of the built-in text"
+        )
+
+
+def source_files(root: Path, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    """Yield (relative POSIX path, text) of the library's files of which `chosen(path)` is true,
+    without its tests and without packages that are installed there, in path order."""
+    paths = []
     for folder, folders, names in os.walk(root):
         # packages installed there may be many times the library
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         below = Path(folder).relative_to(root)
         paths += [(below / name).as_posix() for name in names if name.endswith(".py")]
-    for relative in sorted(paths):
-        if is_heldout(relative) != (split == "heldout"):
-            continue
+    for relative in sorted(filter(chosen, paths)):
         try:
             text = (root / relative).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue  # a handful of the library's files are in other encodings
         if text.strip():
-            found = True
             yield relative, text
-    if not found:
-        raise DataError(
-            f"no Python source below {root}; pass --dataset_name FILE instead of the built-in text"
-        )

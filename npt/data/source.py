@@ -13,7 +13,10 @@ from npt.config import DataConfig
 from npt.errors import ConfigError, DataError
 from npt.extras import require
 
-BUILTIN, HUB = "builtin", "the hub"
+BUILTIN, PROSE, HUB = "builtin", "builtin-prose", "the hub"
+OWN_HELDOUT = (BUILTIN, PROSE)
+"""Built-in texts: what evaluations read is a split of their own."""
+
 Record = Mapping[str, Any]
 """A text, a prompt and its completion, a conversation, or token ids."""
 
@@ -133,7 +136,7 @@ def check_source(config: DataConfig) -> None:
             require(needs, str(one) if local else f"the data set {name!r} of the hub")
     if (local or name in READERS) and part is not None:
         raise DataError(f"--dataset_config {part} is for hub data sets; {name} has none")
-    if name == BUILTIN and split not in ("train", "heldout"):
+    if name in OWN_HELDOUT and split not in ("train", "heldout"):
         raise DataError(f"the built-in text has no split {split!r}; choose from train, heldout")
     if local and split != "train":
         raise DataError(f"--dataset_split {split} is for hub data sets; a local file is one split")
@@ -178,7 +181,7 @@ def read_sequence(files: Sequence[Path], config: DataConfig) -> Sequence[Record]
 
 
 def own_heldout(config: DataConfig) -> Iterable[Record] | None:
-    """Return the held-out records that a source has of its own: only the built-in text has any."""
-    if config.dataset_name != BUILTIN:
+    """Return the held-out records that a source has of its own: only built-in texts have any."""
+    if config.dataset_name not in OWN_HELDOUT:
         return None
     return open_source(replace(config, dataset_split="heldout", streaming=True))

@@ -163,6 +163,28 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     Raises:
         DataError: no token comes of it, or the template refuses it.
     """
+    chat = chat and has_template(tokenizer)
+    text = prompt_text(tokenizer, text, chat=chat)
+    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    if not ids:
+        raise DataError(
+            "the prompt has no token; write something, or use a tokenizer with a start token"
+        )
+    return list(ids)
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Return whether the tokenizer has a chat template."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def prompt_text(tokenizer: Any, text: str, *, chat: bool) -> str:
+    """Return a text as the user's turn in the tokenizer's chat template if `chat` is set, else as
+    it is.
+
+    Raises:
+        DataError: it is no text, or the template refuses it.
+    """
     try:
         text.encode()
     # terminals pass bytes that are no text as halves of characters
@@ -170,8 +192,7 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
         raise DataError(
             f"the prompt is broken at character {error.start} ({error.reason}); mend it there"
         ) from error
-    templated = chat and getattr(tokenizer, "chat_template", None) is not None
-    if templated:
+    if chat:
         try:
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
@@ -181,12 +202,7 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
                 f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to leave the"
                 " template aside"
             ) from error
-    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
-    if not ids:
-        raise DataError(
-            "the prompt has no token; write something, or use a tokenizer with a start token"
-        )
-    return list(ids)
+    return text
 
 
 def write(
@@ -251,6 +267,17 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """
     pairs = itertools.zip_longest(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def shared_text(
+    tokenizer: Any, prompt: Sequence[int], ids: Sequence[int], position: int | None
+) -> tuple[str, str]:
+    """Return a text up to a token (None: all of it), and the rest. The second part is cut from the
+    whole, since tokens may share a character.
+    """
+    whole = continuation_text(tokenizer, prompt, ids)
+    common = continuation_text(tokenizer, prompt, ids[:position]).rstrip("\ufffd")
+    return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def compare_prompts(
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)
     ]
-    hidden = {mode: _states(model, rows, mode) for mode in ("teacher", "student")}
+    hidden = {mode: completion_states(model, rows, mode) for mode in ("teacher", "student")}
     tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
     head, size = model.lm_head, model.config.vocab_size
     with cast_once(head):
@@ -196,7 +196,7 @@ def compare_prompts(
     return found
 
 
-def _states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
+def completion_states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
     """Return the states that the completions' tokens are predicted from, [N, D], row by row."""
     # Padded on the right by a token of the batch: every padded query has keys, and the pad token
     # needs no embedding.

@@ -35,6 +35,7 @@ def recipe(record: RunRecord) -> list[tuple[str, str]]:
     lines = {
         "base": [
             say("model_name"),
+            _in_words(as_mapping(run.get("base_origin")).get("quantization"), "a GGUF in {}"),
             f"hash {base_hash[:HASH_LETTERS]}" if isinstance(base_hash, str) else "",
             (str(quantization).upper() if quantization else "unquantised") if known else "",
             say("compute_dtype", "computes in {}"),

@@ -27,7 +27,7 @@ from npt.runs.manifest import verify_checkpoint
 from npt.version import __version__
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
-REPORT, MODULATION = "report.html", "modulation.json"
+REPORT, MODULATION, BEHAVIOUR = "report.html", "modulation.json", "behaviour.json"
 TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
 """Trackers' folders, which may exist before the run does."""
 

@@ -9,6 +9,7 @@ import torch
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.quantization_error import product_errors
@@ -120,6 +121,7 @@ def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, 
         "seed": setup.config.seed,
         **base.as_record(),
         "other_base": None,
+        ORIGIN_ENTRY: origin_of(model.config),
         "precision": audit_precision(model, policy_dtype(model)).as_dict(),
         "product_errors": None if is_sharded(model) else product_errors(model),
         "device": str(setup.device),

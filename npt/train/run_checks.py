@@ -20,7 +20,7 @@ from npt.base.identity import base_hash
 from npt.base.load import TEACHERS
 from npt.base.precision import quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
-from npt.data.source import BUILTIN
+from npt.data.source import OWN_HELDOUT
 from npt.distill.hidden_losses import layer_weights
 from npt.errors import ConfigError, DataError
 from npt.runs.trackers import check_trackers
@@ -38,7 +38,7 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
 
     Raises:
         ConfigError: the adapters keep the attention residual and the base is the teacher.
-        DataError: the built-in text's held-out files, on which every run is evaluated.
+        DataError: a built-in text's held-out documents, on which every run is evaluated.
     """
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
@@ -46,7 +46,7 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
             " 4-bit base an unquantised teacher with --teacher_precision bf16, or use --residual"
             " modulate"
         )
-    if data is not None and data.dataset_name == BUILTIN and data.dataset_split != "train":
+    if data is not None and data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
             " on; train on 'train'"
@@ -63,6 +63,10 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
 
 def check_samples_shown(config: TrainConfig) -> None:
     """Refuse to show texts of a student whose base is shared among processes."""
+    if config.behaviour:
+        raise ConfigError(
+            "--behaviour needs answers, but a sharded base writes no text; drop it, or --shard_base"
+        )
     if config.sample_steps is not None:
         raise ConfigError(
             f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it,"

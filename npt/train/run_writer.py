@@ -15,10 +15,12 @@ from npt.calibration.report import Calibration
 from npt.config import parse_steps
 from npt.data.batch import batches
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, StoppedError
+from npt.evaluation.behaviour.documents import heldout_documents
+from npt.evaluation.behaviour.measure import measure_behaviour
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.modulation import measure_modulation
 from npt.runs.resume import plain_settings
-from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
+from npt.runs.run_folder import BEHAVIOUR, EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, undisturbed
 from npt.runs.wandb_run import best_of, known_run
 from npt.stored import read_json
@@ -175,6 +177,8 @@ class RunWriter:
         self._trackers.summarize({"final": fidelity.aim, "best": best}, loop.steps, best_step=step)
         self._data.report(self._folder, self.warn, loop.position)
         self.measure_modulation(loop.steps)
+        if self._setup.config.behaviour:
+            self.measure_behaviour(loop.steps)
         folder.event(
             "done",
             steps=loop.steps,
@@ -203,6 +207,27 @@ class RunWriter:
                 self._folder.write(MODULATION, figures)
 
         self._observe(MODULATION, measure)
+
+    def measure_behaviour(self, step: int) -> None:
+        """Write `behaviour.json` for the report, with prompts from the evaluation samples."""
+        setup = self._setup
+        if not setup.processes.main:
+            return
+        named = setup.data_config if self._data.sources[0].own is not None else None
+
+        def measure() -> None:
+            with contextlib.suppress(StoppedError):  # the report can be made without it
+                found = measure_behaviour(
+                    setup.model,
+                    setup.tokenizer,
+                    self._data.eval_samples,
+                    heldout_documents(named),
+                    batch_size=setup.splitter.samples,
+                    between=setup.stop.check,
+                )
+                self._folder.write(BEHAVIOUR, {"step": step, **found.as_dict()})
+
+        self._observe(BEHAVIOUR, measure)
 
     def shows(self) -> Callable[[int], None]:
         """Return a function that logs texts and multipliers of the student at a step."""

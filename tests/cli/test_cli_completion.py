@@ -74,6 +74,7 @@ def test_bash_completes_verbs_flags_choices_presets_and_files(capsys, tmp_path) 
     (tmp_path / "script").write_text(written("bash", capsys))
     (tmp_path / "own.yaml").write_text("")
     (tmp_path / "other.txt").write_text("")
+    (tmp_path / "model.gguf").write_text("")
     (tmp_path / "runs").mkdir()
     expected = {
         "npt pre": {"pretrain"},
@@ -85,6 +86,8 @@ def test_bash_completes_verbs_flags_choices_presets_and_files(capsys, tmp_path) 
         "npt pretrain --output_dir ": {"runs"},
         "npt pretrain --dataset_name ot": {"other.txt"},
         "npt generate --adapter ru": {"runs"},
+        "npt pretrain --model_name ": {"tiny", "model.gguf", "runs"},
+        "npt import mo": {"model.gguf"},
         "npt sweep ow": {"own.yaml"},
         "npt sweep stability": {*studies()},
         "npt replay ": {"runs"},

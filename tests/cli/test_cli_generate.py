@@ -17,6 +17,7 @@ import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.cli import generate as verb
 from npt.cli.main import main
+from npt.evaluation.generate import shared_text
 
 PROMPT = "class Stack:\n    def __init__(self"
 NEW = 6
@@ -162,7 +163,7 @@ def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
     tokenizer = student[1]
     ids = tuple(tokenizer("naïve é", add_special_tokens=False)["input_ids"])
     for position in range(len(ids) + 1):
-        common, rest = verb._split(tokenizer, [], ids, position)
+        common, rest = shared_text(tokenizer, [], ids, position)
         assert common + rest == "naïve é" and "�" not in common
 
 
@@ -174,7 +175,7 @@ def test_two_texts_keep_the_space_after_their_prompt() -> None:
     )
     new = tuple(ids[len(prompt) :])
     for position in (None, *range(len(new) + 1)):
-        assert "".join(verb._split(tokenizer, prompt, new, position)) == " answer is 42"
+        assert "".join(shared_text(tokenizer, prompt, new, position)) == " answer is 42"
 
 
 def test_texts_that_are_the_same_are_said_to_be(

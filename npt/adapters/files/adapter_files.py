@@ -29,6 +29,7 @@ from npt.adapters.files.consolidated_files import (
     write_consolidated,
 )
 from npt.adapters.files.hub import adapter_folder
+from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity, base_identity
 from npt.base.load import load_base
 from npt.base.recipe import ENTRY, Recipe
@@ -117,6 +118,8 @@ def write_adapter(
     }
     if (recipe := Recipe.of(model)) is not None:
         record[ENTRY] = recipe.as_record()
+    if (origin := origin_of(model.config)) is not None:
+        record[ORIGIN_ENTRY] = origin
     tensors = adapter_parameters(model) if tensors is None else tensors
     save_file(
         {_PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},

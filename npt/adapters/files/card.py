@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from npt.adapters.files.hub import is_hub_id
+from npt.base.gguf.configuration import ORIGIN_ENTRY
 from npt.base.identity import PARTS
 from npt.base.recipe import Recipe
 
@@ -33,6 +34,10 @@ def card(
     rows = [("base", name), ("base hash", record["base_hash"])]
     if isinstance(parts, Mapping):
         rows += [(f"base's {what}", parts.get(part)) for part, what in PARTS.items()]
+    origin = record.get(ORIGIN_ENTRY)
+    if isinstance(origin, Mapping):
+        named = (str(origin.get(key)) for key in ("file", "quantization"))
+        rows.append(("base read from", " in ".join(named)))
     for key, value in record["npt"].items():
         listed = isinstance(value, list | tuple)
         rows.append((key, ", ".join(map(str, value)) if listed else value))

@@ -20,7 +20,7 @@ from npt.data.encoding import Counts
 from npt.data.packing import pack
 from npt.data.report import listed_columns
 from npt.data.samples import SHUFFLE_BLOCK, cut
-from npt.data.source import BUILTIN, Record, check_source
+from npt.data.source import OWN_HELDOUT, Record, check_source
 from npt.tools.data_doctor.reading import Broken, Origin, Reading
 from npt.tools.data_doctor.statistics import Copies, Lengths, Reservoir
 
@@ -142,7 +142,7 @@ def examine(
     nothing of it can be opened.
     """
     check_source(config)
-    name, own = config.dataset_name, config.dataset_name == BUILTIN
+    name, own = config.dataset_name, config.dataset_name in OWN_HELDOUT
     report = DataReport(name, batch_size, config.packing, vocab_size, None if own else 0)
     reading, lengths, packed, copies = Reading(config), Lengths(), Lengths(), Copies()
     shown, block = Reservoir[Sample](SHOWN, seed), Reservoir[Sample](SHUFFLE_BLOCK, seed)

@@ -1,0 +1,235 @@
+"""The tokenizer in a GGUF file: vocabulary, merges and template, made into a fast tokenizer.
+
+A file names the pattern that splits a text before its merges apply (`tokenizer.ggml.pre`) and does
+not hold it. transformers' reader ignores the name, or knows other names from version to version;
+text would be cut unlike in the model's training and nobody would be told. Known patterns are listed
+here, as the models' own tokenizers have them, and an unknown one is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
+
+from npt.base.gguf.file import GGUFFile
+from npt.errors import ModelError
+from npt.stored import shown
+
+# llama.cpp's types of tokens; those that are matched as they are spelt, and whether each is special
+_NORMAL = 1
+_SPELT = {2: True, 3: True, 4: False}  # unknown, control, defined by a user
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Splitting:
+    """A way to split a text. pattern: of the pieces; None for GPT-2's own. digits: each digit is a
+    piece. composed: accents are joined with their letters first (NFC). whole: a piece in the
+    vocabulary is a token, whatever its merges say. bos: begins a text unless the file says
+    otherwise.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    composed: bool = False
+    whole: bool = False
+    bos: bool = False
+
+    def pre_tokenizer(self) -> Any:
+        steps: list[Any] = []
+        if self.digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.pattern is not None:
+            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
+        steps.append(
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
+        )
+        return pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+
+
+_LLAMA3 = _Splitting(_WORDS % r"\p{N}{1,3}", whole=True, bos=True)
+_SPLITTINGS = {
+    "gpt-2": _Splitting(),
+    "smollm": _Splitting(digits=True),
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _Splitting(_WORDS % r"\p{N}", composed=True),
+    "deepseek-r1-qwen": _Splitting(_WORDS % r"\p{N}"),
+    "tekken": _Splitting(_CASES, whole=True, bos=True),
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in a file, with its chat template.
+
+    Raises:
+        ModelError: the file has none, or one of an unknown kind.
+    """
+    kind = file.get("tokenizer.ggml.model", str, "none")
+    if kind in ("none", "no_vocab"):
+        raise file.refusal("holds no tokenizer; load a folder of the model instead")
+    tokens = file.get("tokenizer.ggml.tokens", list)
+    types = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
+    rows = int(file.tensors["token_embd.weight"].shape[-1])
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if not len(vocabulary) == len(tokens) == len(types) <= rows:
+        raise file.refusal(
+            f"has {len(tokens)} tokens, {len(vocabulary)} of them different, {len(types)} types of"
+            f" tokens and {rows} rows of embeddings; it is damaged"
+        )
+    if kind == "gpt2":
+        backend, bos = _byte_level(file, vocabulary)
+    elif kind == "llama":
+        backend, bos = _sentencepiece(file, vocabulary, types), True
+    else:
+        raise file.refusal(
+            f"has a tokenizer of the kind {shown(kind)}, known are gpt2 and llama; load a folder of"
+            " the model instead"
+        )
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=_SPELT[type_])
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ in _SPELT
+        ]
+    )
+    special_tokens = {
+        f"{name}_token": tokens[_id(file, f"{entry}_token_id", len(tokens))]
+        for name, entry in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if file.has(f"tokenizer.ggml.{entry}_token_id")
+    }
+    backend.post_processor = _ends(file, special_tokens, vocabulary, bos)
+    template = file.get("tokenizer.chat_template", str, "")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special_tokens
+    )
+    if template:
+        made.chat_template = template
+    return made
+
+
+def end_ids(file: GGUFFile) -> list[int]:
+    """Return the ids of the tokens that end an answer: of a text, a turn and a message."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(file.get(key, int) for key in keys if file.has(key)))
+
+
+def _id(file: GGUFFile, name: str, size: int) -> int:
+    found = file.get(f"tokenizer.ggml.{name}", int)
+    if not 0 <= found < size:
+        raise file.refusal(f"says {name} {found} and has {size} tokens; it is damaged")
+    return found
+
+
+def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
+    """Return a byte-level tokenizer, and whether its kind begins a text with BOS."""
+    name = file.get("tokenizer.ggml.pre", str, "default")
+    splitting = _SPLITTINGS.get(name)
+    if splitting is None:
+        raise file.refusal(
+            f"splits text by the pattern {shown(name)}, known are {', '.join(_SPLITTINGS)}; load a"
+            " folder of the model instead"
+        )
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
+    model = _made(file, vocabulary, merges, ignore_merges=splitting.whole)
+    backend = Tokenizer(model)
+    if splitting.composed:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = splitting.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend, splitting.bos
+
+
+def _sentencepiece(file: GGUFFile, vocabulary: dict[str, int], types: list[int]) -> Tokenizer:
+    """Return a tokenizer like those that transformers makes of SentencePiece's models."""
+    scores = file.get("tokenizer.ggml.scores", list)
+    if len(scores) != len(vocabulary):
+        raise file.refusal(f"has {len(vocabulary)} tokens and {len(scores)} scores; it is damaged")
+    pieces = [
+        (piece, scores[index]) for piece, index in vocabulary.items() if types[index] == _NORMAL
+    ]
+    unknown = _id(file, "unknown_token_id", len(vocabulary))
+    backend = Tokenizer(
+        _made(
+            file,
+            vocabulary,
+            _merges(pieces, vocabulary),
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=list(vocabulary)[unknown],
+        )
+    )
+    before = file.get("tokenizer.ggml.add_space_prefix", bool, True)
+    steps = [normalizers.Prepend("▁")] if before else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    tail = [decoders.Strip(" ", 1, 0)] if before else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
+    )
+    return backend
+
+
+def _merges(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the merges that lead to pieces, the one of the highest score first."""
+    found: list[tuple[float, tuple[str, str]]] = []
+    for piece, score in pieces:
+        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        own = [cut for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
+        own.sort(key=lambda cut: (vocabulary[cut[0]], vocabulary[cut[1]]))
+        found += [(score, cut) for cut in own]
+    found.sort(key=lambda entry: -entry[0])
+    return [cut for _, cut in found]
+
+
+def _made(
+    file: GGUFFile, vocabulary: dict[str, int], merges: list[Any], **settings: Any
+) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **settings)
+    except Exception as error:  # of Rust's own class
+        raise ModelError(
+            f"{file.path} has merges that its vocabulary cannot make: {error}"
+        ) from error
+
+
+def _ends(
+    file: GGUFFile, special: dict[str, str], vocabulary: dict[str, int], bos: bool
+) -> processors.TemplateProcessing:
+    """Return what adds BOS and EOS to a text, as the file says."""
+    first = file.get("tokenizer.ggml.add_bos_token", bool, bos) and "bos_token" in special
+    last = file.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in special
+    used = [special[f"{name}_token"] for name, on in (("bos", first), ("eos", last)) if on]
+
+    def text(letter: str, number: int) -> list[str]:
+        before = [f"{special['bos_token']}:{number}"] if first else []
+        after = [f"{special['eos_token']}:{number}"] if last else []
+        return [*before, f"${letter}:{number}", *after]
+
+    return processors.TemplateProcessing(
+        single=text("A", 0),
+        pair=text("A", 0) + text("B", 1),
+        special_tokens=[(token, vocabulary[token]) for token in dict.fromkeys(used)],
+    )

@@ -1,0 +1,98 @@
+"""English prose of this machine's Python, which nothing downloads: `--dataset_name builtin-prose`.
+
+Its documents are the topics of `help()` (`pydoc_data/topics.py`, the language reference) and, for
+each module of the standard library, its long docstrings. Python 3.11 has 386 documents of
+1.52 million characters, some 380,000 tokens, 111,000 characters of them held out; other versions of
+Python have other texts, so compare figures between runs on one version only. Nothing is imported:
+files are parsed. A document is whole in one split, which a hash of its name decides, alike on every
+machine; files that `builtin` holds out are held out here too. The embedded model was trained on
+`builtin`, which has most of these texts between its code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from npt.config import DataConfig
+from npt.data.readers import check_split, is_heldout, library, source_files
+from npt.data.source import Record
+from npt.errors import DataError
+
+TOPICS = "pydoc_data/topics.py"
+HELDOUT_ONE_IN = 10
+LONG, LEAST, REPEATED = 200, 500, 80
+"""Characters at least of a docstring that is taken (a module's own always is), of a document, and
+of a paragraph that occurs in one topic only."""
+
+_LISTING = re.compile(r"^\s*(?:>>> |\+[-=]{3}|\|)", re.MULTILINE)
+_Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def read_prose(name: str, config: DataConfig) -> Iterator[Record]:
+    """Yield the documents of a split."""
+    for document, text in prose(config.dataset_split):
+        yield {"text": text, "id": document}
+
+
+def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the documents of one split: topics, then modules, each by name.
+
+    Raises:
+        DataError: no such split, or a Python without topics.
+    """
+    check_split(split)
+    root = library() if root is None else root
+
+    def chosen(name: str) -> bool:
+        return is_heldout(name, HELDOUT_ONE_IN) == (split == "heldout")
+
+    for topic, text in sorted(_topics(root / TOPICS).items()):
+        if chosen(f"topic {topic}") and len(text) >= LEAST:
+            yield f"topic {topic}", text
+    for path, source in source_files(root, chosen):
+        if path != TOPICS and len(text := _docstrings(source)) >= LEAST:
+            yield path, text
+
+
+def _topics(path: Path) -> dict[str, str]:
+    """Return the topics of `help()`, by name. Chapters repeat their sections, which are topics of
+    their own: a long paragraph is kept in the shortest text that has it, so that no split holds
+    one of another."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = next(node for node in tree.body if isinstance(node, ast.Assign))
+        topics: dict[str, str] = ast.literal_eval(assigned.value)
+        found, seen = dict[str, str](), set[str]()
+        for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
+            new = [p for p in _paragraphs(topics[name]) if p not in seen]
+            seen.update(p for p in new if len(p) >= REPEATED)
+            found[name] = "\n\n".join(new)
+        return found
+    except (OSError, StopIteration, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"{path} holds no topics: this Python comes without them; pass --dataset_name FILE"
+            " instead of builtin-prose"
+        ) from error
+
+
+def _docstrings(source: str) -> str:
+    """Return a module's docstring and the long ones inside it, in their order; "" of what does not
+    parse, as templates do not."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    inside = [node for node in ast.walk(tree) if isinstance(node, _Documented)]
+    inside.sort(key=lambda node: node.lineno)
+    texts = ["\n\n".join(_paragraphs(ast.get_docstring(node) or "")) for node in (tree, *inside)]
+    long = (text for text in texts[1:] if len(text) >= LONG)
+    return "\n\n".join(dict.fromkeys(text for text in (texts[0], *long) if text))
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return a text's paragraphs, but for those that hold an interpreter's session or a table."""
+    found = re.split(r"\n[ \t]*\n", text.strip("\n"))
+    return [p for p in found if p.strip() and not _LISTING.search(p)]

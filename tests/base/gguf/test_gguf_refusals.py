@@ -1,0 +1,149 @@
+"""Files that cannot be a base: one line that names the file, the fault and what helps; nothing is
+left.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+import numpy as np
+import pytest
+from gguf_files import Type, made_model, write_gguf
+
+import npt
+from npt.base.gguf import convert as module
+from npt.base.load import load_tokenizer, read_config
+from npt.errors import ConfigError, ModelError
+
+HEAD = np.zeros((2048, 64), dtype=np.float32)
+
+
+def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
+    with pytest.raises(kind) as met:
+        npt.load_base(str(name))
+    assert words in str(met.value) and "\n" not in str(met.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"metadata": {"general.architecture": "gemma3"}}, "architecture 'gemma3'; only llama"),
+        ({"metadata": {"general.type": "adapter"}}, "holds 'adapter', not a model"),
+        ({"metadata": {"split.count": 3}}, "is one of 3 parts; join them with llama-gguf-split"),
+        ({"metadata": {"llama.expert_count": 8}}, "mixture of 8 experts"),
+        ({"metadata": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window"),
+        ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count 8 and heads of 16"),
+        ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "'longrope', which is not known"),
+        ({"metadata": {"llama.block_count": "two"}}, "has a str in llama.block_count"),
+        (
+            {"metadata": {"llama.feed_forward_length": 64}},
+            "of shape [96, 64], its metadata say [64, 64]",
+        ),
+        ({"metadata": {"llama.block_count": 3}}, "lacks the tensor blk.2."),
+        ({"leave_out": ("llama.context_length",)}, "lacks the entry llama.context_length"),
+        ({"leave_out": ("blk.1.ffn_up.weight",)}, "lacks the tensor blk.1.ffn_up.weight"),
+        ({"leave_out": ("token_embd.weight",)}, "lacks the tensor token_embd.weight"),
+        ({"tensors": {"blk.0.attn_v.bias": np.ones(32, np.float32)}}, "tensor blk.0.attn_v.bias"),
+        ({"tensors": {"rope_freqs.weight": np.arange(1.0, 9.0, dtype=np.float32)}}, "not Llama 3"),
+        ({"tokenizer": False}, "holds no tokenizer"),
+        ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, "tokenizer of the kind 'rwkv'"),
+        ({"metadata": {"tokenizer.ggml.merges": ["qq zz"]}}, "merges that its vocabulary cannot"),
+        ({"metadata": {"tokenizer.ggml.bos_token_id": 9999}}, "says bos_token_id 9999"),
+        ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 5}}, "5 tokens, 1 of them different"),
+        ({"pre": "poro-chat"}, "by the pattern 'poro-chat', known are gpt-2"),
+    ],
+)
+def test_a_file_that_cannot_be_a_base_is_refused(how, words, tmp_path, cache) -> None:
+    refused(write_gguf(tmp_path / "a.gguf", **how), words)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"PK\x03\x04 and more")
+    refused(tmp_path / "a.gguf", "is no GGUF file: it begins with b'PK\\x03\\x04'")
+    (tmp_path / "a.gguf").write_bytes(b"")
+    refused(tmp_path / "a.gguf", "is no GGUF file: it begins with b''")
+    (tmp_path / "model.bin").write_bytes(b"PK")
+    refused(tmp_path / "model.bin", "is a file; name the folder")
+    refused(tmp_path / "absent.gguf", "there is no file")
+
+
+def test_a_file_of_another_name_is_known_by_its_beginning(tmp_path) -> None:
+    write_gguf(tmp_path / "a.gguf").rename(tmp_path / "sha256-1234")
+    assert read_config(str(tmp_path / "sha256-1234")).model_type == "llama"
+
+
+def test_a_file_that_was_cut_anywhere_is_refused(tmp_path) -> None:
+    whole = write_gguf(tmp_path / "a.gguf").read_bytes()
+    for size in (4, 10, 30, 200, 5_000, 60_000, len(whole) // 2, len(whole) - 1000):
+        (tmp_path / "b.gguf").write_bytes(whole[:size])
+        refused(tmp_path / "b.gguf", f"damaged, cut short at {size:,} bytes")
+
+
+def test_a_vocabulary_alone_is_refused(tmp_path) -> None:
+    from gguf_files import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(tmp_path / "a.gguf", "holds a vocabulary and no weights")
+
+
+def test_a_folder_with_two_files_names_both(tmp_path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        write_gguf(tmp_path / name)
+    refused(tmp_path, "holds 2 GGUF files, a.gguf and b.gguf among them; name one")
+    made_model().config.save_pretrained(tmp_path)  # a folder of transformers', with files by it
+    assert read_config(str(tmp_path)).model_type == "llama"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(bad, tmp_path, cache) -> None:
+    model = made_model()
+    model.model.layers[1].mlp.up_proj.weight.data[2, 3] = bad
+    file = write_gguf(tmp_path / "a.gguf", model, Type.F16)
+    refused(file, "holds 1 numbers in blk.1.ffn_up.weight that are not finite")
+    assert not list(cache.iterdir())
+
+
+def test_no_room_is_one_line_and_nothing_is_left(tmp_path, cache, monkeypatch) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    usage = type("Usage", (), {"free": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "disk_usage", lambda path: usage)
+        refused(file, "MB are free; make room")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", full)
+        refused(file, "No space left on device; make room")
+    assert not list(cache.iterdir())
+    npt.load_base(str(file))
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "plain").write_text("")
+    monkeypatch.setenv("NPT_CACHE", str(tmp_path / "plain"))
+    refused(write_gguf(tmp_path / "a.gguf"), "set NPT_CACHE to a folder")
+
+
+def test_without_gguf_the_extra_is_named(tmp_path, monkeypatch) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for act in (npt.load_base, read_config, load_tokenizer):
+        with pytest.raises(ConfigError, match=r"needs gguf, .*pip install 'npt-distill\[gguf\]'$"):
+            act(str(file))
+
+
+def test_a_folder_that_holds_something_is_not_written_to(tmp_path) -> None:
+    file = write_gguf(tmp_path / "a.gguf")
+    with pytest.raises(ConfigError, match="is not an empty folder; choose another"):
+        npt.import_base(file, tmp_path)
+    with pytest.raises(ModelError, match="there is no file"):
+        npt.import_base(tmp_path / "b.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
