@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make pretrain` and `make test`. Each makes .venv and installs what it needs.
+# Commands for a fresh machine: `make pretrain`, `make real`, `make test`. Each makes .venv and installs what it needs.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,11 +9,17 @@ STAMP  := $(shell date +%Y%m%d-%H%M%S)
 # What pytest makes of the tests' asserts is kept in __pycache__, whatever the environment says: making it takes longer than many tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: pretrain stability test test-slow test-all test-gpu lint clean
+.PHONY: pretrain real stability test test-slow test-all test-gpu lint clean
 
 # The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.
 pretrain: $(VENV)/.core
 	$(BIN)/python pretrain_npt_safe.py --config tiny --output_dir outputs/pretrain-$(STAMP)
+
+# The same with a real language model, SmolLM2-135M-Instruct (93 MB, downloaded once). `make real REAL_MODEL=FILE.gguf` takes another one, or a
+# folder with one, and downloads nothing.
+real: $(VENV)/.real
+	model=$$($(BIN)/python benchmarks/fetch_model.py) && \
+	$(BIN)/python pretrain_npt_safe.py --config real --model_name "$$model" --output_dir outputs/real-$(STAMP)
 
 # Which settings train the embedded model, and where that ends: some 320 short runs, shared by two workers. Started again after a kill it
 # goes on where it was; with outputs/stability removed it begins anew.
@@ -47,6 +53,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hub,wandb,tensorboard]'
+	touch $@
+
+$(VENV)/.real: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	touch $@
 
 $(VENV)/.sweep: $(VENV)/bin/python pyproject.toml constraints.txt

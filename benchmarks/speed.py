@@ -42,7 +42,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -52,7 +51,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import npt
 from flop_count import count_flops
@@ -63,9 +61,11 @@ from npt.errors import ConfigError, NPTError
 from npt.files import write_bytes, write_text
 from npt.planning.flops import floor_flops, training_flops
 from npt.planning.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of
+from results_file import check_place, filled
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
 from speed_sweep import sweep
-from speed_tables import check_place, draw_runs, draw_sweep, filled, markdown
+from speed_tables import draw_runs, draw_sweep, markdown, place
+from this_machine import machine
 
 BASELINE = "two_model"
 
@@ -198,32 +198,6 @@ def measure(
     }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures were measured on."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor() or "unknown",
-    )
-
-
 def make_setting(args: argparse.Namespace) -> Setting:
     """Read the flags.
 
@@ -326,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         setting = make_setting(args)
         if args.fill is not None:
-            check_place(args.fill, args.shape)
+            check_place(args.fill, place(args.shape))
         if args.output is not None:
             make_folder(args.output)
         names = tuple(name.strip() for name in args.runs.split(","))
@@ -351,7 +325,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.output is not None:
         write_all(figures, args.output)
     if args.fill is not None:
-        write_text(args.fill, filled(args.fill.read_text(encoding="utf-8"), figures))
+        text = args.fill.read_text(encoding="utf-8")
+        write_text(args.fill, filled(text, place(args.shape), markdown(figures)))
     return 0
 
 

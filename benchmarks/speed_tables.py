@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-from npt.errors import ConfigError
 
 MIB = 1 << 20
 _OURS, _THEIRS, _LIGHT = "#2f6b8e", "#b0592a", "#a9b0b7"
@@ -49,31 +46,9 @@ def markdown(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def place(shape: str) -> tuple[str, str]:
-    """Return the marks before and after a shape's tables in a text that holds them."""
-    return f"<!-- speed.py --shape {shape} -->\n", "<!-- end -->\n"
-
-
-def check_place(path: Path, shape: str) -> None:
-    """Refuse a text that has no place for the tables, before they are measured.
-
-    Raises:
-        ConfigError: no such file, or no such place in it.
-    """
-    start, end = place(shape)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if start not in text or end not in text.partition(start)[2]:
-        raise ConfigError(
-            f"--fill is {path}, which has no lines {start.strip()!r} and {end.strip()!r} for the"
-            " tables to go between"
-        )
-
-
-def filled(text: str, figures: dict[str, Any]) -> str:
-    """The text with these tables in their place."""
-    start, end = place(figures["shape"])
-    before, _, rest = text.partition(start)
-    return f"{before}{start}\n{markdown(figures)}\n{end}{rest.partition(end)[2]}"
+def place(shape: str) -> str:
+    """Return the name of a shape's place in a text that holds its tables."""
+    return f"speed.py --shape {shape}"
 
 
 def _rows(count: int, length: int) -> str:

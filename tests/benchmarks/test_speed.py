@@ -18,6 +18,7 @@ from flop_count import count_flops
 from npt.adapters.converted import adapter_parameters
 from npt.planning.measure import matmul_roofline, storage_bytes, tensors_of
 from npt.planning.shape import Shape
+from results_file import check_place
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = Shape(layers=4, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=96)
@@ -289,7 +290,7 @@ def test_figures_are_printed_whatever_becomes_of_their_files(parts, tmp_path, mo
 
 def test_the_results_have_a_place_for_every_shape_that_is_measured(parts):
     for shape in ("cpu-0.2b", "llama-3.2-1b", "llama-3.1-8b"):
-        parts[3].check_place(BENCHMARKS / "RESULTS.md", shape)
+        check_place(BENCHMARKS / "RESULTS.md", parts[3].place(shape))
 
 
 def test_a_straight_line_is_found_straight(parts):

