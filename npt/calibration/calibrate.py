@@ -32,7 +32,7 @@ from npt.calibration.tail import Parameters, check_layer_readable
 from npt.calibration.walks import Walks, steps
 from npt.config import CALIBRATION_INPUTS, NPTConfig
 from npt.console import silent_console
-from npt.data.batch import Sample, batches, pad_id_of
+from npt.data.batch import Sample, pad_id_of
 from npt.data.source import Record
 from npt.errors import ConfigError, NotSupportedError, TooLittleTextError
 from npt.random_state import kept_random_state
@@ -50,7 +50,7 @@ def calibrate(
     tokens: int = 65536,
     *,
     inputs: str = "teacher",
-    rounds: int = 3,
+    rounds: int = 6,
     rank_budget: int | None = None,
     max_length: int = 256,
     batch_size: int = 8,
@@ -68,18 +68,20 @@ def calibrate(
             `rank_budget` their ranks.
         tokenizer: of the base model.
         data: records, or samples already cut; training data, never what the student is to be
-            measured on. One batch in eight is not fitted, but chooses ridge and steps.
-        tokens: to use at most, from the data's beginning. Each takes three fp32 rows of D, in a
-            GPU's free memory or in a temporary file; other memory grows by 1 GiB at most.
+            measured on. An eighth, in whole documents if there are enough, is not fitted, but
+            chooses the ridge and whether the rounds are kept.
+        tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
+            Each takes three fp32 rows of D, in a GPU's free memory or in a temporary file; other
+            memory does not grow with them.
         inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it
             give (`propagated`). The target is the teacher's own state either way.
-        rounds: of Gauss-Newton per layer, up to twice as many while they gain much; 0 leaves the
+        rounds: passes over the tokens, per layer, that improve A, B and M together; 0 leaves the
             linear solution, in which M is 0.
         rank_budget: ranks of all layers together, spent on the layers that gain most, in place of
             the configuration's.
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
-        seed: of the draws from the teacher's predictions.
+        seed: of the tokens' choice and order, and of draws from the teacher's predictions.
         console: for the forecast and the progress; default nowhere.
 
     Returns:
@@ -100,8 +102,8 @@ def calibrate(
     _check_settings(config, tokens, inputs, rounds)
     if rank_budget is not None:
         check_budget(rank_budget, len(layers), model.config.hidden_size)
-    samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size)
-    parts = split(list(batches(samples, batch_size, pad_id_of(tokenizer))))
+    samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
+    parts = split(samples, batch_size, pad_id_of(tokenizer))
     ranks = config.ranks_of(len(layers))
     if rank_budget is not None:
         ranks = (-(-rank_budget // len(layers)),) * len(layers)
@@ -133,16 +135,14 @@ def calibrate(
     model.eval()
     try:
         with closing(display):
-            walks = Walks(model, parts, rounds, inputs == "propagated", display)
+            walks = Walks(model, parts, rounds, inputs == "propagated", display, seed)
             known = ranks if rank_budget is None else None
-            placement = or_on_host(lambda p: walks.measure(known, p, seed), placement, display.say)
+            placement = or_on_host(lambda p: walks.measure(known, p), placement, display.say)
             if rank_budget is not None:
                 worth = {index: found.worth for index, found in walks.prepared.items()}
                 config = replace(config, ranks=tuple(spend(rank_budget, worth).values()))
                 ranks = config.ranks_of(len(layers))
-            or_on_host(
-                lambda p: walks.solve(ranks, p, work.keep(device, p, free)), placement, display.say
-            )
+            or_on_host(lambda p: walks.solve(ranks, p), placement, display.say)
     finally:
         for module in training:
             module.training = True

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from npt.adapters.fit import format_layers
 from npt.base.device import wait_for
 from npt.calibration.placement import HOST, PREFERENCES, Placement
-from npt.calibration.solve import CG_STEPS, CHUNK, RIDGES, round_share
+from npt.calibration.solve import CHUNK
 from npt.config import NPTConfig
 from npt.distill.logit_losses import LOGIT_CHUNK
 
@@ -22,15 +22,13 @@ OVERHEAD = 2.0
 SHARE = 0.9
 """Share of a GPU's free memory that is planned with: what is freed comes back in pieces."""
 
-HOST_KEEP = 1 << 30
-"""Bytes of linearisations that are held on the host: memory must not grow with the tokens."""
-
 FACTOR_MATRICES = 12
 """[D, D] fp64 alive in `solve.worth`: two inputs, both roots, eigenvectors, products, and the
 workspace of the eigendecomposition, more than two of them."""
 
-VECTORS = 12
-"""Copies of a layer's parameters alive in a step of conjugate gradients."""
+VECTORS = 8
+"""Copies of a layer's parameters alive in a step of the descent: start, value, gradient, momentum
+and what their products take."""
 
 _PROBE_ROWS, _PROBE_COLUMNS = 1024, 4096
 _PROBE_SIDE = 512
@@ -55,7 +53,7 @@ class Plan:
     Bytes: `graph` of one batch through the teacher; `sums` of the Gram matrices of all layers;
     `waiting` of metrics and directions until their layer is solved; `factor` of the matrices of one
     layer while they are factorised; `solving` of one layer's weights, chunk and vectors; `rows` of
-    the states of all tokens; `kept` of all linearisations of a round, if they are held.
+    the states of all tokens.
 
     width: D. products: multiply-adds in all. factorisations: eigendecompositions of [D, D] fp64.
     """
@@ -69,7 +67,6 @@ class Plan:
     factor: int
     solving: int
     rows: int
-    kept: int
 
     def place(self, device: torch.device, free: int) -> Placement:
         """Return the first of `PREFERENCES` that fits into a GPU's `free` bytes, else the host."""
@@ -80,17 +77,8 @@ class Plan:
                     return placement
         return Placement()
 
-    def keep(self, device: torch.device, placement: Placement, free: int) -> int:
-        """Return bytes of linearisations to hold: on a GPU as many as the rest leaves."""
-        room = HOST_KEEP
-        if device.type != "cpu":
-            if placement.all_on_host:
-                return 0  # there is no memory to spare
-            room = int(SHARE * free) - self._phases(device, placement)["solving"]
-        return max(0, min(room, self.kept))
-
     def peak(self, device: torch.device, placement: Placement) -> int:
-        """Return the most bytes on the model's device, without linearisations that are kept."""
+        """Return the most bytes on the model's device."""
         return max(self._phases(device, placement).values())
 
     def _phases(self, device: torch.device, placement: Placement) -> dict[str, int]:
@@ -107,7 +95,7 @@ class Plan:
     def ram(self, device: torch.device, placement: Placement) -> int:
         """Return bytes on the host, those of the model's work included on a CPU."""
         if device.type == "cpu":
-            return self.peak(device, placement) + self.keep(device, placement, 0)
+            return self.peak(device, placement)
         sums = self.sums if placement.sums == HOST else 0
         return sums + (self.factor if placement.factors == HOST else 0)
 
@@ -118,7 +106,7 @@ class Plan:
     def seconds(self, device: torch.device, placement: Placement) -> Seconds:
         """Time one product and one small eigendecomposition, and forecast the whole from them.
 
-        A layer that is hard may take more rounds. An eigendecomposition is scaled with the cube of
+        An eigendecomposition is scaled with the cube of
         its side, which is too much on a GPU: a small one waits for launches.
         """
         width, columns = self.width, min(4 * self.width, _PROBE_COLUMNS)
@@ -149,8 +137,9 @@ class Plan:
         if seconds.factorisations >= 0.1 * seconds.total:
             parts.append(f"{_duration(seconds.factorisations)} of it eigendecompositions")
         if device != HOST:
-            needed = self.peak(device, placement) + self.keep(device, placement, free)
-            parts.append(f"{needed >> 20:,} of {free >> 20:,} MiB free on {device}")
+            parts.append(
+                f"{self.peak(device, placement) >> 20:,} of {free >> 20:,} MiB free on {device}"
+            )
         parts.append(f"{self.ram(device, placement) >> 20:,} MiB of memory besides the base")
         parts.append(f"{self.disk(placement) >> 20:,} MiB of temporary disk")
         return ", ".join(parts) + ("" if device == HOST else f"; {placement}")
@@ -178,16 +167,12 @@ def plan(
     base = model.num_hidden_layers * layer + width * model.vocab_size
     total = 3.0 * base + (max(layers) + 1) * layer
     outputs = sum(width if target == "down" else ffn for target in config.targets)
-    kept = 4 * tokens * ((1 + config.multiplicative) * (2 * ffn + 2 * width) + max(ranks))
-    held = min(1.0, HOST_KEEP / kept)  # on a GPU it may be more
-    rounds_in_all = sum(round_share(number, rounds) for number in range(rounds))
     for rank in ranks:
         codes = kinds * rank * outputs
         once = 3 * width * ffn + rank * width + codes
-        linear = 4 * width * ffn + rank * width + codes + len(RIDGES) * 1.125 * once
-        derivative = 2 * (width * ffn + rank * width + 2 * codes)
-        steps = once + CG_STEPS * (1 - held) * once + (CG_STEPS + 1) * derivative
-        total += 4 * width**2 + linear + rounds_in_all * steps
+        linear = 7 * width * ffn + 3 * rank * (width + outputs) + 0.125 * 3 * once
+        derivative = width**2 + width * ffn + rank * width + 2 * codes
+        total += 4 * width**2 + linear + rounds * (once + derivative)
     converted, rank = len(layers), max(ranks)
     directions = width if rank_budget is not None else rank
     parameters = 4 * rank * (width + kinds * outputs)
@@ -202,7 +187,6 @@ def plan(
         factor=FACTOR_MATRICES * 8 * width**2,
         solving=solving + VECTORS * parameters + 2 * 8 * rank * outputs,
         rows=4 * tokens * width * (4 if inputs == "propagated" else 3),
-        kept=kept,
     )
 
 

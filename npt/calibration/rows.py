@@ -42,7 +42,13 @@ class Rows:
 
         From a file to a GPU they go through pinned memory, so that the host need not wait.
         """
-        rows = self._rows[start:stop]
+        return self._moved(self._rows[start:stop], device)
+
+    def take(self, index: Tensor, device: torch.device) -> Tensor:
+        """Return the rows at `index` [n], a tensor on the host, on the device: [n, D]."""
+        return self._moved(self._rows[index.to(self._rows.device)], device)
+
+    def _moved(self, rows: Tensor, device: torch.device) -> Tensor:
         if device.type == "cuda" and rows.device == HOST:
             return rows.pin_memory().to(device, non_blocking=True)
         return rows.to(device)

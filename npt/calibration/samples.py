@@ -1,20 +1,30 @@
-"""The text of a calibration: samples up to a number of tokens, in batches to fit and to check."""
+"""The text of a calibration: samples up to a number of tokens, in batches to fit and to check.
+
+Tokens of one text resemble each other, its attention outputs most of all: as many tokens taken from
+more texts fit others better (SmolLM2-135M, layer 22, rank 144, linear start: 14,336 consecutive
+tokens leave a held-out cost of 0.00351, as many spread over three times the text 0.00297, all of
+that text 0.00294).
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.batch import Batch, Sample
-from npt.data.samples import cut, within
+from npt.data.batch import Batch, Sample, batches
+from npt.data.samples import Permutation, cut, within
 from npt.data.source import Record
 from npt.errors import TooLittleTextError
 
 HELDOUT_ONE_IN = 8
-"""Batches that choose ridge and steps instead of being fitted."""
+"""Share of the tokens that choose ridge and rounds instead of being fitted."""
+
+READ_AHEAD = 8
+"""Times the tokens asked for that are read, if there are so many, to draw them from."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +42,26 @@ def read_samples(
     max_length: int,
     tokens: int,
     vocab_size: int,
+    seed: int = 0,
 ) -> list[Sample]:
-    """Return samples of `tokens` tokens in all, the last one cut, without ids that no model has."""
+    """Return samples of `tokens` tokens in all, the last one cut, without ids that no model has,
+    drawn from the data's beginning, READ_AHEAD times as much of it.
+    """
     items = iter(data)
     first = next(items, None)
     rest: Iterable[Any] = [] if first is None else itertools.chain([first], items)
     if not isinstance(first, Sample):
         rest = cut(rest, tokenizer, DataConfig(max_length=max_length))
-    found, left = [], tokens
+    read, left = [], READ_AHEAD * tokens
     for sample in within(rest, vocab_size):
-        found.append(_shortened(sample, left))
+        read.append(sample)
+        left -= len(sample.input_ids)
+        if left <= 0:
+            break
+    found, left = [], tokens
+    order = Permutation(len(read), f"calibration/{seed}")
+    for number in range(len(read)):
+        found.append(_shortened(read[order[number]], left))
         left -= len(found[-1].input_ids)
         if left < 2:
             break
@@ -65,14 +85,30 @@ def _shortened(sample: Sample, length: int) -> Sample:
     return replace(sample, input_ids=sample.input_ids[:length], labels=labels, lengths=documents)
 
 
-def split(found: list[Batch]) -> Parts:
-    """Hold every eighth batch out, and put these last."""
-    if len(found) == 1:
-        raise TooLittleTextError(
-            "calibration fills one batch only, and needs one to fit and one to check; give it more"
-            " data, or lower --batch_size"
-        )
-    heldout = found[HELDOUT_ONE_IN - 1 :: HELDOUT_ONE_IN] or found[-1:]
-    chosen = {id(batch) for batch in heldout}
-    fitted = [batch for batch in found if id(batch) not in chosen]
-    return Parts([*fitted, *heldout], sum(b.tokens for b in found), sum(b.tokens for b in heldout))
+def split(samples: list[Sample], batch_size: int, pad_id: int) -> Parts:
+    """Batch the samples, and put last those that are held out: about an eighth of the tokens, in
+    whole documents if there are any so small, else in single samples.
+    """
+    sizes: Counter[str] = Counter()
+    for sample in samples:
+        sizes[_document(sample)] += len(sample.input_ids)
+    room, documents = sum(sizes.values()) // HELDOUT_ONE_IN, set[str]()
+    for document, size in sizes.items():
+        if size <= room:
+            documents.add(document)
+            room -= size
+    if documents:
+        held = [sample for sample in samples if _document(sample) in documents]
+        fitted = [sample for sample in samples if _document(sample) not in documents]
+    else:
+        held = samples[HELDOUT_ONE_IN - 1 :: HELDOUT_ONE_IN] or samples[-1:]
+        chosen = {id(sample) for sample in held}
+        fitted = [sample for sample in samples if id(sample) not in chosen]
+    parts = [list(batches(part, batch_size, pad_id)) for part in (fitted, held)]
+    tokens = [sum(batch.tokens for batch in part) for part in parts]
+    return Parts([*parts[0], *parts[1]], sum(tokens), tokens[1])
+
+
+def _document(sample: Sample) -> str:
+    """Return the record that a sample was cut from."""
+    return sample.id.rpartition("@")[0] or sample.id

@@ -20,14 +20,24 @@ from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import NumericalError
 
+LARGEST = 2.0
+"""Sizes of tokens above so many medians of their batch are taken for it in S and G."""
+
 
 class Sensitivity:
-    """Means over tokens for one layer, [D, D] fp64.
+    """Means over tokens for one layer, [D, D] fp64, of rows in units of their token's size r, the
+    root mean square of t.
 
-    covariance: C = E a a'. to_attention: S = E s s', s the gradient at a. to_output: G = E g g', g
-    the gradient at t. The gradients are of the log-likelihood, summed over the tokens, of what is
-    drawn from the teacher's own predictions, so S and G are blocks of the Fisher information: half
-    of e'G e is the KL that an error e of t costs, to second order.
+    covariance: C = E a a' / r^2. to_attention: S = E s s' r^2, s the gradient at a. to_output:
+    G = E g g' r^2, g the gradient at t. The gradients are of the log-likelihood, summed over the
+    tokens, of what is drawn from the teacher's own predictions, so S and G are blocks of the Fisher
+    information: half of e'G e / r^2 is the KL that an error e of t costs, to second order.
+
+    All that reads t divides by r first, so gradients go with 1 / r. Some tokens, the first of a
+    text above all, have a hundred times the r of others (Sun et al., "Massive activations in large
+    language models", 2024). With plain means an error there counts as if it were one of the others;
+    but as all others attend to such a token, its gradients do not fall with 1 / r, and in units of
+    r it would make S and G alone. So r counts LARGEST medians at most in S and G.
     """
 
     def __init__(self, width: int, device: torch.device):
@@ -36,10 +46,15 @@ class Sensitivity:
         )
         self.tokens = 0
 
-    def add(self, attention: Tensor, to_attention: Tensor, to_output: Tensor) -> None:
-        """Add rows [N, D] of a, s and g to what are sums until `divide` is called."""
+    def add(
+        self, output: Tensor, attention: Tensor, to_attention: Tensor, to_output: Tensor
+    ) -> None:
+        """Add rows [N, D] of t, a, s and g to what are sums until `divide` is called."""
+        size = token_size(output)
         sums = (self.covariance, self.to_attention, self.to_output)
-        for total, rows in zip(sums, (attention, to_attention, to_output), strict=True):
+        usual = torch.minimum(size, LARGEST * size.median())
+        scaled = (attention / size, to_attention * usual, to_output * usual)
+        for total, rows in zip(sums, scaled, strict=True):
             total += _moved(_gram(rows), total.device)
         self.tokens += len(attention)
 
@@ -47,6 +62,11 @@ class Sensitivity:
         """Turn sums into means, in place: a copy would double the largest thing in memory."""
         for total in (self.covariance, self.to_attention, self.to_output):
             total /= self.tokens
+
+
+def token_size(output: Tensor) -> Tensor:
+    """Return r, the root mean square of each row of t [N, D], in fp32: [N, 1]."""
+    return output.to(torch.float32).square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
 def measure(
@@ -96,9 +116,11 @@ def measure(
             for place, name in (("stream", "attention output"), ("output", "output")):
                 gradient = seen[index, place].grad
                 assert gradient is not None
-                rows = stream.rows(gradient)
-                gradients.append(check_finite(index, f"gradient at the {name}", rows))
-            sums.add(stream.rows(seen[index, "attention"].detach()), *gradients)
+                gradients.append(
+                    check_finite(index, f"gradient at the {name}", stream.rows(gradient))
+                )
+            rows = (stream.rows(seen[index, place].detach()) for place in ("output", "attention"))
+            sums.add(*rows, *gradients)
         tick(host_batch)
     for sums in found.values():
         sums.divide()

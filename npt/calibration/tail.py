@@ -7,9 +7,8 @@ the layer is
     o = h + mod_down(W_down (silu(mod_gate(g)) * mod_up(u))),      mod(y) = m(M z) * y + alpha B z,
     z = A a
 
-The Jacobian J of o in (A, B, M) is never formed: `pushed` gives J d for a direction d, `pulled`
-gives J' r for rows r, both exact. In this module B means alpha B, and parameters have short names:
-A, B.gate, M.down and so on.
+`pulled` gives J' r for rows r, J being the Jacobian of o in (A, B, M), exactly. In this module B
+means alpha B, and parameters have short names: A, B.gate, M.down and so on.
 
 Shapes: N tokens, D hidden, F ffn, R rank.
 """
@@ -50,11 +49,6 @@ class Linearised:
     into: dict[str, Tensor]
     slope: dict[str, Tensor]
     down_m: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        found = [self.output, self.a, self.z, *self.into.values(), *self.slope.values()]
-        return sum(x.nbytes for x in found) + (0 if self.down_m is None else self.down_m.nbytes)
 
 
 def check_layer_readable(index: int, layer: NPTLayer) -> None:
@@ -145,29 +139,6 @@ class Tail:
             value = self.layer.mlp.act_fn(leaf)
             (derivative,) = torch.autograd.grad(value.sum(), leaf)
         return value.detach(), derivative
-
-    def pushed(self, p: Parameters, d: Parameters, at: Linearised) -> Tensor:
-        """Return J d: the change of o, [N, D], to first order in a change `d` of `p`."""
-        dz = F.linear(at.a, d["A"])
-
-        def change(target: str) -> Tensor:
-            total = at.z.new_zeros(())
-            if f"B.{target}" in p:
-                total = F.linear(at.z, d[f"B.{target}"]) + F.linear(dz, p[f"B.{target}"])
-            if f"M.{target}" in p:
-                total = total + at.slope[target] * (
-                    F.linear(at.z, d[f"M.{target}"]) + F.linear(dz, p[f"M.{target}"])
-                )
-            return total
-
-        inner = [
-            at.into[target] * change(target) for target in ("gate", "up") if target in self.targets
-        ]
-        out = torch.zeros_like(at.output)
-        if inner:
-            out = F.linear(inner[0] if len(inner) == 1 else inner[0] + inner[1], self.down)
-            out = out if at.down_m is None else at.down_m * out
-        return out + change("down") if "down" in self.targets else out
 
     def pulled(self, p: Parameters, r: Tensor, at: Linearised) -> Parameters:
         """Return J' r of rows r [N, D], summed over the tokens: a change per parameter."""

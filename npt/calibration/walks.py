@@ -42,7 +42,7 @@ class Prepared:
 
 def steps(parts: Parts, layers: int, rounds: int) -> int:
     """Return about how many chunks of tokens are read: the bar counts them."""
-    return _chunks(parts.tokens) * (1 + layers * (12 + 14 * rounds))
+    return _chunks(parts.tokens) * (1 + layers * (4 + rounds))
 
 
 def _chunks(tokens: int) -> int:
@@ -55,16 +55,22 @@ class Walks:
     """
 
     def __init__(
-        self, model: PreTrainedModel, parts: Parts, rounds: int, propagated: bool, display: Display
+        self,
+        model: PreTrainedModel,
+        parts: Parts,
+        rounds: int,
+        propagated: bool,
+        display: Display,
+        seed: int,
     ):
-        self.model, self.parts, self.display = model, parts, display
+        self.model, self.parts, self.display, self.seed = model, parts, display, seed
         self.rounds, self.propagated = rounds, propagated
         self.converted = [index for index, _ in npt_layers(model)]
         self.device = next(model.parameters()).device
         self.prepared: dict[int, Prepared] = {}
         self.solutions: dict[int, Solution] = {}
 
-    def measure(self, ranks: Sequence[int] | None, placement: Placement, seed: int) -> None:
+    def measure(self, ranks: Sequence[int] | None, placement: Placement) -> None:
         """Measure the teacher's sensitivity and reduce it to what solving needs of each layer.
         ranks: None if they are still to be chosen.
         """
@@ -72,7 +78,7 @@ class Walks:
         sensitivities = measure(
             self.model,
             self.parts.batches,
-            seed,
+            self.seed,
             lambda batch: self.display.tick(_chunks(batch.tokens)),
             placement.sums,
         )
@@ -90,8 +96,8 @@ class Walks:
             )
         self.prepared = prepared
 
-    def solve(self, ranks: Sequence[int], placement: Placement, keep: int) -> None:
-        """Solve the layers that are not solved yet. keep: bytes of linearisations to hold."""
+    def solve(self, ranks: Sequence[int], placement: Placement) -> None:
+        """Solve the layers that are not solved yet."""
         if placement.all_on_host:  # also what an earlier attempt left on the device
             self.prepared = {
                 index: replace(x, directions=x.directions.to(HOST), metric=x.metric.to(HOST))
@@ -126,7 +132,6 @@ class Walks:
                         self.prepared[index].metric.to(self.device),
                         self.display.tick,
                         factors=placement.factors,
-                        keep=keep,
                     )
                     self.solutions[index] = self._solved(index, problem, ranks[number])
                 if self.propagated and index != last:
@@ -140,7 +145,7 @@ class Walks:
     def _solved(self, index: int, problem: Problem, rank: int) -> Solution:
         with fp32_products("highest"):
             code = self.prepared[index].directions[:rank].to(self.device)
-            solution = solve(problem, code, problem.tail.form(rank), self.rounds)
+            solution = solve(problem, code, problem.tail.form(rank), self.rounds, self.seed)
         for name, value in solution.parameters.items():
             if not bool(torch.isfinite(value).all()):
                 raise NumericalError(

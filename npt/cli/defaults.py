@@ -31,7 +31,6 @@ _EMBEDDED: dict[str, dict[str, Any]] = {
     "calibrated": {
         "adapter_rank": 48,
         "calibration_tokens": 32768,
-        "calibration_rounds": 1,
         "max_steps": 150,
         "log_steps": 25,
     },

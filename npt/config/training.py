@@ -50,9 +50,8 @@ class Calibration(Settings):
         choices=CALIBRATION_INPUTS,
     )
     calibration_rounds: int = _start(
-        3,
-        "of init calibrated: Gauss-Newton rounds per layer after the linear solution, up to twice"
-        " as many while they gain much",
+        6,
+        "of init calibrated: passes over its tokens, per layer, that improve the linear solution",
         bound=at_least(0),
     )
     rank_budget: int | None = _start(

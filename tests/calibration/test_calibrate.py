@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from npt.adapters.converted import adapter_parameters, attached_config, decoder_
 from npt.calibration import walks
 from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.placement import Placement
-from npt.calibration.plan import HOST_KEEP, plan
+from npt.calibration.plan import plan
 from npt.calibration.report import print_calibration
 from npt.calibration.samples import read_samples, split
-from npt.data.batch import Sample, batches
+from npt.data.batch import Sample
 from npt.errors import (
     ConfigError,
     DataError,
@@ -94,8 +95,12 @@ def test_figures_of_the_report_are_those_of_the_layer_itself(load_model, tokeniz
     model, data = student(load_model, layers="2"), samples()
     found = calibrate(model, tokenizer, data)
     read = read_samples(data, tokenizer, 256, TOKENS, 128)
-    parts = split(list(batches(read, 4, 2)))
-    ids = [i for batch in parts.batches[-(len(parts.batches) // 8) :] for i in batch.sample_ids]
+    parts = split(read, 4, 2)
+    ids, left = [], parts.heldout
+    for batch in reversed(parts.batches):
+        if left > 0:
+            ids += batch.sample_ids
+            left -= batch.tokens
     used = {sample.id: sample for sample in read}
     heldout = [used[i] for i in ids]
     assert sum(len(sample.input_ids) for sample in heldout) == found.heldout_tokens
@@ -284,7 +289,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
         "needs two samples",
     ),
     "one sample": ({}, {"data": samples(1)}, DataError, "the data gave 1"),
-    "one batch": ({}, {"data": samples(3), "batch_size": 8}, DataError, "one batch only"),
     "too little for the rank": ({"rank": 64}, {"data": samples(8)}, DataError, "rank 64 needs 256"),
     "no tokens": ({}, {"tokens": 0}, ConfigError, "--calibration_tokens is 0"),
     "negative rounds": ({}, {"rounds": -1}, ConfigError, "--calibration_rounds is -1"),
@@ -350,9 +354,11 @@ def test_unknown_ids_are_left_out_and_the_last_sample_is_cut(load_model, tokeniz
     assert found.tokens in (199, 200)  # a rest of one token is no sample
 
 
-def test_packed_samples_stay_apart(load_model, tokenizer) -> None:
+def test_packed_samples_stay_apart(load_model, tokenizer, monkeypatch) -> None:
     """Two documents in one row calibrate as the two alone do, to fp32 rounding."""
-    pairs = samples(32)
+    pairs = [replace(sample, input_ids=sample.input_ids[:12]) for sample in samples(32)]
+    # in the order given: of 32 samples another is drawn than of 16
+    monkeypatch.setattr("npt.calibration.samples.Permutation", lambda n, key: range(n))
     packed = [
         Sample(
             f"{a.id}+{b.id}", a.input_ids + b.input_ids, None, (len(a.input_ids), len(b.input_ids))
@@ -386,10 +392,10 @@ def test_estimate_progress_and_table_are_shown(load_model, tokenizer) -> None:
     assert f"{found.layers[2].nmse_after:.5f}" in console.file.getvalue()
 
 
-def test_memory_grows_with_the_tokens_by_a_bounded_amount() -> None:
+def test_memory_does_not_grow_with_the_tokens() -> None:
     model = npt.base.load.read_config("tiny")
     config, cpu = npt.NPTConfig(rank=16), torch.device("cpu")
     few, many = (plan(config, model, (4, 5), (16, 16), tokens, 3) for tokens in (1 << 14, 1 << 20))
-    assert 0 <= many.ram(cpu, Placement()) - few.ram(cpu, Placement()) <= HOST_KEEP
+    assert many.ram(cpu, Placement()) == few.ram(cpu, Placement())
     assert many.disk(Placement()) == 64 * few.disk(Placement())
-    assert 64 * few.products <= many.products < 96 * few.products  # fewer linearisations are held
+    assert many.products == 64 * few.products

@@ -21,7 +21,7 @@ from npt.base.quantization_error import fp32_products
 from npt.base.random_base import random_base
 from npt.calibration import sensitivity, solve, walks
 from npt.calibration.placement import HOST, PREFERENCES, Placement, free_bytes, or_on_host
-from npt.calibration.plan import HOST_KEEP, SHARE, Plan, Seconds, plan
+from npt.calibration.plan import SHARE, Plan, Seconds, plan
 from npt.calibration.rows import Rows
 from npt.data.batch import batch_from_tensors
 from npt.planning.measure import peak_bytes
@@ -168,7 +168,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 
 def sized(**bytes_of: int) -> Plan:
     """A plan in which each thing takes 100 bytes unless told otherwise; its D is 1."""
-    names = ("graph", "sums", "waiting", "factor", "solving", "rows", "kept")
+    names = ("graph", "sums", "waiting", "factor", "solving", "rows")
     return Plan(
         width=1, products=1.0, factorisations=1, **{**dict.fromkeys(names, 100), **bytes_of}
     )
@@ -199,10 +199,7 @@ def test_no_placement_that_is_chosen_exceeds_the_memory_planned_with() -> None:
     made = sized(sums=700, rows=300)
     for free in range(0, 2000, 50):
         placement = made.place(CUDA, free)
-        kept = made.keep(CUDA, placement, free)
         assert placement.all_on_host or made.peak(CUDA, placement) <= SHARE * free
-        assert kept == 0 or made.peak(CUDA, placement) <= SHARE * free
-    assert made.keep(CUDA, made.place(CUDA, 2000), 2000) == made.kept
     assert [made.place(CUDA, free) for free in (10**9, 0)] == [
         Placement.of(CUDA, PREFERENCES[0]),
         Placement(),
@@ -210,10 +207,9 @@ def test_no_placement_that_is_chosen_exceeds_the_memory_planned_with() -> None:
 
 
 def test_a_cpu_keeps_all_as_ever() -> None:
-    made = sized(kept=10 * HOST_KEEP)
+    made = sized()
     placement = made.place(HOST, 10**9)
     assert placement == Placement() and made.disk(placement) == 100
-    assert made.keep(HOST, placement, 0) == HOST_KEEP
 
 
 def test_memory_that_the_allocator_holds_unused_counts_as_free(cuda, monkeypatch) -> None:
@@ -241,8 +237,8 @@ def test_the_graph_of_a_batch_is_predicted(shape, rows) -> None:
 def test_a_layer_takes_three_eigendecompositions_for_any_rounds(
     rounds, inputs, load_model, tokenizer, monkeypatch
 ) -> None:
-    """Two for the code's directions, one for the coordinates of all rounds, one solve per B and
-    ridge.
+    """Two for the code's directions, one for the coordinates of the descent, one solve per B
+    and ridge.
     """
     model, counts = student(load_model, **TINY), {"eigh": 0, "solve": 0}
     for name in counts:
@@ -259,23 +255,6 @@ def test_a_layer_takes_three_eigendecompositions_for_any_rounds(
     assert counts["solve"] == 2 * 3 * len(solve.RIDGES)
     made = plan(npt.NPTConfig(**TINY), model.config, (1, 2), (8, 8), 400, rounds)
     assert made.factorisations == counts["eigh"]
-
-
-def test_linearisations_that_are_kept_change_no_bit(
-    expected, load_model, tokenizer, monkeypatch
-) -> None:
-    wanted = expected(1)
-    original, computed = walks.Tail.at, []
-    monkeypatch.setattr(Plan, "keep", lambda *_: 0)
-    monkeypatch.setattr(walks.Tail, "at", lambda *a: computed.append(1) or original(*a))
-    model = student(load_model, **TINY)
-    calibrate(model, tokenizer, rounds=1, **SHORT)
-    assert_equal(weights(model), wanted)
-    without = len(computed)
-    monkeypatch.setattr(Plan, "keep", lambda *_: 1 << 30)
-    calibrate(student(load_model, **TINY), tokenizer, rounds=1, **SHORT)
-    saved = 2 * without - len(computed)
-    assert saved and saved % (2 * solve.CG_STEPS) == 0  # one chunk, and in each round of two layers
 
 
 def test_tf32_reaches_no_product_that_is_solved_with(load_model, tokenizer, monkeypatch) -> None:

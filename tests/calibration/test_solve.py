@@ -1,4 +1,4 @@
-"""Solving one layer: directions, linear start and Gauss-Newton rounds."""
+"""Solving one layer: directions, linear start and descent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import npt
 from npt.adapters.converted import npt_layers
 from npt.calibration import solve as solving
 from npt.calibration.rows import Rows
+from npt.calibration.sensitivity import token_size
 from npt.calibration.solve import (
+    RIDGES,
     Problem,
     errors,
-    gauss_newton_step,
     linear_start,
-    round_share,
+    parameter_scale,
     solve,
     worth,
 )
@@ -104,8 +105,8 @@ def test_code_directions_are_whitened_and_ordered_by_worth(seed, width) -> None:
 def test_what_an_adapter_can_do_is_found_by_the_rounds(load_model) -> None:
     problem, p = problem_of(load_model, adapted)
     form = {name: value for name, value in p.items() if name != "A"}
-    solution = solve(problem, p["A"], form, rounds=6)
-    assert solution.final.cost < 0.02 * solution.linear.cost < solution.floor.cost
+    solution = solve(problem, p["A"], form, rounds=40)
+    assert solution.final.cost < 0.1 * solution.linear.cost < solution.floor.cost
     assert all(solution.parameters[name].any() for name in p)
 
 
@@ -114,9 +115,9 @@ def test_a_multiplication_is_found_by_a_multiplicative_term_alone(load_model) ->
     for modulation in ("both", "additive"):
         problem, p = problem_of(load_model, multiplied, modulation=modulation)
         costs[modulation] = solve(
-            problem, p["A"], {name: value for name, value in p.items() if name != "A"}, rounds=4
+            problem, p["A"], {name: value for name, value in p.items() if name != "A"}, rounds=40
         ).final.cost
-    assert costs["both"] < 0.05 * costs["additive"]
+    assert costs["both"] < 0.2 * costs["additive"]
 
 
 def test_rounds_never_make_the_held_out_cost_worse(load_model) -> None:
@@ -132,56 +133,103 @@ def test_rounds_never_make_the_held_out_cost_worse(load_model) -> None:
     )
 
 
-def test_a_step_agrees_with_the_dense_normal_equations(load_model, monkeypatch) -> None:
-    monkeypatch.setitem(globals(), "TOKENS", 250)
-    problem, p = problem_of(load_model, teacher, targets=("down",), modulation="additive")
-    p = linear_start(problem, p, 1e-1)
-    step = gauss_newton_step(problem, p, damping=1e-6, steps=400)
-    h, a, t = next(problem.fit())
+def test_a_unit_of_any_scaled_parameter_costs_about_one(load_model) -> None:
+    """The scale is of a code of unit variance, and of the first chunk: here of all tokens."""
+    problem, p = problem_of(load_model, teacher)
+    p, _ = linear_start(problem, p)
+    scale = parameter_scale(problem, p)
+    h, a, _ = next(problem.fit_of(problem.h, problem.a, problem.t))
+    z_root = (a @ p["A"].T).square().mean(dim=0).sqrt()
     at = problem.tail.at(p, h, a)
-    names = list(p)
-    columns = []
-    for name in names:
-        for i in range(p[name].numel()):
-            unit = {other: torch.zeros_like(value) for other, value in p.items()}
-            unit[name].view(-1)[i] = 1.0
-            columns.append(problem.tail.pushed(p, unit, at).flatten())
-    jacobian = torch.stack(columns, dim=1).double()
-    exact = torch.linalg.lstsq(
-        jacobian, (t - h - at.output).flatten().double().unsqueeze(1), driver="gelsd"
-    ).solution
-    found = torch.cat([step[name].flatten() for name in names]).double()
-    residual = (t - h - at.output).flatten().double()
-    best, reached = (
-        float(residual.square().sum() - (residual - jacobian @ x).square().sum())
-        for x in (exact.squeeze(1), found)
-    )
-    # Conjugate gradients in fp32 stop short of what a factorisation in fp64 finds, in the
-    # directions that matter least.
-    assert 0.95 * best <= reached <= best * (1 + 1e-9) and best > 0
+    for name in ("B.gate", "B.up", "B.down", "M.gate", "M.up", "M.down"):
+        for row in (0, 17, 40):
+            moved = p[name].clone()
+            moved[row, 3] += 1e-3 * scale[name][row, 0] / z_root[3]
+            change = problem.tail.at({**p, name: moved}, h, a).output - at.output
+            # The product of the code's and the channel's variance for that of their product.
+            assert 0.3 < float(change.square().sum(dim=-1).mean()) / 1e-6 < 3
+
+
+def test_a_channel_that_is_all_but_dead_is_not_moved_far(load_model) -> None:
+    problem, p = problem_of(load_model, teacher)
+    problem.tail.down[:, 5] = 1e-12
+    p, _ = linear_start(problem, p)
+    scale = parameter_scale(problem, p)["B.up"]
+    assert scale[5] == scale.max() < 100 * scale.median()
+
+
+def test_a_descent_that_fits_noise_is_not_taken(load_model) -> None:
+    """Held-out tokens that ask for the opposite: every step that fits the others costs there."""
+
+    def opposed(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
+        t = teacher(tail, h, a)
+        made = adapted(tail, h, a) - h - tail.at({**tail.form(6), "A": 0 * a[:6]}, h, a).output
+        sign = torch.ones(TOKENS, 1)
+        sign[-HELDOUT:] = -1
+        return t + 3 * sign * made
+
+    problem, p = problem_of(load_model, opposed, modulation="additive")
+    form = {name: value for name, value in p.items() if name != "A"}
+    solution = solve(problem, p["A"], form, rounds=3)
+    assert solution.rounds == 0 and solution.final == solution.linear == solution.floor
 
 
 def test_the_linear_start_is_ridge_regression(load_model) -> None:
     problem, zero = problem_of(load_model, teacher, targets=("gate",), modulation="additive")
-    h, a, _ = next(problem.fit())
-    z = (a @ zero["A"].T).double()
-    difference = (problem.tail.products(h + a)[0] - problem.tail.products(h)[0]).double()
-    damped = z.T @ z + 0.1 * (z.T @ z).diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    h, a, t = next(problem.fit_of(problem.h, problem.a, problem.t))
+    p, ridge = linear_start(problem, zero)
+    assert ridge in RIDGES
+    size = token_size(t)
+    z = (a @ zero["A"].T / size).double()
+    changes = problem.tail.products(h + a)[0] - problem.tail.products(h)[0]
+    difference = (changes / size).double()
+    damped = z.T @ z + ridge * (z.T @ z).diagonal().mean() * torch.eye(6, dtype=torch.float64)
     expected = torch.linalg.solve(damped, z.T @ difference).T.float()
     # The sums are over 500 tokens in fp32, then fp64.
-    torch.testing.assert_close(
-        linear_start(problem, zero, 0.1)["B.gate"], expected, rtol=1e-3, atol=1e-4
-    )
+    torch.testing.assert_close(p["B.gate"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_ridge_is_that_of_least_held_out_error(load_model, monkeypatch) -> None:
+    problem, zero = problem_of(load_model, teacher, targets=("down",), modulation="additive")
+    found = {}
+    for ridge in RIDGES:
+        monkeypatch.setattr(solving, "RIDGES", (ridge,))
+        p, _ = linear_start(problem, zero)
+        lacking = [
+            ((t - h - problem.tail.at(p, h, a).output) / token_size(t)).square().sum()
+            for h, a, t in problem.check()
+        ]
+        found[ridge] = float(sum(lacking))
+    monkeypatch.setattr(solving, "RIDGES", RIDGES)
+    assert linear_start(problem, zero)[1] == min(found, key=lambda ridge: found[ridge])
 
 
 def test_the_size_of_a_chunk_changes_nothing_but_rounding(load_model, monkeypatch) -> None:
     problem, p = problem_of(load_model, teacher)
-    whole = errors(problem, linear_start(problem, p, 1e-2))
+    whole = errors(problem, linear_start(problem, p)[0])
     monkeypatch.setattr(solving, "CHUNK", 37)
-    pieces = errors(problem, linear_start(problem, p, 1e-2))
+    pieces = errors(problem, linear_start(problem, p)[0])
     assert pieces.cost == pytest.approx(whole.cost, rel=1e-4)  # fp32 products of other heights
 
 
-def test_the_last_round_fits_all_tokens_and_none_fewer_than_a_quarter() -> None:
-    assert [round_share(number, 4) for number in range(4)] == [0.25, 0.25, 0.5, 1.0]
-    assert round_share(0, 1) == 1.0
+def test_a_token_of_any_size_weighs_as_much_as_another(load_model) -> None:
+    """One output a thousand times the others', as of a first token, hardly moves the start."""
+
+    def massive(tail: Tail, h: Tensor, a: Tensor) -> Tensor:
+        t = teacher(tail, h, a)
+        t[3] += 1000 * t[3]
+        return t
+
+    starts = []
+    for target in (teacher, massive):
+        problem, zero = problem_of(load_model, target, targets=("down",), modulation="additive")
+        starts.append(linear_start(problem, zero)[0]["B.down"])
+    assert (starts[1] - starts[0]).norm() < 0.2 * starts[0].norm()
+
+
+def test_equal_seeds_give_equal_solutions_bit_for_bit(load_model) -> None:
+    problem, p = problem_of(load_model, teacher)
+    form = {name: value for name, value in p.items() if name != "A"}
+    one, same, other = (solve(problem, p["A"], form, 1, seed).parameters for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["B.up"], other["B.up"])

@@ -66,21 +66,18 @@ def test_the_tail_is_the_layer(targets, modulation, load_model) -> None:
 
 
 @pytest.mark.parametrize(("targets", "modulation"), FORMS)
-def test_pushing_and_pulling_are_the_derivative(targets, modulation, load_model) -> None:
+def test_pulling_is_the_derivative(targets, modulation, load_model) -> None:
     _, tail, p, h, a = made(load_model, targets, modulation)
     names = list(p)
-    d = {name: normal(*value.shape, seed=40 + i) for i, (name, value) in enumerate(p.items())}
     r = normal(7, 64, seed=60)
 
     def output(*values: Tensor) -> Tensor:
         return reference(tail, dict(zip(names, values, strict=True)), h, a)
 
-    expected, change = torch.autograd.functional.jvp(output, tuple(p.values()), tuple(d.values()))
-    gradients = torch.autograd.functional.vjp(output, tuple(p.values()), r)[1]
+    expected, gradients = torch.autograd.functional.vjp(output, tuple(p.values()), r)
     at = tail.at(p, h, a)
     torch.testing.assert_close(at.output, expected, rtol=1e-4, atol=1e-4)
     # Sums of up to 128 products of fp32 numbers of size 10, in another order than autograd's.
-    torch.testing.assert_close(tail.pushed(p, d, at), change, rtol=1e-3, atol=1e-3)
     for (name, found), expected_gradient in zip(
         tail.pulled(p, r, at).items(), gradients, strict=True
     ):
