@@ -38,7 +38,7 @@ class Case:
     rank_budget: int | None = None
     inputs: str = "teacher"
     modulation: str = "both"
-    rounds: int = 3
+    rounds: int = 6
     mult_bound: float = 0.5
     steps: int = 0
 
@@ -198,7 +198,11 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, help="of training, in place of each case's own; 0 for none"
     )
-    parser.add_argument("--rounds", type=int, help="of Gauss-Newton, in place of each case's own")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="over the tokens after the linear start, in place of each case's own",
+    )
     parser.add_argument(
         "--cases", help="numbers of the cases, from 0, comma-separated; default all"
     )

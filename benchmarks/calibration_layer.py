@@ -83,7 +83,7 @@ def measure(
         hidden, ffn: D, a multiple of 64, and F.
         rank: of the adapter.
         tokens: to calibrate on, at least 5 times the rank.
-        rounds: of Gauss-Newton.
+        rounds: over the tokens after the linear start.
         on_host: keep matrices and rows on the host, as without memory for them.
         seed: of weights and tokens.
 

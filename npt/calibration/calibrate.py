@@ -57,8 +57,8 @@ def calibrate(
     seed: int = 0,
     console: Console | None = None,
 ) -> Calibration:
-    """Solve the attached adapters for what their layers lack without attention in the stream. No
-    optimizer is involved.
+    """Solve the attached adapters, layer by layer, for what the layers lack without attention in
+    the stream.
 
     All or nothing: if anything is refused, the adapters stay as they are. fp32 products are
     computed at `highest` precision, whatever torch is set to.
@@ -71,8 +71,8 @@ def calibrate(
             measured on. An eighth, in whole documents if there are enough, is not fitted, but
             chooses the ridge and whether the rounds are kept.
         tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
-            Each takes three fp32 rows of D, in a GPU's free memory or in a temporary file; other
-            memory does not grow with them.
+            Each takes three fp32 rows of D, in a GPU's free memory or in a temporary file; of
+            other memory only what is read ahead grows with them, some 300 bytes for each.
         inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it
             give (`propagated`). The target is the teacher's own state either way.
         rounds: passes over the tokens, per layer, that improve A, B and M together; 0 leaves the

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from npt.adapters.fit import format_layers
 from npt.base.device import wait_for
 from npt.calibration.placement import HOST, PREFERENCES, Placement
-from npt.calibration.solve import CHUNK
+from npt.calibration.solve import BATCH, CHUNK
 from npt.config import NPTConfig
 from npt.distill.logit_losses import LOGIT_CHUNK
 
@@ -171,7 +171,9 @@ def plan(
         codes = kinds * rank * outputs
         once = 3 * width * ffn + rank * width + codes
         linear = 7 * width * ffn + 3 * rank * (width + outputs) + 0.125 * 3 * once
-        derivative = width**2 + width * ffn + rank * width + 2 * codes
+        # the code's coordinates, there and back, at every step of some 512 rows
+        turned = 2 * rank * width**2 / BATCH
+        derivative = width**2 + width * ffn + rank * width + 2 * codes + turned
         total += 4 * width**2 + linear + rounds * (once + derivative)
     converted, rank = len(layers), max(ranks)
     directions = width if rank_budget is not None else rank
@@ -185,7 +187,7 @@ def plan(
         sums=3 * 8 * width**2 * converted,
         waiting=4 * (width + directions) * width * converted,
         factor=FACTOR_MATRICES * 8 * width**2,
-        solving=solving + VECTORS * parameters + 2 * 8 * rank * outputs,
+        solving=solving + VECTORS * parameters + 4 * 8 * rank * outputs,
         rows=4 * tokens * width * (4 if inputs == "propagated" else 3),
     )
 

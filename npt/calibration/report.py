@@ -50,8 +50,8 @@ class LayerCalibration:
 
     nmse_*: ||o - t||^2 / ||t||^2. update_*: the same error over the layer's update, ||t - h||^2;
     `update_after` is how hard the layer is. kl_*: what the error costs in KL(teacher, student),
-    nats per token, to second order and by itself. ridge: as chosen. rounds: of Gauss-Newton that
-    were accepted.
+    nats per token, to second order and by itself. ridge: as chosen. rounds: passes
+    that were kept.
     """
 
     rank: int

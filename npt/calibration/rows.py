@@ -30,6 +30,10 @@ class Rows:
             _in_file(count, width) if device == HOST else torch.zeros(count, width, device=device)
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -45,7 +49,7 @@ class Rows:
         return self._moved(self._rows[start:stop], device)
 
     def take(self, index: Tensor, device: torch.device) -> Tensor:
-        """Return the rows at `index` [n], a tensor on the host, on the device: [n, D]."""
+        """Return the rows at `index` [n], best on the rows' own device, on the device: [n, D]."""
         return self._moved(self._rows[index.to(self._rows.device)], device)
 
     def _moved(self, rows: Tensor, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from npt.data.source import Record
 from npt.errors import TooLittleTextError
 
 HELDOUT_ONE_IN = 8
-"""Share of the tokens that choose ridge and rounds instead of being fitted."""
+"""One token in so many is not fitted, but chooses the ridge and whether the passes are kept."""
 
 READ_AHEAD = 8
 """Times the tokens asked for that are read, if there are so many, to draw them from."""
@@ -87,17 +87,19 @@ def _shortened(sample: Sample, length: int) -> Sample:
 
 def split(samples: list[Sample], batch_size: int, pad_id: int) -> Parts:
     """Batch the samples, and put last those that are held out: about an eighth of the tokens, in
-    whole documents if there are any so small, else in single samples.
+    whole documents if they come to half of that, else in single samples. A row of several packed
+    documents counts as one.
     """
     sizes: Counter[str] = Counter()
     for sample in samples:
         sizes[_document(sample)] += len(sample.input_ids)
-    room, documents = sum(sizes.values()) // HELDOUT_ONE_IN, set[str]()
+    wanted = sum(sizes.values()) // HELDOUT_ONE_IN
+    room, documents = wanted, set[str]()
     for document, size in sizes.items():
         if size <= room:
             documents.add(document)
             room -= size
-    if documents:
+    if documents and room <= wanted / 2:
         held = [sample for sample in samples if _document(sample) in documents]
         fitted = [sample for sample in samples if _document(sample) not in documents]
     else:

@@ -214,7 +214,7 @@ def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int, seed: i
     if not linear.cost < floor.cost:  # text unlike the fitted one, or numbers out of range
         start, linear = zero, floor
     rate = math.sqrt(linear.cost / sum(value.numel() for value in start.values()))
-    for _ in range(1 + RETRIES if rounds else 0):
+    for _ in range(1 + RETRIES if rounds and 0.0 < rate < math.inf else 0):
         p = descend(problem, start, rounds, rate, seed)
         final = errors(problem, p)
         if final.cost < linear.cost:
@@ -286,9 +286,13 @@ def linear_start(problem: Problem, zero: Parameters) -> tuple[Parameters, float]
         fitted, checked = (Moments.of(zero, targets, problem.factors) for _ in range(2))
         add(fitted, lacking, problem.fit_of(problem.h, problem.a, problem.t))
         add(checked, lacking, problem.check())
-        solved = {ridge: fitted.solved(ridge) for ridge in RIDGES}
-        chosen.append(min(RIDGES, key=lambda ridge: checked.excess(solved[ridge])))
-        p |= {f"B.{name}": b.to(p["A"]) for name, b in solved[chosen[-1]].items()}
+        least = math.inf
+        for ridge in RIDGES:  # one at a time: in fp64 each is larger than the layer
+            solved = fitted.solved(ridge)
+            if (excess := checked.excess(solved)) < least or ridge == RIDGES[0]:
+                least, best, found = excess, ridge, solved
+        chosen.append(best)
+        p |= {f"B.{name}": b.to(p["A"]) for name, b in found.items()}
     return p, chosen[0] if chosen else 0.0
 
 
@@ -311,7 +315,8 @@ def descend(problem: Problem, start: Parameters, passes: int, rate: float, seed:
     number = 0
     for _ in range(passes):
         scale = parameter_scale(problem, p)
-        shuffled = torch.randperm(problem.fitted, generator=order)
+        # to the rows once a pass, not at every step
+        shuffled = torch.randperm(problem.fitted, generator=order).to(problem.h.device)
         for index in shuffled[: steps * size].split(size) if steps > 1 else (shuffled,):
             number += 1
             h, a, t = problem.take(index)
@@ -319,7 +324,7 @@ def descend(problem: Problem, start: Parameters, passes: int, rate: float, seed:
             lacking = (t - h - at.output) / token_size(t).square()
             downhill = tail.pulled(p, lacking @ metric, at)
             downhill["A"] = downhill["A"] @ coordinates
-            length = rate * min(number / (WARM_UP * total), _cosine(number / total))
+            length = rate * min(number / (WARM_UP * total), _cosine((number - 1) / total))
             for name, g in downhill.items():
                 first[name].lerp_(g, 1 - MOMENTUM)
                 second[name].lerp_(g.square().mean(dim=1, keepdim=True), 1 - SECOND_MOMENT)
@@ -337,7 +342,8 @@ def descend(problem: Problem, start: Parameters, passes: int, rate: float, seed:
 
 def parameter_scale(problem: Problem, p: Parameters) -> Parameters:
     """Return, for every row of every parameter, the change that costs 1 to second order, [O, 1];
-    for A in the code's coordinates. Measured on the first chunk of tokens.
+    for A in the code's coordinates. Measured on a chunk of
+    tokens from all over them.
     """
     count = min(CHUNK, problem.fitted)
     # spread over all texts

@@ -8,6 +8,7 @@ needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,6 +147,11 @@ class Walks:
         with fp32_products("highest"):
             code = self.prepared[index].directions[:rank].to(self.device)
             solution = solve(problem, code, problem.tail.form(rank), self.rounds, self.seed)
+        if not math.isfinite(solution.final.cost):
+            raise NumericalError(
+                f"calibration: the error of layer {index} is {solution.final.cost}; nothing was"
+                " changed, start with --init random"
+            )
         for name, value in solution.parameters.items():
             if not bool(torch.isfinite(value).all()):
                 raise NumericalError(
