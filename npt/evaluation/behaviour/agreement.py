@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from npt.data.batch import Sample
-from npt.evaluation.greedy import Comparison, Divergence, compare_prompts, divergence
+from npt.evaluation.greedy import Comparison, Divergence, compare_in_batches, divergence
 from npt.evaluation.metrics import mean_and_error
 
 
@@ -41,12 +41,7 @@ def measure_agreement(
     between: Callable[[], None] | None = None,
 ) -> Agreement:
     """Continue the prompts greedily and compare, `between` being called before every batch."""
-    compared: list[Comparison] = []
-    for start in range(0, len(prompts), batch_size):
-        if between is not None:
-            between()
-        batch = prompts[start : start + batch_size]
-        compared += compare_prompts(model, batch, max_new_tokens, ends)
+    compared = compare_in_batches(model, prompts, ends, max_new_tokens, batch_size, between)
     return Agreement(divergence(compared, max_new_tokens), equal_shares(compared, max_new_tokens))
 
 
