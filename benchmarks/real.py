@@ -43,7 +43,7 @@ from npt.errors import ConfigError, NPTError
 from npt.files import finite_or_null, to_json, write_json, write_text
 from real_rows import QUANTIZATION, ROWS, Bench, Row
 from real_tables import markdown, terminal, with_shares
-from real_text import document_of, read_text
+from real_text import read_text
 from results_file import check_place, filled
 from this_machine import code_hash, machine
 
@@ -188,7 +188,7 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any], dict[st
         "text": {
             "name": Path(args.text).name,
             "length": args.length,
-            "heldout_documents": len({*map(document_of, text.heldout)}),
+            "heldout_documents": len({s.document for s in text.heldout}),
             **{
                 f"{part}_tokens": sum(len(sample.input_ids) for sample in getattr(text, part))
                 for part in ("fitted", "choosing", "heldout")

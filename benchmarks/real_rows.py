@@ -34,7 +34,7 @@ from npt.evaluation.metrics import (
     per_sample_sums,
     predicting,
 )
-from real_text import Text, document_of
+from real_text import Text
 from real_training import Learner, LoRA, Training, npt_learner, train
 
 BATCH, SOLVED_AT_ONCE = 4, 2
@@ -140,7 +140,7 @@ class Bench:
         self._forward: dict[int, float] = {}
 
     def make(self, row: Row) -> dict[str, Any]:
-        """Return a row's figures; the base is as it was before."""
+        """Return a row's figures, and leave the base unchanged."""
         makers = {
             "npt": self._npt,
             "lora": self._lora,
@@ -341,8 +341,8 @@ class Bench:
 
 def by_document(per_sample: Tensor, samples: Sequence[Sample]) -> dict[str, Any]:
     """Return figures whose errors are over documents, from [C, len(COLUMNS)] sums by sample."""
-    names = list(dict.fromkeys(map(document_of, samples)))
-    numbers = torch.tensor([names.index(document_of(sample)) for sample in samples])
+    names = list(dict.fromkeys(sample.document for sample in samples))
+    numbers = torch.tensor([names.index(sample.document) for sample in samples])
     sums = torch.zeros(len(names), per_sample.shape[1], dtype=per_sample.dtype)
     sums.index_add_(0, numbers, per_sample)
     documents = {

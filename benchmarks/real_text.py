@@ -59,11 +59,6 @@ class Text:
         return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
-def document_of(sample: Sample) -> str:
-    """Return the name of a sample's document."""
-    return sample.id.rpartition("@")[0]
-
-
 def read_text(
     name: str,
     tokenizer: Any,
@@ -97,7 +92,7 @@ def read_text(
         found: dict[str, list[Sample]] = {}
         records = ({"text": d.text, "id": d.name} for d in documents)
         for sample in within(cut(records, tokenizer, config), vocab_size):
-            found.setdefault(document_of(sample), []).append(sample)
+            found.setdefault(sample.document, []).append(sample)
         for title, samples in found.items():
             random.Random(f"{seed}/{title}").shuffle(samples)
         return found
@@ -116,7 +111,7 @@ def read_text(
     count = min(-(-choosing_tokens // length), len(documents) // 8)
     choosing = take(documents[:count], choosing_tokens, least)
     fitted = list(in_turn(documents[count:]))
-    if min(len({*map(document_of, part)}) for part in (heldout, choosing)) < 2 or not fitted:
+    if min(len({s.document for s in part}) for part in (heldout, choosing)) < 2 or not fitted:
         raise TooLittleTextError(
             f"--text {name} has {len(rest)} documents, which leaves {len(heldout)} samples to"
             f" measure on, {len(choosing)} to choose by and {len(fitted)} to fit; give it more text"

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -116,9 +116,10 @@ def train(
     start = _copies(learner)
     trials: dict[str, float] = {}
     for rate in settings.rates if len(settings.rates) > 1 else ():
-        tried = replace(settings, rates=(rate,))
         try:
-            kls = _run(learner, tried, samples, pad_id, choosing_kl, TRIAL * seconds, checks=1)[0]
+            kls, _, _ = _run(
+                learner, settings, rate, samples, pad_id, choosing_kl, TRIAL * seconds, checks=1
+            )
             trials[f"{rate:g}"] = kls[-1] if math.isfinite(kls[-1]) else math.inf
         except NumericalError:
             trials[f"{rate:g}"] = math.inf
@@ -126,15 +127,17 @@ def train(
             parameter.grad = None
         _write(learner, start)
     nearest = min(settings.rates, key=lambda rate: trials.get(f"{rate:g}", 0.0))
-    chosen = replace(settings, rates=(nearest,))
     left = seconds - (time.perf_counter() - started)
-    kls, steps, tokens = _run(learner, chosen, samples, pad_id, choosing_kl, left, CHECKS)
+    kls, steps, tokens = _run(
+        learner, settings, nearest, samples, pad_id, choosing_kl, left, CHECKS
+    )
     return Trained(nearest, trials, steps, tokens, kls, kls.index(min(kls)))
 
 
 def _run(
     learner: Learner,
     settings: Training,
+    rate: float,
     samples: Sequence[Sample],
     pad_id: int,
     choosing_kl: Callable[[], float],
@@ -145,7 +148,6 @@ def _run(
     started = time.perf_counter()
     parameters = learner.parameters
     device = parameters[0].device
-    (rate,) = settings.rates
     optimizer = torch.optim.AdamW(
         parameters, lr=rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
     )
@@ -271,7 +273,7 @@ class LoRA:
                 handle.remove()
 
     def close(self) -> None:
-        """Give the base back as it was."""
+        """Take LoRA off the base again."""
         self.model.unload()
         if hasattr(self.base, "peft_config"):
             del self.base.peft_config

@@ -92,7 +92,7 @@ def split(samples: list[Sample], batch_size: int, pad_id: int) -> Parts:
     """
     sizes: Counter[str] = Counter()
     for sample in samples:
-        sizes[_document(sample)] += len(sample.input_ids)
+        sizes[sample.document] += len(sample.input_ids)
     wanted = sum(sizes.values()) // HELDOUT_ONE_IN
     room, documents = wanted, set[str]()
     for document, size in sizes.items():
@@ -100,8 +100,8 @@ def split(samples: list[Sample], batch_size: int, pad_id: int) -> Parts:
             documents.add(document)
             room -= size
     if documents and room <= wanted / 2:
-        held = [sample for sample in samples if _document(sample) in documents]
-        fitted = [sample for sample in samples if _document(sample) not in documents]
+        held = [sample for sample in samples if sample.document in documents]
+        fitted = [sample for sample in samples if sample.document not in documents]
     else:
         held = samples[HELDOUT_ONE_IN - 1 :: HELDOUT_ONE_IN] or samples[-1:]
         chosen = {id(sample) for sample in held}
@@ -109,8 +109,3 @@ def split(samples: list[Sample], batch_size: int, pad_id: int) -> Parts:
     parts = [list(batches(part, batch_size, pad_id)) for part in (fitted, held)]
     tokens = [sum(batch.tokens for batch in part) for part in parts]
     return Parts([*parts[0], *parts[1]], sum(tokens), tokens[1])
-
-
-def _document(sample: Sample) -> str:
-    """Return the record that a sample was cut from."""
-    return sample.id.rpartition("@")[0] or sample.id

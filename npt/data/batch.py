@@ -32,6 +32,11 @@ class Sample:
     lengths: tuple[int, ...] | None = None
 
     @property
+    def document(self) -> str:
+        """The record that it was cut from."""
+        return self.id.rpartition("@")[0] or self.id
+
+    @property
     def heldout(self) -> bool:
         """One sample in twenty, by a hash of its tokens: the same on every machine."""
         digest = hashlib.sha256(",".join(map(str, self.input_ids)).encode()).digest()

@@ -22,7 +22,7 @@ from npt.errors import DataError, TooLittleTextError
 from npt.evaluation.metrics import COLUMNS, final_states
 from real_rows import ROWS, Bench, by_document
 from real_tables import markdown, with_shares
-from real_text import Document, divided, document_of, read_text
+from real_text import Document, divided, read_text
 from real_training import LoRA, Training, train
 from results_file import check_place
 
@@ -72,7 +72,7 @@ ARGUMENTS += ["--choosing_tokens", "128", "--tokens", "512", "--minutes", "0.005
 
 class TestDocuments:
     def test_the_three_parts_share_no_document(self, text):
-        parts = [{*map(document_of, part)} for part in (text.fitted, text.choosing, text.heldout)]
+        parts = [{s.document for s in part} for part in (text.fitted, text.choosing, text.heldout)]
         assert all(len(part) >= 2 for part in parts)
         assert len(set.union(*parts)) == sum(map(len, parts)) == 24
         assert sum(len(s.input_ids) for s in text.heldout) == 256
@@ -97,7 +97,7 @@ class TestDocuments:
         assert " ".join(" ".join(d.text for d in blocks).split()) == " ".join(plain.split())
 
     def test_every_document_comes_once_before_one_comes_twice(self, text):
-        names = [document_of(sample) for sample in text.fitted]
+        names = [sample.document for sample in text.fitted]
         count = len(set(names))
         assert len(set(names[:count])) == count < len(names)
 
@@ -106,8 +106,8 @@ class TestDocuments:
             "builtin", base[1], 2048, length=32, heldout_tokens=64, choosing_tokens=64
         )
 
-        assert all(is_heldout(document_of(s)) for s in found.heldout)
-        assert not any(is_heldout(document_of(s)) for s in (*found.fitted, *found.choosing))
+        assert all(is_heldout(s.document) for s in found.heldout)
+        assert not any(is_heldout(s.document) for s in (*found.fitted, *found.choosing))
 
     def test_too_little_text_is_one_line(self, base, tmp_path):
         (tmp_path / "a.txt").write_text(prose(0))
@@ -236,7 +236,7 @@ class TestRows:
             expected = npt.evaluate(bench.model, bench.tokenizer, bench.text.heldout).student
         finally:
             npt.detach(bench.model)
-        documents = {*map(document_of, bench.text.heldout)}
+        documents = {s.document for s in bench.text.heldout}
         assert found["documents"].keys() == documents and len(documents) == len(bench.text.heldout)
         for name, value in expected.as_dict().items():
             # batches of another size are rounded otherwise
