@@ -69,7 +69,7 @@ def calibrate(
         tokenizer: of the base model.
         data: records, or samples already cut; training data, never what the student is to be
             measured on. An eighth, in whole documents if there are enough, is not fitted, but
-            chooses the ridge and whether the rounds are kept.
+            chooses the ridge and whether the passes are kept.
         tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
             Each takes three fp32 rows of D, in a GPU's free memory or in a temporary file; of
             other memory only what is read ahead grows with them, some 300 bytes for each.

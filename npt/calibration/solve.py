@@ -10,7 +10,7 @@ units of r (see `Sensitivity`).
 1. Directions. s is the same gradient with respect to the attention output a, S = E s s' r^2,
    C = E a a' / r^2. A loses least in KL, to second order, if its rows span C^(-1/2) times the top
    eigenvectors of C^(1/2) S C^(1/2): one code for gate, up and down together. An eigenvalue is
-   the worth of its direction, comparable between layers. z = A a has unit covariance then.
+   the worth of its direction, comparable between layers. z / r, z = A a, has unit covariance then.
 2. Linear start. B.gate and B.up by ridge regression of gate(x_t) - gate(x), up(x_t) - up(x) on z,
    x_t being the input of the teacher's MLP; B.down of what the output still lacks after these two.
    The ridge is the one with the least error on held-out tokens, which sums of theirs tell without
@@ -33,7 +33,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from npt.calibration.rows import Rows
 from npt.calibration.sensitivity import token_size
 from npt.calibration.tail import Linearised, Parameters, Tail
 from npt.distill.hidden_losses import nmse_per_token
+from npt.step.schedule import learning_rate_scale
 
 CHUNK = 2048
 """Tokens at a time."""
@@ -102,7 +102,7 @@ class Problem:
     @cached_property
     def code_coordinates(self) -> Tensor:
         """C^(-1/2) of a on all fitted tokens, [D, D] fp32: the coordinates of A's rows, the same in
-        every round.
+        every pass.
         """
         width = self.metric.shape[0]
         gram, count = _zeros(width, width, self.factors), 0
@@ -204,8 +204,9 @@ def errors(problem: Problem, p: Parameters) -> Errors:
 def solve(problem: Problem, code: Tensor, form: Parameters, rounds: int, seed: int = 0) -> Solution:
     """Solve for A, B and M of one layer.
 
-    code: A to begin with, [R, D] fp32, such that z has about unit variance. form: zeros of every
-    other parameter. rounds: passes over the tokens after the linear start. seed: of their order.
+    code: A to begin with, [R, D] fp32, such that z / r has about unit variance. form: zeros of
+    every other parameter. rounds: passes over the tokens after the linear start. seed: of their
+    order.
     """
     zero = {**form, "A": code}
     floor = errors(problem, zero)
@@ -261,39 +262,48 @@ def linear_start(problem: Problem, zero: Parameters) -> tuple[Parameters, float]
     """Return `zero`, whose B and M are zero, with B by ridge regression on its code, and the ridge
     of the first regression, relative to the mean variance of the code.
     """
-    tail, p = problem.tail, dict(zero)
+    tail, p, ridges = problem.tail, dict(zero), []
+    inner = tuple(target for target in ("gate", "up") if f"B.{target}" in p)
 
-    def changes(p: Parameters, h: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        with_attention, without = tail.products(h + a), tail.products(h)
-        pairs = dict(zip(("gate", "up"), zip(with_attention, without, strict=True), strict=True))
-        return a @ p["A"].T, {target: pairs[target][0] - pairs[target][1] for target in inner}
+    def changes(h: Tensor, a: Tensor, t: Tensor) -> dict[str, Tensor]:
+        pairs = zip(tail.products(h + a), tail.products(h), strict=True)
+        found = dict(zip(("gate", "up"), pairs, strict=True))
+        return {target: found[target][0] - found[target][1] for target in inner}
 
-    def missing(p: Parameters, h: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        at = tail.at(p, h, a)
-        return at.z, {"down": t - h - at.output}
+    def missing(h: Tensor, a: Tensor, t: Tensor) -> dict[str, Tensor]:
+        return {"down": t - h - tail.at(p, h, a).output}
 
-    def add(moments: Moments, lacking: Callable[..., Any], rows: Iterator[Any]) -> None:
+    for targets, lacking in ((inner, changes), (("down",) if "B.down" in p else (), missing)):
+        if targets:
+            found, ridge = regression(problem, zero, targets, lacking)
+            p |= {f"B.{target}": b.to(p["A"]) for target, b in found.items()}
+            ridges.append(ridge)
+    return p, ridges[0] if ridges else 0.0
+
+
+def regression(
+    problem: Problem,
+    zero: Parameters,
+    targets: tuple[str, ...],
+    lacking: Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]],
+) -> tuple[dict[str, Tensor], float]:
+    """Return B of the targets, [O, R] fp64, by ridge regression of what is `lacking` of (h, a, t),
+    [N, O] by target, on the code, and the ridge: the one with the least error on held-out tokens.
+    """
+    fitted, checked = (Moments.of(zero, targets, problem.factors) for _ in range(2))
+    fit, check = problem.fit_of(problem.h, problem.a, problem.t), problem.check()
+    for moments, rows in ((fitted, fit), (checked, check)):
         for h, a, t in rows:
             size = token_size(t)
-            z, wanted = lacking(p, h, a, t)
-            moments.add(z / size, {name: y / size for name, y in wanted.items()})
-
-    inner = tuple(target for target in ("gate", "up") if f"B.{target}" in p)
-    chosen = []
-    for targets, lacking in ((inner, changes), (("down",) if "B.down" in p else (), missing)):
-        if not targets:
-            continue
-        fitted, checked = (Moments.of(zero, targets, problem.factors) for _ in range(2))
-        add(fitted, lacking, problem.fit_of(problem.h, problem.a, problem.t))
-        add(checked, lacking, problem.check())
-        least = math.inf
-        for ridge in RIDGES:  # one at a time: in fp64 each is larger than the layer
-            solved = fitted.solved(ridge)
-            if (excess := checked.excess(solved)) < least or ridge == RIDGES[0]:
-                least, best, found = excess, ridge, solved
-        chosen.append(best)
-        p |= {f"B.{name}": b.to(p["A"]) for name, b in found.items()}
-    return p, chosen[0] if chosen else 0.0
+            wanted = {target: y / size for target, y in lacking(h, a, t).items()}
+            moments.add(a @ zero["A"].T / size, wanted)
+    ridge, best = RIDGES[0], fitted.solved(RIDGES[0])
+    least = checked.excess(best)
+    for other in RIDGES[1:]:  # one at a time: in fp64 each is larger than the layer
+        solved = fitted.solved(other)
+        if (excess := checked.excess(solved)) < least:
+            least, ridge, best = excess, other, solved
+    return best, ridge
 
 
 def descend(problem: Problem, start: Parameters, passes: int, rate: float, seed: int) -> Parameters:
@@ -311,6 +321,7 @@ def descend(problem: Problem, start: Parameters, passes: int, rate: float, seed:
     size = max(LEAST_BATCH, min(BATCH, problem.fitted // STEPS_OF_A_PASS))
     steps = max(1, problem.fitted // size)
     total = passes * steps
+    warm_up = int(WARM_UP * total)
     order = torch.Generator().manual_seed(seed)
     number = 0
     for _ in range(passes):
@@ -324,7 +335,7 @@ def descend(problem: Problem, start: Parameters, passes: int, rate: float, seed:
             lacking = (t - h - at.output) / token_size(t).square()
             downhill = tail.pulled(p, lacking @ metric, at)
             downhill["A"] = downhill["A"] @ coordinates
-            length = rate * min(number / (WARM_UP * total), _cosine((number - 1) / total))
+            length = rate * learning_rate_scale(number - 1, "cosine", warm_up, total)
             for name, g in downhill.items():
                 first[name].lerp_(g, 1 - MOMENTUM)
                 second[name].lerp_(g.square().mean(dim=1, keepdim=True), 1 - SECOND_MOMENT)
@@ -389,10 +400,6 @@ def _code_scale(p: Parameters, curvature: Mapping[str, Tensor]) -> Tensor:
     floor = float(total.mean()) * SCALE_FLOOR
     scale = total.clamp_min(max(floor, 1e-30)).rsqrt() if floor > 0 else torch.zeros_like(total)
     return scale.unsqueeze(-1)
-
-
-def _cosine(done: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
