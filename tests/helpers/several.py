@@ -9,8 +9,11 @@ the test's own process, as it lies in the launcher's: it outlives a process that
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -58,20 +62,27 @@ class Several:
     def __init__(
         self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
     ):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store
         device = os.environ.get("NPT_DEVICE", "")
         context = multiprocessing.get_context("fork" if device == "cpu" else "forkserver")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stacks = tempfile.TemporaryDirectory()
         for process in range(size):
-            here, there = context.Pipe(duplex=False)
-            started = (there, process, size, store.port, timeout, act, arguments, device)
+            here, there = context.Pipe()
+            stack = self._stack(process)
+            started = (there, stack, process, size, timeout, act, arguments, device)
             process = context.Process(target=_process, args=started, daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
             self._pipes.append(here)
+        # only now: it serves in a thread, and a fork has the locks that another thread held
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in self._pipes:
+            pipe.send(self._store.port)
+
+    def _stack(self, process: int) -> str:
+        return os.path.join(self._stacks.name, str(process))
 
     def wait(self) -> list[Ended]:
         """Wait until all have ended. A process that was killed has no status of its own but the
@@ -88,8 +99,12 @@ class Several:
                 pass
             process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)
+                process.join(1.0)  # until it has written
                 process.kill()
-                raise AssertionError(f"process {len(found)} hangs")
+                stack = Path(self._stack(len(found))).read_text()
+                own, _, _ = stack.partition(" in _process\n")  # the rest is the test's own process
+                raise AssertionError(f"process {len(found)} hangs:\n{own}")
             ended.status = ended.status if ended.status is not None else process.exitcode
             found.append(ended)
         return found
@@ -113,15 +128,16 @@ def values(ended: list[Ended]) -> list[Any]:
 
 def _process(
     pipe: Connection,
+    stack: str,
     process: int,
     size: int,
-    port: int,
     timeout: float,
     act: Callable[..., Any],
     arguments: tuple[Any, ...],
     device: str,
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2, os.open(stack, os.O_CREAT | os.O_WRONLY))
     os.environ |= {
         # that of the test, which need not be that of the test which started the server
         "NPT_DEVICE": device,
@@ -129,7 +145,7 @@ def _process(
         "LOCAL_RANK": str(process),
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(pipe.recv()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
