@@ -1,4 +1,4 @@
-"""Gradients of many tensors in a few flat buffers: scratch for one micro-batch, sums of a window."""
+"""Gradients in a few flat buffers: scratch for one micro-batch, and the sums of a window."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class FlatGradients:
                 view.copy_(parameter.grad)
                 parameter.grad = view
 
+    def withdraw(self) -> None:
+        """Leave the parameters without gradients; the window keeps its sums."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def scale(self, factor: float) -> None:
         """Multiply the micro-batch's gradients."""
         for flat in self.scratch:
@@ -73,8 +78,7 @@ class FlatGradients:
         """Forget the window."""
         for flat in self.sums:
             flat.zero_()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.withdraw()
 
     def close(self) -> None:
         """Leave the parameters as they were found, without a gradient."""

@@ -5,10 +5,10 @@ micro-batch had never existed, bit for bit. A window without survivors, or whose
 changes nothing at all.
 
 Each micro-batch writes into scratch gradients (`flat_gradients.py`). One flag says whether its loss
-and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on that flag, never
-by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of its survivors.
-Its norm is checked before clipping, because clipping spreads one NaN over every gradient and turns
-an overflowing norm silently into zeros.
+and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on
+that flag, never by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of
+its survivors. Its norm is checked before clipping, because clipping spreads one NaN over every
+gradient and turns an overflowing norm silently into zeros.
 
 All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
 memory and read one window late, or up to `IN_FLIGHT` windows late while they have not arrived; the
@@ -25,11 +25,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Generic
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
@@ -43,16 +43,10 @@ from npt.step.launched_window import (
     stacked,
     to_host,
 )
-from npt.step.shared_window import AcrossProcesses, gathered, sum_over_processes
+from npt.step.shared_window import sum_over_processes
 from npt.step.spikes import SpikeGuard
-from npt.step.window_result import (
-    MicroBatchRecord,
-    Refusal,
-    S,
-    WindowResult,
-    describe_norms,
-    first_bad,
-)
+from npt.step.window_record import read_record, refusal_of
+from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
@@ -62,9 +56,6 @@ IN_FLIGHT = 3
 
 FAILED = 1000
 """The code of a process that stops because of an error; other codes are signal numbers."""
-
-SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
-"""Figures of a window in its record."""
 
 
 class GradientWindow(Generic[S]):
@@ -167,6 +158,12 @@ class GradientWindow(Generic[S]):
         self.gradients.clear()
         self._ran, self._refusals, self._index, self._closed = [], [], 0, None
 
+    def open_refusals(self) -> list[Refusal]:
+        """Return the refusals of the open window on this process, for which this waits."""
+        ran = [m for m in self._ran if not bool(m.flag)]
+        found = [refusal_of(m, self.update.names, self.processes.index) for m in ran]
+        return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
+
     def close(self, fingerprint: int = 0) -> Tensor | None:
         """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
 
@@ -179,6 +176,7 @@ class GradientWindow(Generic[S]):
         )
         if self.spikes is not None:
             window.limits = self.spikes.limits
+            window.describe_spike = self.spikes.describe
         if self.processes.size > 1 or (self._ran and not self._halt):
             window.closed = self._sum_up(window)
         return None if window.closed is None else window.closed.norm
@@ -248,8 +246,7 @@ class GradientWindow(Generic[S]):
             divisor = torch.full_like(tokens, self.divisor)
         for flat in gradients.sums:
             flat.div_(divisor.to(flat.device))
-        norms = window.norms = norms_of(gradients.sum_views)
-        norm = torch.linalg.vector_norm(norms)
+        norm = self._clip(window)
         loss = loss_sum / divisor
         finite = torch.isfinite(norm)
         spike = torch.zeros_like(finite)
@@ -257,10 +254,24 @@ class GradientWindow(Generic[S]):
             spike = self.spikes.exceeds(loss, norm)
         go = (tokens > 0) & finite & ~spike
         go = go if allowed is None else go & allowed
-        scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
-        for flat in gradients.sums:
-            flat.mul_(scale.to(flat.device))
         return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
+
+    def _clip(self, window: LaunchedWindow[S]) -> Tensor:
+        """Clip the window's gradient; return its norm before, a scalar in fp32."""
+        if self.gradients.reached is not None:
+            # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
+            reached = [p for p in self.update.parameters if p.grad is not None]
+            norm = get_total_norm([p.grad for p in reached if p.grad is not None])
+            if not bool(torch.isfinite(norm)):
+                window.norms = norms_of(self.gradients.sum_views)
+            clip_grads_with_norm_(reached, self.max_grad_norm, norm)
+            return norm.to(self._home, torch.float32)
+        norms = window.norms = norms_of(self.gradients.sum_views)
+        norm = torch.linalg.vector_norm(norms)
+        scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        for flat in self.gradients.sums:
+            flat.mul_(scale.to(flat.device))
+        return norm
 
     def _unreached(self, window: LaunchedWindow[S]) -> list[int]:
         """Return the places of parameters that no survivor's backward reached, on any process."""
@@ -270,10 +281,9 @@ class GradientWindow(Generic[S]):
         for micro in window.ran:
             if micro.reached and bool(micro.flag):
                 reached[list(micro.reached)] = 1
-        everywhere = (
-            self.processes.sum_(reached.to(self._home)) if self.processes.size > 1 else reached
-        )
-        return (everywhere == 0).nonzero().flatten().tolist()
+        if self.processes.size > 1:
+            reached = self.processes.sum_(reached.to(self._home))
+        return (reached == 0).nonzero().flatten().tolist()
 
     def _step(self, window: LaunchedWindow[S], closed: ClosedWindow) -> None:
         """Step, verify, restore, and send the record: all on the device."""
@@ -330,82 +340,15 @@ class GradientWindow(Generic[S]):
                     break
                 raise
             self._launched.popleft()
-            result = self._result_of(window)
+            result = read_record(
+                window, self.update.names, self.known_steps, self.processes, self.history
+            )
             self.known_steps = result.steps
             if result.applied and self.spikes is not None:
                 assert result.loss is not None and result.grad_norm is not None
                 self.spikes.accept(result.loss, result.grad_norm)
             results.append(result)
         return results
-
-    def _result_of(self, window: LaunchedWindow[S]) -> WindowResult[S]:
-        """Read a window's record, which has arrived."""
-        processes = self.processes
-        result: WindowResult[S] = WindowResult(
-            window.index, window.micro_batches, False, self.known_steps, 0, 0.0, None, None
-        )
-        if window.halt and processes.size == 1:
-            return replace(result, micro_batches=0, halts={0: window.halt})
-        result.refusals, result.limits = list(window.refusals), window.limits
-        if window.record is None:
-            return result
-        values, *parts = (part.tolist() for part in window.record.split(list(window.sizes)))
-        flags, losses, norms, reports, across, states = parts
-        shared = None
-        if processes.size > 1:
-            shared = AcrossProcesses(across, states, processes)
-            if shared.halts:
-                return replace(result, micro_batches=0, refusals=[], halts=shared.halts)
-            shared.check(window.index, self.known_steps)
-        for number, micro in enumerate(window.ran):
-            loss, index, ids = losses[number], micro.index, micro.sample_ids
-            mean = loss / max(1, micro.sums.tokens)
-            record = MicroBatchRecord(window.index, index, ids, mean, norms[number])
-            self.history.append(record)
-            if flags[number]:
-                result.survivors.append(micro.sums)
-                length = len(reports) // len(window.ran)
-                result.reports.append(reports[number * length :][:length])
-            else:
-                kind, detail, tensor = "loss", f"loss is {loss}", None
-                if math.isfinite(loss):
-                    kind, names = "gradient", self.update.names
-                    detail, tensor = (
-                        describe_norms(micro.norms, names),
-                        first_bad(micro.norms, names),
-                    )
-                result.refusals.append(Refusal(kind, detail, index, ids, processes.index, tensor))
-        if shared is not None and shared.refused:
-            # All processes come here, since the number refused is a sum over them.
-            result.refusals = gathered(result.refusals, Refusal, processes)
-        result.refusals.sort(key=lambda r: r.micro_batch or 0)
-        scalars = dict(zip(SCALARS, values, strict=True))
-        result.tokens, result.rate = int(scalars["tokens"]), scalars["rate"]
-        if result.survivors if shared is None else shared.survivors:
-            result.loss, result.grad_norm = scalars["loss"], scalars["norm"]
-            result.applied = bool(scalars["applied"])
-            # survivors without a token are nothing to step on, and no fault
-            if not result.applied and result.tokens:
-                result.refusals.append(self._window_refusal(window, scalars))
-        if result.refusals and window.update is not None:
-            result.snapshot = window.update.snapshot
-        result.steps = int(scalars["steps"])
-        return result
-
-    def _window_refusal(self, window: LaunchedWindow[S], scalars: dict[str, float]) -> Refusal:
-        """Return why a window was refused as a whole."""
-        loss, norm = scalars["loss"], scalars["norm"]
-        assert window.norms is not None and window.update is not None
-        if not scalars["finite_norm"]:
-            names = self.update.names
-            detail = f"gradient norm of the window is {norm}: {describe_norms(window.norms, names)}"
-            return Refusal("norm", detail, tensor=first_bad(window.norms, names))
-        if scalars["spike"]:
-            assert self.spikes is not None
-            return Refusal("spike", self.spikes.describe(loss, norm, window.limits))
-        bad = window.update.first_bad()
-        said = f"{bad} was not finite after the step; the state before it was restored"
-        return Refusal("update", said, tensor=bad)
 
     def _take_back(self, window: LaunchedWindow[S]) -> None:
         """Restore the state before a window that was launched with a process now lost."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
-from npt.step.window_result import Snapshot
+from npt.step.window_result import Snapshot, first_bad
 
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
@@ -141,22 +141,22 @@ class GuardedUpdate:
             else:
                 self.optimizer.state.pop(parameter, None)
 
+    def first_bad(self) -> str | None:
+        """Return the name of the first tensor of the state that is not finite, or None."""
+        names, largest = self._largest()
+        return first_bad(largest, names)
+
     def checksum(self) -> int:
         """Return the sum of every bit of parameters and moments, equal on equal processes."""
         total = torch.zeros((), dtype=torch.int64, device=self.home)
-        for _, tensor in self._tensors():
+        for _, tensor in self.tensors():
             total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
         return int(total)
 
     def _verify(self, update: Update, processes: ProcessGroup) -> Tensor:
         """Return a scalar bool: the state is finite, on every process, and the same on all."""
-        named = [
-            (name, tensor)
-            for name, tensor in self._tensors()
-            if tensor.is_floating_point() and tensor.numel()
-        ]
-        largest = norms_of([tensor for _, tensor in named], order=float("inf"))
-        update.names, update.finite = [name for name, _ in named], torch.isfinite(largest)
+        update.names, largest = self._largest()
+        update.finite = torch.isfinite(largest)
         good = update.finite.all()
         if processes.size == 1:
             return good
@@ -164,6 +164,15 @@ class GuardedUpdate:
         fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
         prints = update.fingerprints = processes.each(torch.where(good, fingerprint, 0))
         return (prints == prints[0]).all() & (prints[0] > 0)
+
+    def _largest(self) -> tuple[list[str], Tensor]:
+        """Return the largest number of each tensor of the state, and the tensors' names."""
+        named = [
+            (name, tensor)
+            for name, tensor in self.tensors()
+            if tensor.is_floating_point() and tensor.numel()
+        ]
+        return [name for name, _ in named], norms_of([t for _, t in named], order=float("inf"))
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:
         """Keep the new state if `good`, else the snapshot, without reading the flag."""
@@ -173,7 +182,7 @@ class GuardedUpdate:
             for tensor, old in [*pairs, (parameter.detach(), value)]:
                 torch.where(good.to(tensor.device), tensor, old, out=tensor)
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
+    def tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and their optimizer tensors, by name.
 
         Moments come first: a broken moment breaks its weight in the same step, and the first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -49,7 +49,8 @@ class ClosedWindow:
 @dataclass
 class LaunchedWindow(Generic[S]):
     """A window without further micro-batches. halt: this process's code. fingerprint: of its data.
-    norms: [P] of its gradient. record: on the host, in parts of `sizes`, valid once `arrived`; None
+    limits, describe_spike: of the spike guard. norms: [P] of the window's gradient, if it is not
+    finite or flags are late. record: on the host, in parts of `sizes`, valid once `arrived`; None
     if nothing ran.
     """
 
@@ -60,6 +61,7 @@ class LaunchedWindow(Generic[S]):
     halt: int = 0
     fingerprint: int = 0
     limits: tuple[float, float] = (math.inf, math.inf)
+    describe_spike: Callable[[float, float, tuple[float, float]], str] | None = None
     closed: ClosedWindow | None = None
     update: Update | None = None
     norms: Tensor | None = None

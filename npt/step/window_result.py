@@ -47,9 +47,12 @@ class Refusal:
     tensor: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as events and post-mortems store it, with the process as `rank`."""
+        """Return it as events and post-mortems store it: the process as `rank`, the tensor in
+        `detail` alone.
+        """
         values = asdict(self)
         process = values.pop("process")
+        del values["tensor"]
         return {**values, "rank": process}
 
     @classmethod
