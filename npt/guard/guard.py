@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import TooManyRefusalsError
+from npt.guard.accelerated import unwrapped
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parameters import Trainable, stepped_parameters, whole
 from npt.guard.settings import GuardSettings
@@ -96,7 +97,7 @@ class Guard:
     Args:
         trainable: the model, or parameters; those of the optimizer are guarded, under these names.
             A model in DistributedDataParallel sums its gradients in the guard's step.
-        optimizer: any of torch that takes dense gradients from `.grad`.
+        optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
         scheduler: steps with every applied step.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
@@ -116,7 +117,9 @@ class Guard:
         **settings: Any,
     ):
         self.settings = GuardSettings(**settings)
-        self.optimizer, self.scheduler = optimizer, scheduler
+        optimizer, found = unwrapped(optimizer, self.settings.loss == "share")
+        scaler = found if scaler is None else scaler
+        self.scheduler = scheduler
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
         parameters = stepped_parameters(trainable, optimizer)
