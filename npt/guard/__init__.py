@@ -14,6 +14,16 @@ more than torch.
 
 from npt.guard.guard import Guard, Memory, MicroBatch, Outcome
 from npt.guard.settings import GuardSettings
+from npt.guard.trainer import TrainerMixin, protect
 from npt.step.window_result import Refusal
 
-__all__ = ["Guard", "GuardSettings", "Memory", "MicroBatch", "Outcome", "Refusal"]
+__all__ = [
+    "Guard",
+    "GuardSettings",
+    "Memory",
+    "MicroBatch",
+    "Outcome",
+    "Refusal",
+    "TrainerMixin",
+    "protect",
+]
