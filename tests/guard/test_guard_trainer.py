@@ -99,6 +99,20 @@ def test_the_same_trainer_unguarded_is_lost(fault, tmp_path) -> None:
         assert_equal(after, state_of(stock), "state")
 
 
+def test_losses_that_are_means_are_divided_by_the_survivors(tmp_path) -> None:
+    """Of a model that is not told the window's tokens; its Trainer divides by micro-batches."""
+
+    def train(kind: Any, data: list[Any], fault: str | None) -> Any:
+        model = model_with(fault)
+        trainer = trainer_of(kind, data, tmp_path, model, gradient_accumulation_steps=4)
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        return state_of(trainer)
+
+    guarded = train(Safe, rows("inf"), "inf")
+    assert_equal(guarded, train(InOrder, without(BAD), None), "state")
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 def test_a_window_of_nothing_else_is_left_out(max_grad_norm, tmp_path) -> None:
     """As with an fp16 overflow, `global_step` counts it, the schedule does not."""

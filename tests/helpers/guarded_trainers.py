@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 VOCABULARY, LENGTH = 64, 12
 MARK = VOCABULARY - 1
-"""The first id of a row with a fault in the model; other rows do not have it."""
+"""An id that only a row with a fault in the model has."""
 
 DATA_FAULTS = ("id", "label")
 MODEL_FAULTS = ("loss", "gradient", "inf", "tensor", "overflow", "exception", "recomputation")
@@ -55,7 +55,9 @@ def small_llama(dropout: float = 0.2) -> nn.Module:
     )
 
 
-def plant(model: nn.Module, fault: str, inside: nn.Module, spoilt: nn.Parameter) -> None:
+def plant(
+    model: nn.Module, fault: str, inside: nn.Module, spoilt: nn.Parameter, mark: int = MARK
+) -> None:
     """Let the model fail on marked rows: in the output of `inside`, or the gradient of `spoilt`.
 
     `inside` lies in a layer, so that checkpointing computes it again, for `recomputation`, and a
@@ -67,7 +69,7 @@ def plant(model: nn.Module, fault: str, inside: nn.Module, spoilt: nn.Parameter)
         nonlocal marked, calls
         calls = 0
         ids = named.get("input_ids", arguments[0] if arguments else None)
-        marked = bool((ids[:, 0] == MARK).any())
+        marked = bool((ids == mark).any())
 
     def change(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
         nonlocal calls
@@ -92,11 +94,31 @@ def plant(model: nn.Module, fault: str, inside: nn.Module, spoilt: nn.Parameter)
     spoilt.register_hook(spoil)
 
 
-class InOrder(Trainer):
-    """transformers' Trainer, rows in their order."""
+class RowsInOrder:
+    """Mixin of Trainers that take rows in their order."""
+
+    train_dataset: Any
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)
+
+
+class InOrder(RowsInOrder, Trainer):
+    """transformers' Trainer."""
+
+
+ARGUMENTS = {
+    "per_device_train_batch_size": 1,
+    "max_steps": 3,
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
 
 
 def trainer_of(
@@ -107,22 +129,9 @@ def trainer_of(
     **arguments: Any,
 ) -> Any:
     """Return a trainer for the rows; arguments: those of TrainingArguments."""
-    given = {
-        "per_device_train_batch_size": 1,
-        "max_steps": 3,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        **arguments,
-    }
     return kind(
         model=small_llama() if model is None else model,
-        args=TrainingArguments(str(folder), **given),
+        args=TrainingArguments(str(folder), **{**ARGUMENTS, **arguments}),
         train_dataset=list(rows),
     )
 
