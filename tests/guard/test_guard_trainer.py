@@ -9,20 +9,12 @@ from typing import Any
 import pytest
 import torch
 from guarded_loops import assert_equal
-from guarded_trainers import (
-    FAULTS,
-    MODEL_FAULTS,
-    InOrder,
-    plant,
-    row,
-    small_llama,
-    state_of,
-    trainer_of,
-)
+from guarded_trainers import InOrder, small_llama, state_of, trainer_of
 from peft import LoraConfig, get_peft_model
 from several import several, values
 from transformers import TrainerCallback, TrainingArguments
 
+from faults.row_faults import plant, row
 from npt.errors import TooManyRefusalsError
 from npt.guard import TrainerMixin, protect
 
@@ -44,11 +36,7 @@ def rows(fault: str | None, bad: tuple[int, ...] = (BAD,)) -> list[Any]:
 
 
 def model_with(fault: str | None, dropout: float = 0.2) -> Any:
-    model = small_llama(dropout)
-    if fault in MODEL_FAULTS:
-        layer = model.model.layers[1]
-        plant(model, fault, layer.mlp.act_fn, layer.mlp.up_proj.weight)
-    return model
+    return plant(small_llama(dropout), fault)
 
 
 def trained(kind: Any, data: list[Any], fault: str | None, folder: Any, **arguments: Any) -> Any:
@@ -60,6 +48,18 @@ def trained(kind: Any, data: list[Any], fault: str | None, folder: Any, **argume
 def without(bad: int) -> list[Any]:
     return [good for i, good in enumerate(rows(None)) if i != bad]
 
+
+FAULTS = (
+    "id-large",
+    "label",
+    "loss-nan",
+    "gradient-inf",
+    "tensor-nan",
+    "tensor-1e20",
+    "raises-backward",
+    "recomputation",
+)
+"""Of the campaign's, some; `debug/inject_fault.py --trainer hf --all` runs all of them."""
 
 CASES = [
     (fault, checkpointing)
@@ -109,7 +109,7 @@ def test_losses_that_are_means_are_divided_by_the_survivors(tmp_path) -> None:
         trainer.train()
         return state_of(trainer)
 
-    guarded = train(Safe, rows("inf"), "inf")
+    guarded = train(Safe, rows("gradient-inf"), "gradient-inf")
     assert_equal(guarded, train(InOrder, without(BAD), None), "state")
 
 
@@ -121,7 +121,7 @@ def test_a_window_of_nothing_else_is_left_out(max_grad_norm, tmp_path) -> None:
         "warmup_steps": 4,
         "max_grad_norm": max_grad_norm,
     }
-    guarded = trained(Safe, rows("loss"), "loss", tmp_path, max_steps=ROWS, **settings)
+    guarded = trained(Safe, rows("loss-nan"), "loss-nan", tmp_path, max_steps=ROWS, **settings)
     after = state_of(guarded)
     stock = trained(InOrder, without(BAD), None, tmp_path, max_steps=ROWS - 1, **settings)
     assert_equal(after, state_of(stock), "state")
@@ -154,14 +154,10 @@ def test_lora_on_a_4_bit_base_leaves_no_trace(load_model, tmp_path) -> None:
         model = load_model()
         torch.manual_seed(0)
         config = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-        model = get_peft_model(model, config)
-        layer = model.base_model.model.model.layers[-1]
-        if fault is not None:
-            plant(model, fault, layer.mlp.act_fn, layer.self_attn.v_proj.lora_A.default.weight)
-        return model
+        return plant(get_peft_model(model, config), fault)
 
     window = {"gradient_accumulation_steps": 4, "max_steps": 2, CHECKPOINTING: True}
-    guarded = trainer_of(Safe, rows("tensor"), tmp_path, lora("tensor"), **window)
+    guarded = trainer_of(Safe, rows("tensor-nan"), tmp_path, lora("tensor-nan"), **window)
     guarded.train()
     after = state_of(guarded)
     stock = trainer_of(InOrder, without(BAD), tmp_path, lora(None), **window)
@@ -189,16 +185,16 @@ def test_a_state_that_is_not_finite_pushes_no_checkpoint_out(tmp_path) -> None:
 
 def test_counts_continue_with_a_checkpoint(tmp_path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 4}
-    trained(Safe, rows("loss"), "loss", tmp_path, **saving)
-    trainer = trainer_of(Safe, rows("loss"), tmp_path, model_with("loss"), **saving)
+    trained(Safe, rows("loss-nan"), "loss-nan", tmp_path, **saving)
+    trainer = trainer_of(Safe, rows("loss-nan"), tmp_path, model_with("loss-nan"), **saving)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.guard.counts.refused == 1
     assert (trainer.guard.counts.windows, trainer.state.global_step) == (3, 3)
 
 
 def test_too_many_refusals_in_a_row_end_the_training(tmp_path) -> None:
-    data = rows("loss", tuple(range(2, ROWS)))
-    trainer = protect(trainer_of(InOrder, data, tmp_path, model_with("loss")), max_refused=3)
+    data = rows("loss-nan", tuple(range(2, ROWS)))
+    trainer = protect(trainer_of(InOrder, data, tmp_path, model_with("loss-nan")), max_refused=3)
     trainer.args.max_steps = ROWS
     with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row"):
         trainer.train()
@@ -209,7 +205,7 @@ def test_too_many_refusals_in_a_row_end_the_training(tmp_path) -> None:
 def test_two_processes_refuse_alike(accumulate, steps, tmp_path) -> None:
     """Their sum is that of one Trainer with three micro-batches, in the order of the processes."""
     given = {"gradient_accumulation_steps": accumulate, "max_steps": steps}
-    ended = values(several(2, two_processes, rows("loss", (3,))[:4], tmp_path, given))
+    ended = values(several(2, two_processes, rows("loss-nan", (3,))[:4], tmp_path, given))
     assert ended[0] == ended[1]
     order = [0, 1, 2] if accumulate == 1 else [0, 2, 1]
     good = rows(None)
@@ -221,7 +217,7 @@ def test_two_processes_refuse_alike(accumulate, steps, tmp_path) -> None:
 
 
 def two_processes(processes: Any, data: list[Any], folder: Any, given: dict[str, Any]) -> str:
-    model = model_with("loss", dropout=0.0)  # a process draws numbers of its own
+    model = model_with("loss-nan", dropout=0.0)  # a process draws numbers of its own
     trainer = trainer_of(Safe, data, folder, model, **given)
     trainer.train()
     assert trainer.args.world_size == 2 and trainer.guard.counts.refused == 1

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from guarded_loops import assert_equal
-from guarded_trainers import ARGUMENTS, MARK, RowsInOrder, plant, row, small_llama, state_of
+from guarded_trainers import ARGUMENTS, RowsInOrder, small_llama, state_of
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from faults.row_faults import plant, row
 from npt.base.load import EMBEDDED_FOLDER
 from npt.guard import TrainerMixin
 
@@ -37,13 +38,7 @@ def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any)
     return state_of(trainer)
 
 
-def spoilt(model: Any, fault: str, mark: int) -> Any:
-    layer = model.model.layers[1]
-    plant(model, fault, layer.mlp.act_fn, layer.mlp.up_proj.weight, mark)
-    return model
-
-
-@pytest.mark.parametrize("fault", ["loss", "tensor", "exception"])
+@pytest.mark.parametrize("fault", ["loss-nan", "tensor-nan", "raises-forward"])
 def test_sft_of_a_refused_row_leaves_no_trace(fault, tmp_path) -> None:
     given = {**ARGUMENTS, "gradient_accumulation_steps": 4, "bf16": False, "max_length": None}
 
@@ -52,7 +47,7 @@ def test_sft_of_a_refused_row_leaves_no_trace(fault, tmp_path) -> None:
         return [{name: ids.tolist() for name, ids in one.items()} for one in made]
 
     config = trl.SFTConfig(str(tmp_path), **given)
-    guarded = trained(trl.SFTTrainer, config, rows(BAD), spoilt(small_llama(), fault, MARK))
+    guarded = trained(trl.SFTTrainer, config, rows(BAD), plant(small_llama(), fault))
     stock = trained(trl.SFTTrainer, config, rows(None), small_llama())
     assert_equal(guarded, stock, "state")
 
@@ -77,7 +72,7 @@ def test_dpo_of_a_refused_pair_leaves_no_trace(tmp_path) -> None:
         return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads))
 
     config = trl.DPOConfig(str(tmp_path), **given)
-    policy = spoilt(model(), "tensor", mark)
+    policy = plant(model(), "tensor-nan", mark)
     guarded = trained(trl.DPOTrainer, config, pairs(True), policy, ref_model=model())
     stock = trained(trl.DPOTrainer, config, pairs(False), model(), ref_model=model())
     assert_equal(guarded, stock, "state")
