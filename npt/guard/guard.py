@@ -67,18 +67,17 @@ class Outcome:
 class Memory:
     """Bytes that a guard adds to an unguarded loop.
 
-    scratch: gradients of one micro-batch, always. add: their sum with the window's, while one is
-    added. undo: copies of parameters and moments, during a step.
+    scratch: gradients of one micro-batch, always. undo: copies of parameters and moments, during a
+    step.
     """
 
     scratch: int
-    add: int
     undo: int
 
     @property
     def peak(self) -> int:
         """The most at any moment."""
-        return self.scratch + max(self.add, self.undo)
+        return self.scratch + self.undo
 
 
 @dataclass
@@ -161,33 +160,25 @@ class Guard:
         before, statistics = self._draws.begin(), self._statistics.copy()
         if self._before is None:
             self._before = statistics
-        processes = self.window.processes
-        self._skip(processes.index)
-        self.window.begin()
-        try:
-            with self._unsynchronised():
-                yield micro
-        except BaseException as error:
-            self._draws.undo(before)
-            self._statistics.restore(statistics)
-            if not isinstance(error, self.settings.refuse):
+        with self._own_place():
+            self.window.begin()
+            try:
+                with self._unsynchronised():
+                    yield micro
+            except BaseException as error:
+                self._draws.undo(before)
+                self._statistics.restore(statistics)
                 self.window.gradients.withdraw()
-                raise
-            self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
-            self._skip(processes.size - processes.index - 1)
-            return
-        micro.loss = micro.loss.detach()  # its graph holds the activations
-        self.window.gradients.collect()
-        if self.settings.loss == "mean":
-            self.window.gradients.scale(micro.tokens)
-            micro.loss = micro.loss * micro.tokens
-        flag = self.window.add(micro, names)
-        # what drew nothing and changed no statistics need not wait for the device
-        if (statistics or self._draws.drew(before)) and not bool(flag):
-            self._draws.undo(before)
-            self._statistics.restore(statistics)
-        self._draws.end()
-        self._skip(processes.size - processes.index - 1)
+                if not isinstance(error, self.settings.refuse):
+                    raise
+                self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
+                return
+            flag = self._add(micro, names)
+            # what drew nothing and changed no statistics need not wait for the device
+            if (statistics or self._draws.drew(before)) and not bool(flag):
+                self._draws.undo(before)
+                self._statistics.restore(statistics)
+            self._draws.end()
 
     def step(self) -> Outcome:
         """Make one optimizer step from the micro-batches since the last one, or none.
@@ -241,7 +232,7 @@ class Guard:
         undo = 0
         if self.settings.undo == "step":
             undo = sum(_bytes(tensor) for _, tensor in self.update.tensors())
-        return Memory(scratch, scratch, undo)
+        return Memory(scratch, undo)
 
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
@@ -269,6 +260,23 @@ class Guard:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _add(self, micro: MicroBatch, ids: tuple[str, ...]) -> Tensor:
+        """Add a micro-batch to the window; return whether it counts, a scalar bool."""
+        micro.loss = micro.loss.detach()  # its graph holds the activations
+        self.window.gradients.collect()
+        if self.settings.loss == "mean":
+            self.window.gradients.scale(micro.tokens)
+            micro.loss = micro.loss * micro.tokens
+        return self.window.add(micro, ids)
+
+    @contextmanager
+    def _own_place(self) -> Iterator[None]:
+        """Count the other processes' micro-batches around this one's."""
+        processes = self.window.processes
+        self._skip(processes.index)
+        yield
+        self._skip(processes.size - processes.index - 1)
 
     def _rewind(self) -> None:
         """Put random numbers and statistics back to the window's beginning."""

@@ -63,9 +63,14 @@ class FlatGradients:
             flat.mul_(factor)
 
     def add(self, flag: Tensor) -> None:
-        """Add the scratch to the sums if the scalar bool `flag` is set, without reading it."""
+        """Add the scratch to the sums if the scalar bool `flag` is set, without reading it.
+
+        In place, for a third tensor of this size would be the guard's largest.
+        """
         for total, scratch in zip(self.sums, self.scratch, strict=True):
-            torch.where(flag.to(total.device), total + scratch, total, out=total)
+            nothing = torch.zeros((), dtype=scratch.dtype, device=scratch.device)
+            torch.where(flag.to(scratch.device), scratch, nothing, out=scratch)
+            total += scratch
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""

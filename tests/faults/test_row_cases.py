@@ -35,7 +35,7 @@ def test_a_fault_leaves_no_trace_and_is_located(name, trainer) -> None:
     ("name", "trainer", "where", "method", "sabotage"),
     [
         ("row-tensor-nan", "loop", Draws, "undo", lambda *_: None),
-        ("row-alone", "loop", Draws, "rewind", lambda *_: None),
+        ("step-weight", "loop", Draws, "rewind", lambda *_: None),
         ("row-tensor-nan", "hf", Guard, "begin_again", lambda *_: []),
         ("step-moment", "hf", GuardedUpdate, "restore", lambda *_: None),
     ],

@@ -182,7 +182,7 @@ def test_counts_continue_after_a_resume() -> None:
 
 @pytest.mark.parametrize("undo", ["step", "none"])
 def test_memory_is_what_it_says(undo) -> None:
-    """Against the same loop unguarded; torch frees and allocates some small tensors besides."""
+    """Against the same loop unguarded; a tenth of a weight is for small tensors of torch's own."""
 
     def peak(guarded: bool) -> tuple[int, int]:
         model = nn.Linear(512, 512, bias=False)
@@ -201,13 +201,15 @@ def test_memory_is_what_it_says(undo) -> None:
                 said = guard.memory().peak
             for _ in range(2):
                 if guard is None:
-                    model(data).sum().backward()
+                    for _ in range(2):
+                        model(data).sum().backward()
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
                 else:
-                    with guard.micro_batch():
-                        model(data).sum().backward()
+                    for _ in range(2):
+                        with guard.micro_batch():
+                            model(data).sum().backward()
                     guard.step()
 
         return peak_bytes(run, "cpu").added, said
@@ -215,9 +217,11 @@ def test_memory_is_what_it_says(undo) -> None:
     unguarded, _ = peak(False)
     added, said = peak(True)
     weight, count = 512 * 512 * 4, 4  # AdamW's count of steps is a tensor too
-    assert said == (4 * weight + count if undo == "step" else 2 * weight)
+    assert said == (4 * weight + count if undo == "step" else weight)
     assert added - unguarded <= said + weight // 10
-    assert added - unguarded >= said - weight * 1.1  # a gradient is made in the scratch itself
+    # A plain loop is at its peak in backward, with a gradient that is added to another one.
+    elsewhere = weight if undo == "step" else 0
+    assert added - unguarded >= said - elsewhere - weight // 10
 
 
 @pytest.mark.parametrize(
