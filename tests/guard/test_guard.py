@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,6 +27,7 @@ from npt.planning.measure import peak_bytes
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adam-loop": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False, amsgrad=True),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
@@ -129,6 +131,37 @@ def test_the_tensor_behind_a_gradient_is_named() -> None:
     (refusal,) = outcome.refused
     assert (refusal.kind, refusal.tensor) == ("gradient", "norm.weight")
     assert "norm.weight has norm nan" in refusal.detail
+
+
+def test_numbers_that_the_loop_draws_itself_are_not_drawn_again() -> None:
+    """A window that is refused as a whole is rewound, but not over the draws of the loop's data."""
+    world = World()
+    with Guard(world.model, world.optimizer) as guard:
+        before = torch.get_rng_state()
+        for _ in range(2):
+            with guard.micro_batch() as micro:
+                world.forward_backward(micro, Micro(1, fault="loss"), "sum")
+            drawn = torch.rand(3)
+        assert not guard.step().applied
+    torch.set_rng_state(before)
+    assert torch.equal(drawn, torch.rand(2, 3)[1])
+
+
+def test_an_error_leaves_the_window_as_it_was() -> None:
+    windows = [[Micro(1), Micro(2)]]
+    guarded, plain = World(), World()
+    torch.set_rng_state(guarded.random)
+    with Guard(guarded.model, guarded.optimizer, guarded.scheduler, max_grad_norm=1.0) as guard:
+        for micro in (windows[0][0], Micro(3, fault="exception"), windows[0][1]):
+            with suppress(KeyError), guard.micro_batch(micro.tokens) as told:
+                try:
+                    guarded.forward_backward(told, micro, "sum")
+                except FloatingPointError as error:
+                    raise KeyError from error
+        assert guard.step().refused == ()
+    guarded.random = torch.get_rng_state()
+    plain_run(plain, windows, "sum")
+    assert_same_state(guarded, plain)
 
 
 def test_statistics_of_batch_norms_are_put_back() -> None:
