@@ -58,6 +58,13 @@ class TrainerMixin(Trainer):
         for refusal in outcome.refused:
             _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
 
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train, with a guard of its own: a window that an error left open is forgotten."""
+        if self.guard is not None:
+            self.guard.close()
+        self.guard = self._resumed_from = None
+        return super().train(*arguments, **named)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
         guard = self._guard_of(model)

@@ -257,12 +257,19 @@ def test_memory_is_what_it_says(undo) -> None:
     assert added - unguarded >= said - elsewhere - weight // 10
 
 
+def sharded(model: nn.Linear) -> nn.Linear:
+    """Mark a weight as FSDP marks its own."""
+    model.weight._is_flat_param = True  # type: ignore[assignment]
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda m: Guard(m, torch.optim.LBFGS(m.parameters())), "LBFGS calls the model itself"),
         (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "give the guard the"),
         (lambda m: Guard(m, torch.optim.SGD(m.parameters()), undo="all"), "undo is 'all'; choose"),
+        (lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())), "weight is sharded over"),
         (lambda m: GuardSettings(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
     ],
 )

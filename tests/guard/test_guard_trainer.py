@@ -192,6 +192,29 @@ def test_counts_continue_with_a_checkpoint(tmp_path) -> None:
     assert (trainer.guard.counts.windows, trainer.state.global_step) == (3, 3)
 
 
+def test_a_training_that_an_error_ended_can_begin_again(tmp_path) -> None:
+    class Stopping(TrainerCallback):
+        stop = True
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if self.stop and state.global_step == 1:
+                raise KeyError("in the second window")
+
+    def train(kind: Any) -> Any:
+        trainer = trainer_of(kind, rows(None), tmp_path, gradient_accumulation_steps=4)
+        trainer.add_callback(stopping := Stopping())
+        with pytest.raises(KeyError):
+            trainer.train()
+        stopping.stop = False
+        trainer.train()
+        return trainer
+
+    guarded = train(Safe)
+    after = state_of(guarded)
+    assert_equal(after, state_of(train(InOrder)), "state")
+    assert guarded.guard.counts.windows == 3
+
+
 def test_too_many_refusals_in_a_row_end_the_training(tmp_path) -> None:
     data = rows("loss-nan", tuple(range(2, ROWS)))
     trainer = protect(trainer_of(InOrder, data, tmp_path, model_with("loss-nan")), max_refused=3)
