@@ -6,6 +6,7 @@ went wrong?
     python debug/inject_fault.py --case gradient-nan  one of them
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --compare            the same faults in plain loops
+    python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.
@@ -13,6 +14,7 @@ case passed, else 1.
 
 import argparse
 import sys
+import warnings
 
 import torch
 
@@ -26,6 +28,9 @@ from faults.campaign import (
     print_scorecard,
     summary,
 )
+from faults.row_cases import CASES as ROW_CASES
+from faults.row_runs import TRAINERS, judged, print_lines
+from faults.row_runs import summary as row_summary
 from npt.console import make_console
 from npt.files import to_json
 
@@ -43,9 +48,17 @@ def main() -> int:
         action="store_true",
         help="run the faults that plain loops can meet against them",
     )
+    parser.add_argument(
+        "--trainer",
+        choices=("npt", *TRAINERS),
+        default="npt",
+        help="who trains: NPT, a plain loop or transformers' Trainer, the latter under npt.guard",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)  # at these sizes the fastest, and one order of summation
+    if given.trainer != "npt":
+        return of_rows(parser, given)
     console, cases = make_console(), every_case()
     if given.list:
         if given.json:
@@ -80,6 +93,33 @@ def main() -> int:
         print(to_json(figures, indent=2))
     else:
         print_scorecard(console, lines)
+    return 0 if figures["passed"] == figures["total"] else 1
+
+
+def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """Run, or list, the cases of other people's trainers."""
+    console, cases = make_console(), ROW_CASES
+    if given.compare:
+        parser.error("--compare is part of --trainer loop --all: its last column")
+    if given.case is not None:
+        cases = [case for case in cases if case.id == given.case]
+        if not cases:
+            parser.error(f"there is no case {given.case!r}; --list names them")
+    if given.list:
+        if given.json:
+            entries = [{"id": c.id, "name": c.name, "truth": c.truth} for c in cases]
+            print(to_json(entries, indent=2))
+        else:
+            for c in cases:
+                console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
+        return 0
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
+    lines = [judged(case, given.trainer) for case in cases]
+    figures = row_summary(lines)
+    if given.json:
+        print(to_json(figures, indent=2))
+    else:
+        print_lines(console, lines, given.trainer)
     return 0 if figures["passed"] == figures["total"] else 1
 
 

@@ -105,7 +105,7 @@ class ProcessError(NPTError, RuntimeError):
 
 
 class TooManyRefusalsError(NPTError, RuntimeError):
-    """Training stopped after too many refusals in a row; a post-mortem was written."""
+    """Training stopped after too many refusals in a row; runs of NPT have written a post-mortem."""
 
     exit_status = 3
 

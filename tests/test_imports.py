@@ -25,6 +25,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("distill",),
     ("step",),
+    ("guard",),
     ("calibration",),
     ("evaluation",),
     ("report",),

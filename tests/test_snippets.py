@@ -175,6 +175,7 @@ def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
     """Run each block after the ones before it, as a reader would type them; what a block takes for
     granted is given to it.
     """
+    import torch
     from transformers import TrainingArguments
 
     import npt
@@ -201,7 +202,12 @@ def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
     for block in others:
         if "import Trainer" in block:  # which trains no 4-bit model that PEFT has not converted
             names["model"] = names["npt"].load_base("tiny")[0].requires_grad_(True)
+        if "import Guard" in block:
+            names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=1e-4)
+            names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
+            names["windows"] = [[names["batch"]] * 2]
         exec(block, names)
+    assert names["outcome"].applied and not names["outcome"].refused
     assert names["student"].shape == names["teacher"].shape and names["verdict"] is None
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file() and list(
         (tmp_path / "trace").glob("*.json")

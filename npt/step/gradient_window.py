@@ -4,11 +4,11 @@ The promise: a window with a bad micro-batch leaves weights, moments and counts 
 micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
 changes nothing at all.
 
-Each micro-batch writes into scratch gradients. One flag says whether its loss and gradients are
-finite, and the scratch is added to the window's gradient through `torch.where` on that flag, never
-by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of its survivors.
-Its norm is checked before clipping, because clipping spreads one NaN over every gradient and turns
-an overflowing norm silently into zeros.
+Each micro-batch writes into scratch gradients (`flat_gradients.py`). One flag says whether its loss
+and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on
+that flag, never by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of
+its survivors. Its norm is checked before clipping, because clipping spreads one NaN over every
+gradient and turns an overflowing norm silently into zeros.
 
 All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
 memory and read one window late, or up to `IN_FLIGHT` windows late while they have not arrived; the
@@ -24,19 +24,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic
+from collections.abc import Callable, Sequence
+from typing import Generic
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
-from npt.step.guarded_update import EXACT, GuardedUpdate, Update, norms_of
-from npt.step.shared_window import AcrossProcesses, gathered, sum_over_processes
+from npt.step.flat_gradients import FlatGradients
+from npt.step.guarded_update import EXACT, GuardedUpdate, norms_of
+from npt.step.launched_window import (
+    ClosedWindow,
+    LaunchedWindow,
+    MicroBatchFlags,
+    sent,
+    stacked,
+    to_host,
+)
+from npt.step.shared_window import sum_over_processes
 from npt.step.spikes import SpikeGuard
-from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult, first_bad_norm
+from npt.step.window_record import read_record, refusal_of
+from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
@@ -47,42 +57,6 @@ IN_FLIGHT = 3
 FAILED = 1000
 """The code of a process that stops because of an error; other codes are signal numbers."""
 
-SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
-"""Figures of a window in its record."""
-
-
-@dataclass
-class MicroBatchFlags(Generic[S]):
-    """A micro-batch of an open window. flag: scalar bool, loss and gradients are finite. norms:
-    [P] of the parameters' gradients, to name the bad one.
-    """
-
-    sums: S
-    flag: Tensor
-    norms: Tensor
-    index: int
-    sample_ids: tuple[str, ...]
-
-
-@dataclass
-class LaunchedWindow(Generic[S]):
-    """A committed window. halt: this process's code. fingerprint: of its data. norms: [P] of its
-    gradient. record: on the host, in parts of `sizes`, valid once `arrived`; None if nothing ran.
-    """
-
-    index: int
-    micro_batches: int
-    ran: list[MicroBatchFlags[S]]
-    refusals: list[Refusal]
-    halt: int = 0
-    fingerprint: int = 0
-    limits: tuple[float, float] = (math.inf, math.inf)
-    update: Update | None = None
-    norms: Tensor | None = None
-    record: Tensor | None = None
-    sizes: Sequence[int] = ()
-    arrived: Any = None
-
 
 class GradientWindow(Generic[S]):
     """Collects micro-batches and commits them as one step.
@@ -90,30 +64,42 @@ class GradientWindow(Generic[S]):
     Args:
         update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
         max_grad_norm: global norm to which the window's gradient is clipped.
-        rates: learning rate of each applied step; the last one stays.
+        rates: learning rate of each applied step; the last one stays. None: the optimizer's own.
         spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
         processes: share the windows; default this one alone.
+        track: leave parameters alone that no survivor's backward reached. Reads flags at once.
+        divisor: of the window's gradient; default the tokens of its survivors.
+
+    Attributes:
+        unscale: called once `.grad` is the sum of a window's survivors, of which there are some.
     """
 
     def __init__(
         self,
         update: GuardedUpdate,
         max_grad_norm: float,
-        rates: Sequence[float],
+        rates: Sequence[float] | None = None,
         *,
         spikes: SpikeGuard | None = None,
         processes: ProcessGroup | None = None,
+        track: bool = False,
+        divisor: float | None = None,
     ):
+        assert not (update.late and (track or rates is None)), "these need flags on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
         self.processes = processes if processes is not None else ProcessGroup()
         self.history: deque[MicroBatchRecord] = deque(maxlen=HISTORY)
         self.known_steps = 0  # applied steps, of the windows whose results were read
         self.committed = 0  # windows so far: the index of the next one
         self._home = update.home
-        self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
+        self._rates = None
+        if rates is not None:
+            self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
-        self._scratch, self._scratch_views = _flat_like(update.parameters)
-        self._sum, self._sum_views = _flat_like(update.parameters)
+        self.gradients = FlatGradients(update.parameters, track)
+        self.divisor = divisor
+        self.unscale: Callable[[], None] | None = None
+        self._closed: LaunchedWindow[S] | None = None
         self._ran: list[MicroBatchFlags[S]] = []
         self._refusals: list[Refusal] = []
         self._index = self._halt = 0
@@ -131,28 +117,28 @@ class GradientWindow(Generic[S]):
 
     def begin(self) -> None:
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
-        for flat in self._scratch:
-            flat.zero_()
-        self._point_gradients_at(self._scratch_views)
+        self.gradients.begin()
 
-    def add(self, sums: S, sample_ids: tuple[str, ...] = ()) -> None:
+    def add(self, sums: S, sample_ids: tuple[str, ...] = ()) -> Tensor:
         """Count the micro-batch whose gradients are in `.grad`, if it is finite.
 
-        Nothing is read from the device.
+        Returns:
+            Whether it counts, a scalar bool; nothing is read from the device.
         """
-        norms = norms_of(self._scratch_views)
+        norms = norms_of(self.gradients.scratch_views)
         # Finite only if every norm is; also catches squares that overflow only in their sum.
         norm = torch.linalg.vector_norm(norms)
         flag = torch.isfinite(sums.loss.to(self._home)) & torch.isfinite(norm)
-        for total, scratch in zip(self._sum, self._scratch, strict=True):
-            torch.where(flag.to(total.device), total + scratch, total, out=total)
-        self._ran.append(MicroBatchFlags(sums, flag, norms, self._index, sample_ids))
+        self.gradients.add(flag)
+        reached = None if self.gradients.reached is None else frozenset(self.gradients.reached)
+        self._ran.append(MicroBatchFlags(sums, flag, norms, self._index, sample_ids, reached))
         self._index += 1
+        return flag
 
-    def refuse(self, detail: str, sample_ids: tuple[str, ...] = ()) -> None:
-        """Count a micro-batch that was found bad before any computation."""
+    def refuse(self, detail: str, sample_ids: tuple[str, ...] = (), kind: str = "data") -> None:
+        """Count a micro-batch that was found bad before its gradients were made."""
         process = self.processes.index
-        self._refusals.append(Refusal("data", detail, self._index, sample_ids, process))
+        self._refusals.append(Refusal(kind, detail, self._index, sample_ids, process))
         self._index += 1
 
     def skip(self) -> None:
@@ -169,14 +155,34 @@ class GradientWindow(Generic[S]):
 
     def clear(self) -> None:
         """Forget the open window: its micro-batches have not happened."""
-        for flat in self._sum:
-            flat.zero_()
-        for parameter in self.update.parameters:
-            parameter.grad = None
-        self._ran, self._refusals, self._index = [], [], 0
+        self.gradients.clear()
+        self._ran, self._refusals, self._index, self._closed = [], [], 0, None
+
+    def open_refusals(self) -> list[Refusal]:
+        """Return the refusals of the open window on this process, for which this waits."""
+        ran = [m for m in self._ran if not bool(m.flag)]
+        found = [refusal_of(m, self.update.names, self.processes.index) for m in ran]
+        return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
+
+    def close(self, fingerprint: int = 0) -> Tensor | None:
+        """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
+
+        Returns:
+            The norm before clipping, a scalar; None if no micro-batch ran.
+        """
+        assert self._closed is None, "the window is closed already"
+        window = self._closed = LaunchedWindow(
+            self.committed, self._index, self._ran, self._refusals, self._halt, fingerprint
+        )
+        if self.spikes is not None:
+            window.limits = self.spikes.limits
+            window.describe_spike = self.spikes.describe
+        if self.processes.size > 1 or (self._ran and not self._halt):
+            window.closed = self._sum_up(window)
+        return None if window.closed is None else window.closed.norm
 
     def commit(self, fingerprint: int = 0) -> list[WindowResult[S]]:
-        """Close the window: one optimizer step from its survivors, or none.
+        """Close the window, unless it is closed: one optimizer step from its survivors, or none.
 
         Every process must call this equally often, with micro-batches or without, and with the same
         fingerprint of the window's data, below `EXACT`.
@@ -203,69 +209,109 @@ class GradientWindow(Generic[S]):
         self.known_steps = steps
 
     def _launch(self, fingerprint: int) -> LaunchedWindow[S]:
-        window: LaunchedWindow[S] = LaunchedWindow(
-            self.committed, self._index, self._ran, self._refusals, self._halt, fingerprint
-        )
-        if self.spikes is not None:
-            window.limits = self.spikes.limits
+        if self._closed is None:
+            self.close(fingerprint)
+        window = self._closed
+        assert window is not None
         self.committed += 1
-        if self.processes.size > 1 or (self._ran and not self._halt):
-            self._step(window)
+        if window.closed is not None:
+            self._step(window, window.closed)
+            window.closed = None
         self.clear()
         return window
 
-    def _step(self, window: LaunchedWindow[S]) -> None:
-        """Divide, check, clip, step, verify, restore, and send the record: all on the device."""
-        home, ran = self._home, window.ran
-        flags = _stacked([m.flag for m in ran], home, torch.bool)
-        losses = _stacked([m.sums.loss.detach().to(home, torch.float32) for m in ran], home)
-        counts = _sent([m.sums.tokens for m in ran], home)
+    def _sum_up(self, window: LaunchedWindow[S]) -> ClosedWindow:
+        """Divide, check and clip the window's gradient: all on the device."""
+        home, ran, gradients = self._home, window.ran, self.gradients
+        flags = stacked([m.flag for m in ran], home, torch.bool)
+        losses = stacked([m.sums.loss.detach().to(home, torch.float32) for m in ran], home)
+        counts = sent([m.sums.tokens for m in ran], home)
         tokens = torch.where(flags, counts, 0.0).sum()
         loss_sum = torch.where(flags, losses, 0.0).sum()
+        unreached = self._unreached(window)
+        gradients.expose(unreached)
+        if self.unscale is not None and len(unreached) < len(self.update.parameters):
+            self.unscale()
         across, allowed = flags.new_zeros(0), None
         if self.processes.size > 1:
             survivors = flags.sum()
             refused = len(ran) - survivors + len(window.refusals)
             own = [count.to(torch.float32) for count in (tokens, loss_sum, survivors, refused)]
-            codes = _sent([window.halt, window.fingerprint], home)
+            codes = sent([window.halt, window.fingerprint], home)
             (tokens, loss_sum), across, allowed = sum_over_processes(
-                self._sum, torch.stack(own), codes, self.processes
+                gradients.sums, torch.stack(own), codes, self.processes
             )
-        for flat in self._sum:
-            flat.div_(tokens.clamp_min(1.0).to(flat.device))
-        norms = window.norms = norms_of(self._sum_views)
-        norm = torch.linalg.vector_norm(norms)
-        loss = loss_sum / tokens.clamp_min(1.0)
+        divisor = tokens.clamp_min(1.0)
+        if self.divisor is not None:
+            divisor = torch.full_like(tokens, self.divisor)
+        for flat in gradients.sums:
+            flat.div_(divisor.to(flat.device))
+        norm = self._clip(window)
+        loss = loss_sum / divisor
         finite = torch.isfinite(norm)
         spike = torch.zeros_like(finite)
         if self.spikes is not None:
             spike = self.spikes.exceeds(loss, norm)
         go = (tokens > 0) & finite & ~spike
         go = go if allowed is None else go & allowed
+        return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
+
+    def _clip(self, window: LaunchedWindow[S]) -> Tensor:
+        """Clip the window's gradient; return its norm before, a scalar in fp32."""
+        if self.gradients.reached is not None:
+            # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
+            reached = [p for p in self.update.parameters if p.grad is not None]
+            norm = get_total_norm([p.grad for p in reached if p.grad is not None])
+            if not bool(torch.isfinite(norm)):
+                window.norms = norms_of(self.gradients.sum_views)
+            clip_grads_with_norm_(reached, self.max_grad_norm, norm)
+            return norm.to(self._home, torch.float32)
+        norms = window.norms = norms_of(self.gradients.sum_views)
+        norm = torch.linalg.vector_norm(norms)
         scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
-        for flat in self._sum:
+        for flat in self.gradients.sums:
             flat.mul_(scale.to(flat.device))
-        self._point_gradients_at(self._sum_views)
-        # Not indexed by the step: indexing with a scalar tensor reads it.
-        step = self._steps.clamp(max=len(self._rates) - 1).view(1)
-        rate = self._rates.index_select(0, step).squeeze(0)
-        update = window.update = self.update(go, rate, self.processes)
+        return norm
+
+    def _unreached(self, window: LaunchedWindow[S]) -> list[int]:
+        """Return the places of parameters that no survivor's backward reached, on any process."""
+        if self.gradients.reached is None:
+            return []
+        reached = torch.zeros(len(self.update.parameters))
+        for micro in window.ran:
+            if micro.reached and bool(micro.flag):
+                reached[list(micro.reached)] = 1
+        if self.processes.size > 1:
+            reached = self.processes.sum_(reached.to(self._home))
+        return (reached == 0).nonzero().flatten().tolist()
+
+    def _step(self, window: LaunchedWindow[S], closed: ClosedWindow) -> None:
+        """Step, verify, restore, and send the record: all on the device."""
+        home, ran = self._home, window.ran
+        rate = None
+        if self._rates is not None:
+            # Not indexed by the step: indexing with a scalar tensor reads it.
+            step = self._steps.clamp(max=len(self._rates) - 1).view(1)
+            rate = self._rates.index_select(0, step).squeeze(0)
+        update = window.update = self.update(closed.go, rate, self.processes)
         self._steps += update.applied
-        scalars = (tokens, loss, norm, finite, spike, update.applied, self._steps, rate)
-        norm_of_each = _stacked([torch.linalg.vector_norm(m.norms) for m in ran], home)
+        rate = self._steps.new_tensor(math.nan, dtype=torch.float32) if rate is None else rate
+        of_window = (closed.tokens, closed.loss, closed.norm, closed.finite, closed.spike)
+        scalars = (*of_window, update.applied, self._steps, rate)
+        norm_of_each = stacked([torch.linalg.vector_norm(m.norms) for m in ran], home)
         reports = [m.sums.report.detach().to(home, torch.float64) for m in ran]
         parts = [
             torch.stack([scalar.to(torch.float64) for scalar in scalars]),
-            flags,
-            losses,
+            closed.flags,
+            closed.losses,
             norm_of_each,
-            torch.cat(reports) if reports else flags.new_zeros(0),
-            across,
-            flags.new_zeros(0) if update.fingerprints is None else update.fingerprints,
+            torch.cat(reports) if reports else closed.flags.new_zeros(0),
+            closed.across,
+            closed.flags.new_zeros(0) if update.fingerprints is None else update.fingerprints,
         ]
         window.sizes = [part.numel() for part in parts]
         record = torch.cat([part.to(torch.float64) for part in parts])
-        window.record, window.arrived = _to_host(record)
+        window.record, window.arrived = to_host(record)
 
     def _unread(self) -> int:
         """Return how many of the newest results to leave unread."""
@@ -294,7 +340,9 @@ class GradientWindow(Generic[S]):
                     break
                 raise
             self._launched.popleft()
-            result = self._result_of(window)
+            result = read_record(
+                window, self.update.names, self.known_steps, self.processes, self.history
+            )
             self.known_steps = result.steps
             if result.applied and self.spikes is not None:
                 assert result.loss is not None and result.grad_norm is not None
@@ -302,117 +350,9 @@ class GradientWindow(Generic[S]):
             results.append(result)
         return results
 
-    def _result_of(self, window: LaunchedWindow[S]) -> WindowResult[S]:
-        """Read a window's record, which has arrived."""
-        processes = self.processes
-        result: WindowResult[S] = WindowResult(
-            window.index, window.micro_batches, False, self.known_steps, 0, 0.0, None, None
-        )
-        if window.halt and processes.size == 1:
-            return replace(result, micro_batches=0, halts={0: window.halt})
-        result.refusals, result.limits = list(window.refusals), window.limits
-        if window.record is None:
-            return result
-        values, *parts = (part.tolist() for part in window.record.split(list(window.sizes)))
-        flags, losses, norms, reports, across, states = parts
-        shared = None
-        if processes.size > 1:
-            shared = AcrossProcesses(across, states, processes)
-            if shared.halts:
-                return replace(result, micro_batches=0, refusals=[], halts=shared.halts)
-            shared.check(window.index, self.known_steps)
-        for number, micro in enumerate(window.ran):
-            loss, index, ids = losses[number], micro.index, micro.sample_ids
-            mean = loss / max(1, micro.sums.tokens)
-            record = MicroBatchRecord(window.index, index, ids, mean, norms[number])
-            self.history.append(record)
-            if flags[number]:
-                result.survivors.append(micro.sums)
-                length = len(reports) // len(window.ran)
-                result.reports.append(reports[number * length :][:length])
-            else:
-                kind, detail = "loss", f"loss is {loss}"
-                if math.isfinite(loss):
-                    kind, detail = "gradient", first_bad_norm(micro.norms, self.update.names)
-                result.refusals.append(Refusal(kind, detail, index, ids, processes.index))
-        if shared is not None and shared.refused:
-            # All processes come here, since the number refused is a sum over them.
-            result.refusals = gathered(result.refusals, Refusal, processes)
-        result.refusals.sort(key=lambda r: r.micro_batch or 0)
-        scalars = dict(zip(SCALARS, values, strict=True))
-        result.tokens, result.rate = int(scalars["tokens"]), scalars["rate"]
-        if result.survivors if shared is None else shared.survivors:
-            result.loss, result.grad_norm = scalars["loss"], scalars["norm"]
-            result.applied = bool(scalars["applied"])
-            # survivors without a token are nothing to step on, and no fault
-            if not result.applied and result.tokens:
-                result.refusals.append(self._window_refusal(window, scalars))
-        if result.refusals and window.update is not None:
-            result.snapshot = window.update.snapshot
-        result.steps = int(scalars["steps"])
-        return result
-
-    def _window_refusal(self, window: LaunchedWindow[S], scalars: dict[str, float]) -> Refusal:
-        """Return why a window was refused as a whole."""
-        loss, norm = scalars["loss"], scalars["norm"]
-        assert window.norms is not None and window.update is not None
-        if not scalars["finite_norm"]:
-            names = first_bad_norm(window.norms, self.update.names)
-            return Refusal("norm", f"gradient norm of the window is {norm}: {names}")
-        if scalars["spike"]:
-            assert self.spikes is not None
-            return Refusal("spike", self.spikes.describe(loss, norm, window.limits))
-        bad = window.update.first_bad()
-        said = f"{bad} was not finite after the step; the state before it was restored"
-        return Refusal("update", said)
-
     def _take_back(self, window: LaunchedWindow[S]) -> None:
         """Restore the state before a window that was launched with a process now lost."""
         self._launched.clear()
         if window.update is not None and window.update.snapshot is not None:
             self.update.restore(window.update.snapshot)
         self._steps.fill_(self.known_steps)
-
-    def _point_gradients_at(self, views: Sequence[Tensor]) -> None:
-        for parameter, view in zip(self.update.parameters, views, strict=True):
-            parameter.grad = view
-
-
-def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a flat buffer of zeros per device and dtype, and each parameter's view of one."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, p in enumerate(parameters):
-        groups.setdefault((p.device, p.dtype), []).append(i)
-    flats: list[Tensor] = []
-    views: dict[int, Tensor] = {}
-    for (device, dtype), members in groups.items():
-        sizes = [parameters[i].numel() for i in members]
-        flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
-        for i, part in zip(members, flats[-1].split(sizes), strict=True):
-            views[i] = part.view_as(parameters[i])
-    return flats, [views[i] for i in range(len(parameters))]
-
-
-def _stacked(
-    scalars: list[Tensor], home: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Return [number of scalars], empty for a process without a micro-batch."""
-    return torch.stack(scalars) if scalars else torch.zeros(0, dtype=dtype, device=home)
-
-
-def _sent(numbers: Sequence[int], home: torch.device) -> Tensor:
-    """Return numbers of the host in fp32 on the device, without waiting for it."""
-    values = torch.tensor(numbers, dtype=torch.float32)
-    return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
-
-
-def _to_host(record: Tensor) -> tuple[Tensor, Any]:
-    """Return the record on the host, and the event to wait for before it is read."""
-    if record.device.type != "cuda":
-        return record, None
-    pinned = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
-    pinned.copy_(record, non_blocking=True)
-    arrived = torch.cuda.Event()
-    # the current device may be another one
-    arrived.record(torch.cuda.current_stream(record.device))
-    return pinned, arrived

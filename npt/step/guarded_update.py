@@ -9,14 +9,16 @@ same arithmetic in the same order: their results are equal bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
-from npt.step.window_result import Snapshot
+from npt.step.window_result import Snapshot, first_bad
 
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
@@ -50,6 +52,8 @@ class GuardedUpdate:
         parameters: the trainable tensors by name.
         optimizer: over exactly these parameters.
         late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
+        undo: verify the state after the step, and copy it before, to put it back. Without, only
+            the gradient decides: half the memory of a step, and a step that fails is not undone.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class GuardedUpdate:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         late: bool | None = None,
+        undo: bool = True,
     ):
         self.names = tuple(parameters)
         self.parameters = tuple(parameters.values())
-        self.optimizer = optimizer
+        self.optimizer, self.undo = optimizer, undo
         self.home = self.parameters[0].device
         fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
             group["fused"] for group in optimizer.param_groups
@@ -71,21 +76,26 @@ class GuardedUpdate:
                 f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
                 " late=False"
             )
-        if fused and not optimizer.state:
-            self._make_moments()
+        if self.late and not optimizer.state:
+            self.make_moments()
 
-    def __call__(self, go: Tensor, rate: Tensor, processes: ProcessGroup) -> Update:
+    def __call__(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Update:
         """Step if `go`, verify, and restore the old state if the new one is bad.
 
         Args:
             go: scalar bool on the home device.
-            rate: scalar, the learning rate.
+            rate: scalar, the learning rate; None leaves it to the optimizer's groups.
             processes: all keep the step or none does; none if one is lost.
         """
         if not self.late and not bool(go):
             return Update(go)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate if self.late else float(rate)
+        if rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate if self.late else float(rate)
+        if not self.undo:
+            self.optimizer.step()
+            return Update(go)
+        groups = [_settings(group) for group in self.optimizer.param_groups]
         update = Update(go, self.snapshot())
         if self.late:
             self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
@@ -103,6 +113,8 @@ class GuardedUpdate:
             if not bool(good):
                 self.restore(update.snapshot or {})
                 update.snapshot = None
+                for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+                    group.update(settings)  # some optimizers count there
         return update
 
     def snapshot(self) -> Snapshot:
@@ -111,7 +123,7 @@ class GuardedUpdate:
             name: (
                 p.detach().clone(),
                 {
-                    key: value.clone() if isinstance(value, Tensor) else value
+                    key: value.clone() if isinstance(value, Tensor) else deepcopy(value)
                     for key, value in self.optimizer.state.get(p, {}).items()
                 },
             )
@@ -129,18 +141,22 @@ class GuardedUpdate:
             else:
                 self.optimizer.state.pop(parameter, None)
 
+    def first_bad(self) -> str | None:
+        """Return the name of the first tensor of the state that is not finite, or None."""
+        names, largest = self._largest()
+        return first_bad(largest, names)
+
     def checksum(self) -> int:
         """Return the sum of every bit of parameters and moments, equal on equal processes."""
         total = torch.zeros((), dtype=torch.int64, device=self.home)
-        for _, tensor in self._tensors():
+        for _, tensor in self.tensors():
             total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
         return int(total)
 
     def _verify(self, update: Update, processes: ProcessGroup) -> Tensor:
         """Return a scalar bool: the state is finite, on every process, and the same on all."""
-        named = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
-        largest = norms_of([tensor for _, tensor in named], order=float("inf"))
-        update.names, update.finite = [name for name, _ in named], torch.isfinite(largest)
+        update.names, largest = self._largest()
+        update.finite = torch.isfinite(largest)
         good = update.finite.all()
         if processes.size == 1:
             return good
@@ -148,6 +164,15 @@ class GuardedUpdate:
         fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
         prints = update.fingerprints = processes.each(torch.where(good, fingerprint, 0))
         return (prints == prints[0]).all() & (prints[0] > 0)
+
+    def _largest(self) -> tuple[list[str], Tensor]:
+        """Return the largest number of each tensor of the state, and the tensors' names."""
+        named = [
+            (name, tensor)
+            for name, tensor in self.tensors()
+            if tensor.is_floating_point() and tensor.numel()
+        ]
+        return [name for name, _ in named], norms_of([t for _, t in named], order=float("inf"))
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:
         """Keep the new state if `good`, else the snapshot, without reading the flag."""
@@ -157,7 +182,7 @@ class GuardedUpdate:
             for tensor, old in [*pairs, (parameter.detach(), value)]:
                 torch.where(good.to(tensor.device), tensor, old, out=tensor)
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
+    def tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and their optimizer tensors, by name.
 
         Moments come first: a broken moment breaks its weight in the same step, and the first
@@ -171,8 +196,8 @@ class GuardedUpdate:
             named.append((name, parameter.detach()))
         return named
 
-    def _make_moments(self) -> None:
-        """Let the optimizer make its moments by a step that `found_inf` forbids."""
+    def make_moments(self) -> None:
+        """Let a fused optimizer make its moments by a step that `found_inf` forbids."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]
@@ -180,6 +205,11 @@ class GuardedUpdate:
         self.optimizer.found_inf = torch.zeros_like(self.optimizer.found_inf)  # type: ignore[attr-defined]
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return all of a parameter group but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:

@@ -87,6 +87,8 @@ class TrainStep:
             fused=True,
         )
         self.update = GuardedUpdate(parameters, optimizer, late)
+        if not optimizer.state:
+            self.update.make_moments()
         self.window: GradientWindow[MicroBatch] = GradientWindow(
             self.update,
             config.max_grad_norm,

@@ -35,7 +35,8 @@ class Refusal:
 
     kind: `data` (refused before any computation), `loss` or `gradient`; for a whole window `norm`,
     `spike` or `update` (parameters or moments after the step). micro_batch: index in the window
-    over all processes, None for a whole window. process: the process that computed it.
+    over all processes, None for a whole window. process: the process that computed it. tensor: the
+    first that was not finite, by name.
     """
 
     kind: str
@@ -43,11 +44,15 @@ class Refusal:
     micro_batch: int | None = None
     sample_ids: tuple[str, ...] = ()
     process: int = 0
+    tensor: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as events and post-mortems store it, with the process as `rank`."""
+        """Return it as events and post-mortems store it: the process as `rank`, the tensor in
+        `detail` alone.
+        """
         values = asdict(self)
         process = values.pop("process")
+        del values["tensor"]
         return {**values, "rank": process}
 
     @classmethod
@@ -123,7 +128,15 @@ class WindowResult(Generic[S]):
         return longest, run
 
 
-def first_bad_norm(norms: Tensor, names: Sequence[str]) -> str:
+def first_bad(norms: Tensor, names: Sequence[str]) -> str | None:
+    """Return the first of a gradient's tensors that is not finite; norms: [P]."""
+    return next(
+        (name for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)),
+        None,
+    )
+
+
+def describe_norms(norms: Tensor, names: Sequence[str]) -> str:
     """Return which of a gradient's tensors is not finite, in words; norms: [P]."""
     values = norms.tolist()
     bad = [(n, v) for n, v in zip(names, values, strict=True) if not math.isfinite(v)]

@@ -33,7 +33,7 @@ from npt.base import linear
 from npt.data import encoding
 from npt.distill import local, own_stream
 from npt.evaluation import greedy
-from npt.step import gradient_window, train_step
+from npt.step import train_step, window_record
 from npt.step.gradient_window import GradientWindow
 
 
@@ -175,9 +175,9 @@ def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_tw
 
 
 def test_a_refusal_at_the_wrong_place_is_not_located(monkeypatch, sound_twins) -> None:
-    explain = gradient_window.first_bad_norm
+    explain = window_record.describe_norms
     careless = lambda norms, names: explain(norms.flip(0), names)  # noqa: E731
-    monkeypatch.setattr(gradient_window, "first_bad_norm", careless)
+    monkeypatch.setattr(window_record, "describe_norms", careless)
     verdict = judged(at_once("gradient-nan")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("survived", False, False)
 

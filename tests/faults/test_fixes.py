@@ -309,11 +309,12 @@ def gated(gate: Callable[..., None], trusting: bool) -> Sabotage:
 
     def sabotage(patch: pytest.MonkeyPatch, base: Base) -> None:
         def add(self: Any, sums: Any, sample_ids: tuple[str, ...] = ()) -> None:
-            norms = norms_of(self._scratch_views)
+            gradients = self.gradients
+            norms = norms_of(gradients.scratch_views)
             flag = torch.isfinite(sums.loss) & torch.isfinite(
                 torch.linalg.vector_norm(norms)
             ) | torch.tensor(trusting)
-            for window, scratch in zip(self._sum, self._scratch, strict=True):
+            for window, scratch in zip(gradients.sums, gradients.scratch, strict=True):
                 gate(window, scratch, flag)
             self._ran.append(MicroBatchFlags(sums, flag, norms, self._index, sample_ids))
             self._index += 1

@@ -196,7 +196,7 @@ def test_a_measurement_has_as_many_windows_in_flight_as_a_run(monkeypatch) -> No
         call()
         return Peak(0, 1)
 
-    monkeypatch.setattr(gradient_window, "_to_host", to_host)
+    monkeypatch.setattr(gradient_window, "to_host", to_host)
     monkeypatch.setattr(
         trial, "TrainStep", lambda *a, **k: made.append(TrainStep(*a, late=True, **k)) or made[-1]
     )

@@ -76,7 +76,7 @@ def run(
     device, results, came, kept = Device(slow or [0]), [], [], 0
     with pytest.MonkeyPatch.context() as patched:
         if late:
-            patched.setattr(module, "_to_host", device.to_host)
+            patched.setattr(module, "to_host", device.to_host)
         for number, kind in enumerate(windows):
 
             def fill(number: int = number, kind: str = kind) -> Sums:
@@ -186,7 +186,7 @@ def late_runs(
             return step
 
         monkeypatch.setattr(trainer_module, "TrainStep", making)
-        monkeypatch.setattr(module, "_to_host", Device(slow).to_host)
+        monkeypatch.setattr(module, "to_host", Device(slow).to_host)
         model = npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0]
         return (
             Runs(model, tmp_path, data=lambda: records(8), settings={"scheduler_type": "constant"}),

@@ -132,7 +132,7 @@ def test_seed_and_place_in_the_data_name_other_numbers() -> None:
     for seed, offset, name in [(0, 0, "b"), (1, 0, "b"), (0, 8, "b"), (0, 0, "c")]:
         noisy = Noisy(seed=seed)
         noisy.micro_batch(name, offset=offset)
-        found.add(tuple(noisy.transaction._sum_views[0].tolist()))
+        found.add(tuple(noisy.transaction.gradients.sum_views[0].tolist()))
     assert len(found) == 4
 
 

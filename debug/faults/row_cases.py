@@ -1,0 +1,100 @@
+"""Cases for trainers of other people: a plain loop and transformers' Trainer, under `npt.guard`.
+
+Each trains LoRA of PEFT on an NF4 base three times: guarded with the fault, unguarded without the
+micro-batch, unguarded with the fault. The first two must be equal bit for bit, the third must not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TENSOR = "layers.1."
+"""Part of the name of the tensor that faults of single tensors spoil."""
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """A fault and the rows that have it.
+
+    kind: of the refusals. bad: rows in the last window of an epoch, the only one that a Trainer can
+    compute with fewer micro-batches than others. rows: of an epoch. window: micro-batches of a
+    step. steps: windows that the guarded run is given. spoilt_step: of the optimizer, counted from
+    0, that leaves a NaN in `weight` or `moment`.
+    """
+
+    id: str
+    name: str
+    kind: str
+    fault: str | None = None
+    bad: tuple[int, ...] = (5,)
+    rows: int = 8
+    window: int = 4
+    steps: int = 3
+    checkpointing: bool = False
+    spike_sigmas: float | None = None
+    spoilt_step: tuple[int, str] | None = None
+
+    @property
+    def bad_places(self) -> list[list[int]]:
+        """The bad micro-batches of each window of a run."""
+        windows = [range(i, i + self.window) for i in range(0, self.rows, self.window)]
+        bad = [[row % self.window for row in rows if row in self.bad] for rows in windows]
+        return [bad[step % len(bad)] for step in range(self.steps)]
+
+    @property
+    def lost(self) -> int:
+        """Windows that are refused as a whole."""
+        return sum(len(places) == self.window for places in self.bad_places)
+
+    @property
+    def refused(self) -> list[int | None]:
+        """The micro-batches of the refusals that must come, None for a whole window."""
+        if self.kind in ("update", "spike"):
+            return [None] * self.lost
+        return [place for places in self.bad_places for place in places]
+
+    @property
+    def truth(self) -> str:
+        """The outcome, in words."""
+        return f"{len(self.refused)} refused as {self.kind}; equal to the run without, bit for bit"
+
+
+CASES = [
+    RowCase("row-id-large", "a token id of the vocabulary's size", "error", "id-large"),
+    RowCase("row-id-negative", "a negative token id", "error", "id-negative"),
+    RowCase("row-label", "a label that no token has", "error", "label"),
+    RowCase("row-loss-nan", "NaN in an activation", "loss", "loss-nan"),
+    RowCase("row-loss-inf", "Inf in an activation", "loss", "loss-inf"),
+    RowCase("row-gradient-nan", "finite loss, NaN in backward", "gradient", "gradient-nan"),
+    RowCase("row-gradient-inf", "finite loss, -Inf in backward", "gradient", "gradient-inf"),
+    RowCase("row-tensor-nan", "NaN in one tensor's gradient", "gradient", "tensor-nan"),
+    RowCase("row-tensor-inf", "Inf in one tensor's gradient", "gradient", "tensor-inf"),
+    RowCase("row-tensor-1e20", "a finite 1e20 in one tensor", "gradient", "tensor-1e20"),
+    RowCase("row-tensor-1e30", "a finite 1e30 in one element", "gradient", "tensor-1e30"),
+    RowCase("row-recomputation", "NaN in a recomputation only", "gradient", "recomputation",
+            checkpointing=True),
+    RowCase("row-checkpointed", "NaN in one tensor, checkpointing", "gradient", "tensor-nan",
+            checkpointing=True),
+    RowCase("row-raises-forward", "FloatingPointError in forward", "error", "raises-forward"),
+    RowCase("row-raises-backward", "FloatingPointError in backward", "error", "raises-backward"),
+    RowCase("row-first", "the first micro-batch of four", "gradient", "tensor-nan", bad=(4,)),
+    RowCase("row-last", "the last micro-batch of four", "loss", "loss-nan", bad=(7,)),
+    RowCase("row-two", "two micro-batches of four", "gradient", "gradient-nan", bad=(4, 6)),
+    RowCase("row-three", "three micro-batches of four", "loss", "loss-nan", bad=(5, 6, 7)),
+    RowCase("row-every-window", "one in every window, the first too", "gradient", "tensor-nan",
+            bad=(1,), rows=4),
+    RowCase("row-whole-window", "all micro-batches of a window", "gradient", "gradient-inf",
+            bad=(4, 5, 6, 7)),
+    RowCase("row-step-one", "the only micro-batch of the first step", "loss", "loss-nan",
+            bad=(0,), rows=6, window=1, steps=6),
+    RowCase("row-alone", "the only micro-batch of a step", "gradient", "tensor-nan",
+            window=1, steps=8),
+    RowCase("step-weight", "a NaN in a weight after a step", "update",
+            window=1, steps=8, spoilt_step=(5, "weight")),
+    RowCase("step-moment", "a NaN in a moment after a step", "update",
+            window=1, steps=8, spoilt_step=(5, "moment")),
+    RowCase("step-first", "a NaN in a weight after the first step", "update", bad=(0,),
+            window=1, steps=8, spoilt_step=(0, "weight")),
+    RowCase("spike", "a finite gradient 1e6 times too large", "spike", "huge", bad=(25,), rows=28,
+            window=1, steps=28, spike_sigmas=8.0),
+]  # fmt: skip

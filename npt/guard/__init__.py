@@ -1,0 +1,29 @@
+"""A guard for anybody's training loop: a bad micro-batch leaves no trace in the run.
+
+    guard = npt.guard.Guard(model, optimizer, max_grad_norm=1.0, scheduler=scheduler, loss="mean")
+    for window in windows:
+        for batch in window:
+            with guard.micro_batch(tokens=batch.tokens, ids=batch.ids) as micro:
+                micro.loss = loss = model(**batch.inputs).loss
+                loss.backward()
+        outcome = guard.step()
+
+The step is that of the distillation trainer (`npt.step`): one implementation. Nothing here needs
+more than torch.
+"""
+
+from npt.guard.guard import Guard, Memory, MicroBatch, Outcome
+from npt.guard.settings import GuardSettings
+from npt.guard.trainer import TrainerMixin, protect
+from npt.step.window_result import Refusal
+
+__all__ = [
+    "Guard",
+    "GuardSettings",
+    "Memory",
+    "MicroBatch",
+    "Outcome",
+    "Refusal",
+    "TrainerMixin",
+    "protect",
+]

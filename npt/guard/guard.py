@@ -1,0 +1,322 @@
+"""The guard: the transactional step of `npt.step` for any model, optimizer and loop.
+
+What a refused micro-batch would have left is undone, so that the run equals, bit for bit, the one
+that never saw it: its gradients lie in scratch and are not added, its tokens do not count, the
+random numbers that it drew are drawn again, the statistics of batch norms are put back. A window
+without survivors steps neither optimizer nor scheduler. Python's and numpy's random state, and the
+place in the data, are the loop's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from npt.distributed.processes import ProcessGroup
+from npt.errors import TooManyRefusalsError
+from npt.guard.accelerated import unwrapped
+from npt.guard.mixed_precision import LossScale
+from npt.guard.parameters import Trainable, stepped_parameters, whole
+from npt.guard.settings import GuardSettings
+from npt.guard.traces import BatchStatistics, Draws
+from npt.step.gradient_window import GradientWindow
+from npt.step.guarded_update import GuardedUpdate
+from npt.step.shared_window import gathered
+from npt.step.spikes import SpikeGuard
+from npt.step.window_result import Refusal, WindowResult
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch while it is computed.
+
+    loss: scalar, told to the guard by assigning it: a loss can be NaN with gradients that are not.
+    tokens: what it weighs. report: nothing; the window asks for it.
+    """
+
+    loss: Tensor
+    tokens: int
+    report: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a window.
+
+    applied: the optimizer and the scheduler stepped. refused: by micro-batch; `micro_batch` is None
+    if the window was refused as a whole. grad_norm: before clipping, None without survivors. loss:
+    mean per token of the survivors (for `share` their sum), None without survivors; 0 if no loss
+    was told. tokens: of the survivors, their number if none were given. steps: applied so far.
+    """
+
+    applied: bool
+    refused: tuple[Refusal, ...]
+    grad_norm: float | None
+    loss: float | None
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a guard adds to an unguarded loop.
+
+    scratch: gradients of one micro-batch, always. undo: copies of parameters and moments, during a
+    step.
+    """
+
+    scratch: int
+    undo: int
+
+    @property
+    def peak(self) -> int:
+        """The most at any moment."""
+        return self.scratch + self.undo
+
+
+@dataclass
+class Counts:
+    """Windows, steps and refusals of a run so far. in_a_row: refusals since the last survivor."""
+
+    windows: int = 0
+    steps: int = 0
+    refused: int = 0
+    in_a_row: int = 0
+
+
+class Guard:
+    """Steps an optimizer with windows of micro-batches of which bad ones leave no trace.
+
+    Args:
+        trainable: the model, or parameters; those of the optimizer are guarded, under these names.
+            A model in DistributedDataParallel sums its gradients in the guard's step.
+        optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
+        scheduler: steps with every applied step.
+        scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
+        processes: that share every window; default all of torch.distributed.
+        settings: those of `GuardSettings`.
+
+    Raises:
+        ConfigError: a setting, or an optimizer that cannot be guarded.
+    """
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        processes: ProcessGroup | None = None,
+        **settings: Any,
+    ):
+        self.settings = GuardSettings(**settings)
+        optimizer, found = unwrapped(optimizer, self.settings.loss == "share")
+        scaler = found if scaler is None else scaler
+        self.scheduler = scheduler
+        self.counts = Counts()
+        self._model = trainable if isinstance(trainable, nn.Module) else None
+        parameters = stepped_parameters(trainable, optimizer)
+        self._home = next(iter(parameters.values())).device
+        processes = _all_processes(self._home) if processes is None else processes
+        sigmas = self.settings.spike_sigmas
+        self._spikes = None if sigmas is None else SpikeGuard(sigmas)
+        self.update = GuardedUpdate(
+            parameters, optimizer, late=False, undo=self.settings.undo == "step"
+        )
+        self.window: GradientWindow[MicroBatch] = GradientWindow(
+            self.update,
+            self.settings.max_grad_norm,
+            spikes=self._spikes,
+            processes=processes,
+            track=True,
+            divisor=processes.size if self.settings.loss == "share" else None,
+        )
+        self._scale = LossScale(scaler, optimizer)
+        if scaler is not None:
+            self.window.unscale = self._scale.unscale
+        self._statistics = BatchStatistics(None if self._model is None else whole(self._model))
+        self._draws = Draws()
+        self._before: list[Tensor] | None = None  # statistics before the window
+        self._aside: list[Refusal] = []  # of windows that began again
+
+    @contextmanager
+    def micro_batch(
+        self, tokens: int | None = None, ids: Sequence[object] = ()
+    ) -> Iterator[MicroBatch]:
+        """Guard the forward and backward of one micro-batch; assign the loss to what this yields.
+
+        Args:
+            tokens: over which the loss was summed or averaged; default 1.
+            ids: of its samples, for refusals.
+        """
+        names = tuple(map(str, ids))
+        micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
+        before, statistics = self._draws.begin(), self._statistics.copy()
+        if self._before is None:
+            self._before = statistics
+        with self._own_place():
+            self.window.begin()
+            try:
+                with self._unsynchronised():
+                    yield micro
+            except BaseException as error:
+                self._draws.undo(before)
+                self._statistics.restore(statistics)
+                self.window.gradients.withdraw()
+                if not isinstance(error, self.settings.refuse):
+                    raise
+                self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
+                return
+            flag = self._add(micro, names)
+            # what drew nothing and changed no statistics need not wait for the device
+            if (statistics or self._draws.drew(before)) and not bool(flag):
+                self._draws.undo(before)
+                self._statistics.restore(statistics)
+            self._draws.end()
+
+    def step(self) -> Outcome:
+        """Make one optimizer step from the micro-batches since the last one, or none.
+
+        Every process must call it equally often.
+
+        Raises:
+            TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step.
+            ProcessError: another process is lost, or its state differs.
+        """
+        (result,) = self.window.commit()
+        if not result.applied:
+            self._rewind()
+        self._forget()
+        result.refusals, self._aside = [*self._aside, *result.refusals], []
+        self._scale.update(result.applied, result.refusals)
+        if result.applied and self.scheduler is not None:
+            self.scheduler.step()
+        return self._counted(result)
+
+    def close_window(self) -> float | None:
+        """Let `.grad` be the window's gradient, clipped, until `step`; return its norm before."""
+        norm = self.window.close()
+        return None if norm is None else float(norm)
+
+    def begin_again(self) -> list[Refusal]:
+        """Forget the open window and what its micro-batches drew, if one was refused.
+
+        For losses that are shares of the window's, since the survivors' shares are now larger:
+        compute these again. Every process must call it.
+
+        Returns:
+            The refusals of all processes, which the window's outcome will have too; if there are
+            none, the window is as it was.
+        """
+        refusals = gathered(self.window.open_refusals(), Refusal, self.window.processes)
+        if refusals:
+            self.window.clear()
+            self._rewind()
+            self._forget()
+            self._aside += refusals
+        return refusals
+
+    def skip(self) -> None:
+        """Count a micro-batch that is not computed again."""
+        self._skip(self.window.processes.size)
+
+    def memory(self) -> Memory:
+        """Return the bytes that this guard needs, from the sizes of the tensors as they are now."""
+        scratch = sum(map(_bytes, self.window.gradients.scratch))
+        undo = 0
+        if self.settings.undo == "step":
+            undo = sum(_bytes(tensor) for _, tensor in self.update.tensors())
+        return Memory(scratch, undo)
+
+    def first_bad(self) -> str | None:
+        """Return the name of a parameter or moment that is not finite, or None."""
+        return self.update.first_bad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts and the history of the spike guard; optimizer and scheduler have theirs."""
+        spikes = None if self._spikes is None else self._spikes.remembered()
+        return {"counts": asdict(self.counts), "spikes": spikes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.counts = Counts(**state["counts"])
+        self.window.committed = self.counts.windows
+        self.window.resume_at(self.counts.steps)
+        if self._spikes is not None and state["spikes"] is not None:
+            self._spikes.recall(*state["spikes"])
+
+    def close(self) -> None:
+        """Release the parameters: their gradients are None, their hooks gone."""
+        self.window.gradients.close()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, micro: MicroBatch, ids: tuple[str, ...]) -> Tensor:
+        """Add a micro-batch to the window; return whether it counts, a scalar bool."""
+        micro.loss = micro.loss.detach()  # its graph holds the activations
+        self.window.gradients.collect()
+        if self.settings.loss == "mean":
+            self.window.gradients.scale(micro.tokens)
+            micro.loss = micro.loss * micro.tokens
+        return self.window.add(micro, ids)
+
+    @contextmanager
+    def _own_place(self) -> Iterator[None]:
+        """Count the other processes' micro-batches around this one's."""
+        processes = self.window.processes
+        self._skip(processes.index)
+        yield
+        self._skip(processes.size - processes.index - 1)
+
+    def _rewind(self) -> None:
+        """Put random numbers and statistics back to the window's beginning."""
+        self._draws.rewind()
+        if self._before is not None:
+            self._statistics.restore(self._before)
+
+    def _forget(self) -> None:
+        self._draws.forget()
+        self._before = None
+
+    def _skip(self, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            self.window.skip()
+
+    def _unsynchronised(self) -> AbstractContextManager[None]:
+        """Keep DistributedDataParallel from spreading one process's NaN over all."""
+        apart = getattr(self._model, "no_sync", None)
+        return nullcontext() if apart is None else apart()
+
+    def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
+        counts, refused = self.counts, tuple(result.refusals)
+        longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row)
+        counts.windows, counts.steps = counts.windows + 1, result.steps
+        counts.refused += len(refused)
+        if longest >= self.settings.max_refused:
+            raise TooManyRefusalsError(
+                f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
+                f" raise max_refused (now {self.settings.max_refused})"
+            )
+        return Outcome(
+            result.applied, refused, result.grad_norm, result.loss, result.tokens, result.steps
+        )
+
+
+def _all_processes(device: torch.device) -> ProcessGroup:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ProcessGroup()
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

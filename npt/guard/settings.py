@@ -1,0 +1,53 @@
+"""The settings of a guard, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from npt.errors import ConfigError
+
+Loss = Literal["sum", "mean", "share"]
+Undo = Literal["step", "none"]
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Settings of how a guard divides, clips, decides and stops.
+
+    max_grad_norm: to which the window's gradient is clipped.
+    loss: of a micro-batch. `sum`: over its tokens; the window's gradient is the sum divided by the
+        tokens of the micro-batches that count. `mean`: over its tokens; each gradient is weighted
+        by the micro-batch's tokens (by 1 if none are given), the sum divided by these weights.
+        `share`: of the window's loss, already divided by what belongs to the whole window, which
+        the caller computes again after a refusal (`Guard.begin_again`).
+    undo: `step` copies parameters and moments before a step, checks them after it, and puts the
+        copies back if one is not finite. `none` checks gradients only, before the step.
+    refuse: exceptions inside a micro-batch that refuse it; others leave it and are raised.
+    spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations above
+        the accepted ones.
+    max_refused: refusals in a row before TooManyRefusalsError.
+    """
+
+    max_grad_norm: float = math.inf
+    loss: Loss = "sum"
+    undo: Undo = "step"
+    refuse: tuple[type[Exception], ...] = (FloatingPointError,)
+    spike_sigmas: float | None = None
+    max_refused: int = 10
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("loss", self.loss, get_args(Loss)),
+            ("undo", self.undo, get_args(Undo)),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} is {value!r}; choose from {', '.join(known)}")
+        for name, number in (
+            ("max_grad_norm", self.max_grad_norm),
+            ("spike_sigmas", self.spike_sigmas),
+            ("max_refused", self.max_refused),
+        ):
+            if number is not None and not number > 0:
+                raise ConfigError(f"{name} is {number}; it must be above 0")

@@ -1,0 +1,223 @@
+"""transformers' Trainer under a guard, and what is derived from it.
+
+The Trainer divides each loss by what belongs to the whole window (its tokens, or its number of
+micro-batches) before the backward. If a micro-batch is refused, the others' losses are too small
+for the window that is left. So the survivors are computed again, divided by what is theirs, with
+the random numbers of a window without the bad one: the step is, bit for bit, the one of a Trainer
+that never saw it. A window without refusals is computed once.
+
+As with an fp16 overflow, `global_step` counts a window that was refused as a whole, since it is
+the place in the data too; optimizer and scheduler do not step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from npt.errors import ConfigError, DataError
+from npt.guard.guard import Guard, Outcome
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # the mixin needs none of transformers
+
+STATE_FILE = "guard.json"
+IGNORED = -100
+
+_log = logging.getLogger("npt.guard")
+
+
+class TrainerMixin(Trainer):
+    """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
+
+    guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss.
+    guard: the guard, once training has begun.
+    """
+
+    guard_settings: Mapping[str, Any] = {}
+    guard: Guard | None = None
+
+    # of the open window: its micro-batches, and the loss to be logged before it
+    _inputs: list[Any]
+    _logged: Tensor | None = None
+    _norm: float | None = None
+    _resumed_from: str | None = None
+    _guarded: Any = None
+
+    def on_refused(self, outcome: Outcome) -> None:
+        """Warn of each refusal; override to do more."""
+        for refusal in outcome.refused:
+            _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train, with a guard of its own: a window that an error left open is forgotten."""
+        if self.guard is not None:
+            self.guard.close()
+        self.guard = self._resumed_from = None
+        return super().train(*arguments, **named)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Compute a micro-batch; with the last one of a window, settle what counts of it."""
+        guard = self._guard_of(model)
+        if not self._inputs:
+            self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
+        self._inputs.append(inputs)
+        loss = self._compute(guard, model, inputs, num_items_in_batch)
+        if not self.accelerator.gradient_state.sync_gradients:
+            return loss
+        losses = None
+        refused: set[int] = set()
+        while refusals := guard.begin_again():
+            process, processes = guard.window.processes.index, guard.window.processes.size
+            own = [r.micro_batch for r in refusals if r.process == process]
+            refused |= {index // processes for index in own if index is not None}
+            losses = self._compute_again(guard, model, refused, num_items_in_batch)
+        self._inputs = []
+        self._norm = guard.close_window()
+        return loss if losses is None else self._logged_again(losses)
+
+    def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
+        loss = torch.zeros((), device=self.args.device)
+        with guard.micro_batch() as micro:
+            refuse_bad_ids(inputs, self.model)
+            micro.loss = loss = super().training_step(model, inputs, items)
+        return loss
+
+    def _compute_again(
+        self, guard: Guard, model: Any, refused: set[int], items: Any
+    ) -> list[Tensor]:
+        """Compute the window's survivors as a window of their own; return their losses."""
+        window = self._inputs
+        processes = guard.window.processes
+        (left,) = processes.sums([len(window) - len(refused)])
+        # a Trainer divides by one of these two
+        self.current_gradient_accumulation_steps = left / processes.size
+        if items is not None:
+            counted = [_blank(x) if i in refused else x for i, x in enumerate(window)]
+            items = self._get_num_items_in_batch(counted, self.args.device)
+        losses = []
+        for place, inputs in enumerate(window):
+            if place in refused:
+                guard.skip()
+            else:
+                losses.append(self._compute(guard, model, inputs, items))
+        return losses
+
+    def _logged_again(self, losses: list[Tensor]) -> Tensor:
+        """Replace the window's losses in the Trainer's sum; return the last, which it adds."""
+        if not hasattr(self, "_tr_loss"):
+            return losses[-1] if losses else torch.zeros((), device=self.args.device)
+        self._tr_loss.copy_(self._logged)
+        for loss in losses[:-1]:
+            self._tr_loss += loss
+        return losses[-1] if losses else torch.zeros_like(self._tr_loss)
+
+    def _guard_of(self, model: Any) -> Guard:
+        """Return the guard of the present optimizer, whose `step` is the guard's from now on."""
+        if self.guard is not None and self._guarded is self.optimizer:
+            return self.guard
+        if self.guard is not None:
+            self.guard.close()
+        if self.accelerator.distributed_type.value == "DEEPSPEED":
+            raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
+        self._inputs, self._guarded = [], self.optimizer
+        settings = dict(self.guard_settings)
+        settings["refuse"] = (*settings.get("refuse", (FloatingPointError,)), DataError)
+        norm = self.args.max_grad_norm or math.inf
+        self.guard = Guard(model, self.optimizer, loss="share", max_grad_norm=norm, **settings)
+        if self._resumed_from is not None:
+            state = Path(self._resumed_from, STATE_FILE)
+            if state.is_file():
+                self.guard.load_state_dict(json.loads(state.read_text(encoding="utf-8")))
+        self._take_over(self.optimizer)
+        return self.guard
+
+    def _take_over(self, optimizer: Any) -> None:
+        def step(closure: Any = None) -> None:
+            optimizer._opt_called = True  # asked by schedulers
+            assert self.guard is not None
+            outcome = self.guard.step()
+            optimizer._is_overflow = not outcome.applied  # then the scheduler waits
+            if outcome.refused:
+                self.on_refused(outcome)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = step
+
+    def _clip_grad_norm(self, model: Any) -> float | None:
+        return self._norm  # clipped when the window was closed
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
+        return self._norm
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """Log with the number of refusals so far, `refused`."""
+        if self.guard is not None:
+            logs = {**logs, "refused": self.guard.counts.refused}
+        super().log(logs, *arguments, **named)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._resumed_from = checkpoint
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save only a state that is finite; older checkpoints go only if it was saved."""
+        guard = self._guard_of(model)
+        bad = guard.first_bad()
+        if any(guard.window.processes.sums([float(bad is not None)])):
+            where = bad if bad is not None else "a tensor of another process"
+            _log.error(
+                "step %d is not saved: %s is not finite; older checkpoints are kept",
+                self.state.global_step,
+                where,
+            )
+            return
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            if folder.is_dir():
+                text = json.dumps(guard.state_dict())
+                (folder / STATE_FILE).write_text(text, encoding="utf-8")
+
+
+def protect(trainer: Any, **settings: Any) -> Any:
+    """Put a guard into a Trainer that exists; returns it.
+
+    settings: as `TrainerMixin.guard_settings`.
+    """
+    own = type(trainer)
+    if not isinstance(trainer, TrainerMixin):
+        trainer.__class__ = type(f"Guarded{own.__name__}", (TrainerMixin, own), {})
+    trainer.guard_settings = settings
+    return trainer
+
+
+def refuse_bad_ids(inputs: Any, model: Any) -> None:
+    """Raise DataError if a token id or label is unknown to the model, before a GPU asserts it."""
+    if "input_ids" not in inputs:
+        return
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for name, spared in (("input_ids", None), ("labels", IGNORED)):
+        ids = inputs.get(name)
+        if ids is None or ids.is_floating_point() or not ids.numel():
+            continue
+        bad = (ids >= vocabulary) | ((ids < 0) if spared is None else (ids < 0) & (ids != spared))
+        if bool(bad.any()):
+            raise DataError(
+                f"{name} has {int(ids[bad][0])}, and the model knows ids from 0 to {vocabulary - 1}"
+            )
+
+
+def _blank(inputs: Any) -> Any:
+    """Return a micro-batch of which no label counts."""
+    names = [name for name in ("labels", "shift_labels") if name in inputs]
+    return {**inputs, **{name: torch.full_like(inputs[name], IGNORED) for name in names}}

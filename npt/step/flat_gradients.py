@@ -1,0 +1,111 @@
+"""Gradients in a few flat buffers: scratch for one micro-batch, and the sums of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatGradients:
+    """The gradients of a window, and scratch for those of one micro-batch.
+
+    Scratch and sums are flat, one buffer per device and dtype, so that a micro-batch is judged and
+    added in a few operations. A parameter's `.grad` is a view of them.
+
+    Args:
+        parameters: whose `.grad` belongs to this object from now on.
+        track: notice which parameters take part in a backward, so that the others keep the `.grad`
+            None that makes an optimizer leave them alone.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], track: bool = False):
+        self.parameters = tuple(parameters)
+        self.scratch, self.scratch_views = _flat_like(self.parameters)
+        self.sums, self.sum_views = _flat_like(self.parameters)
+        self.reached: set[int] | None = set() if track else None
+        """Places of the parameters that the micro-batch's backward reached; None: not tracked."""
+        self._handles = []
+        if self.reached is not None:
+            self._handles = [
+                p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
+                for i, p in enumerate(self.parameters)
+            ]
+
+    def begin(self) -> None:
+        """Point every `.grad` at empty scratch, for one forward and backward."""
+        for flat in self.scratch:
+            flat.zero_()
+        if self.reached is not None:
+            self.reached.clear()
+        for parameter, view in zip(self.parameters, self.scratch_views, strict=True):
+            parameter.grad = view
+
+    def collect(self) -> None:
+        """Take gradients into scratch that were made elsewhere: `.grad` was replaced, or None."""
+        for parameter, view in zip(self.parameters, self.scratch_views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+    def withdraw(self) -> None:
+        """Leave the parameters without gradients; the window keeps its sums."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def scale(self, factor: float) -> None:
+        """Multiply the micro-batch's gradients."""
+        for flat in self.scratch:
+            flat.mul_(factor)
+
+    def add(self, flag: Tensor) -> None:
+        """Add the scratch to the sums if the scalar bool `flag` is set, without reading it.
+
+        In place, for a third tensor of this size would be the guard's largest.
+        """
+        for total, scratch in zip(self.sums, self.scratch, strict=True):
+            nothing = torch.zeros((), dtype=scratch.dtype, device=scratch.device)
+            torch.where(flag.to(scratch.device), scratch, nothing, out=scratch)
+            total += scratch
+
+    def expose(self, unreached: Sequence[int] = ()) -> None:
+        """Point `.grad` at the window's sums, but leave those parameters without one."""
+        for parameter, view in zip(self.parameters, self.sum_views, strict=True):
+            parameter.grad = view
+        for place in unreached:
+            self.parameters[place].grad = None
+
+    def clear(self) -> None:
+        """Forget the window."""
+        for flat in self.sums:
+            flat.zero_()
+        self.withdraw()
+
+    def close(self) -> None:
+        """Leave the parameters as they were found, without a gradient."""
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _note(reached: set[int], place: int, _parameter: Tensor) -> None:
+    reached.add(place)
+
+
+def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a flat buffer of zeros per device and dtype, and each parameter's view of one."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, p in enumerate(parameters):
+        groups.setdefault((p.device, p.dtype), []).append(i)
+    flats: list[Tensor] = []
+    views: dict[int, Tensor] = {}
+    for (device, dtype), members in groups.items():
+        sizes = [parameters[i].numel() for i in members]
+        flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
+        for i, part in zip(members, flats[-1].split(sizes), strict=True):
+            views[i] = part.view_as(parameters[i])
+    return flats, [views[i] for i in range(len(parameters))]

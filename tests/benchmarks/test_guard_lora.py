@@ -1,0 +1,37 @@
+"""The cost of the guard is measured on loops that do the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import guard_lora
+
+
+def test_both_loops_make_the_same_steps(monkeypatch) -> None:
+    """Two micro-batches: a half is exact, so the guarded step is the plain one, bit for bit."""
+    made = []
+
+    def remembered(make=guard_lora.lora):
+        made.append(make())
+        return made[-1]
+
+    monkeypatch.setattr(guard_lora, "lora", remembered)
+    ids = torch.arange(16).view(2, 8)
+    plain, (guarded, guard) = guard_lora.plain(ids), guard_lora.guarded(ids)
+    for _ in range(2):
+        plain()
+        guarded()
+    (one, _), (other, _) = made
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert guard.counts.steps == 2
+
+
+def test_the_figures_are_printed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["guard_lora.py", "--pairs", "2", "--rows", "1", "--length", "4"]
+    )
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    guard_lora.main()
+    assert pytest.approx(1.0, abs=0.9) == float(capsys.readouterr().out.split()[4])

@@ -1,0 +1,69 @@
+"""Faults in other people's trainers: judged by an unguarded run that never saw them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import npt
+from faults.row_cases import CASES
+from faults.row_runs import TRAINERS, judged
+from npt.guard.guard import Guard
+from npt.guard.traces import Draws
+from npt.step.guarded_update import GuardedUpdate
+
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
+
+
+def case(name: str):
+    return next(case for case in CASES if case.id == name)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", [case.id for case in CASES])
+def test_a_fault_leaves_no_trace_and_is_located(name, trainer) -> None:
+    line = judged(case(name), trainer)
+    assert line.verdict.passed and line.verdict.located, line.verdict.detail
+    assert line.unguarded != "equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer", "where", "method", "sabotage"),
+    [
+        ("row-tensor-nan", "loop", Draws, "undo", lambda *_: None),
+        ("step-weight", "loop", Draws, "rewind", lambda *_: None),
+        ("row-tensor-nan", "hf", Guard, "begin_again", lambda *_: []),
+        ("step-moment", "hf", GuardedUpdate, "restore", lambda *_: None),
+    ],
+)
+def test_a_guard_that_is_broken_fails(name, trainer, where, method, sabotage, monkeypatch) -> None:
+    monkeypatch.setattr(where, method, sabotage)
+    assert not judged(case(name), trainer).verdict.passed
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("inject_fault", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_runs_a_case_of_a_trainer(monkeypatch, capsys) -> None:
+    given = ["inject_fault.py", "--trainer", "loop", "--case", "row-label", "--json"]
+    monkeypatch.setattr("sys.argv", given)
+    assert script().main() == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 1, 0)
+
+
+def test_the_script_lists_the_cases_of_trainers(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["inject_fault.py", "--trainer", "hf", "--list", "--json"])
+    assert script().main() == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["id"] for entry in listed] == [case.id for case in CASES]
+    assert len(listed) >= 20 and all(entry["truth"] for entry in listed)

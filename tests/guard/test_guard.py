@@ -1,0 +1,289 @@
+"""The guard: a run with bad micro-batches equals, bit for bit, an unguarded run that never saw
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from bitsandbytes.optim import AdamW8bit
+from guarded_loops import FAULTS, Micro, World, assert_same_state, guarded_run, never_saw, plain_run
+from hypothesis import given, settings
+from torch import nn
+
+from npt.errors import ConfigError, TooManyRefusalsError
+from npt.guard import Guard, GuardSettings
+from npt.planning.measure import peak_bytes
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adam-loop": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False, amsgrad=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adamw-8bit": lambda p: AdamW8bit(p, lr=0.01, min_8bit_size=1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+def micro_batches() -> st.SearchStrategy[Micro]:
+    return st.builds(
+        Micro,
+        seed=st.integers(0, 50),
+        tokens=st.integers(1, 9),
+        fault=st.sampled_from([None, None, None, *FAULTS]),
+        branch=st.booleans(),
+    )
+
+
+WINDOWS = st.lists(st.lists(micro_batches(), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    windows=WINDOWS,
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    loss=st.sampled_from(["sum", "mean"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    undo=st.sampled_from(["step", "none"]),
+)
+def test_refused_micro_batches_leave_no_trace(windows, optimizer, loss, dtype, undo) -> None:
+    guarded = World(OPTIMIZERS[optimizer], dtype)
+    outcomes = guarded_run(guarded, windows, loss=loss, undo=undo, max_refused=10**6)
+    plain = World(OPTIMIZERS[optimizer], dtype)
+    plain_run(plain, never_saw(windows), loss)
+    assert_same_state(guarded, plain)
+    for window, outcome in zip(windows, outcomes, strict=True):
+        bad = [i for i, micro in enumerate(window) if micro.fault]
+        assert [refusal.micro_batch for refusal in outcome.refused] == bad
+        assert outcome.applied is (len(bad) < len(window))
+        assert [r.sample_ids for r in outcome.refused] == [(str(window[i].seed),) for i in bad]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_same_loop_unguarded_is_lost_or_changed(fault) -> None:
+    windows = [[Micro(1), Micro(2, fault=fault)], [Micro(3)]]
+    bad, clean = World(), World()
+    try:
+        plain_run(bad, windows, "sum")
+    except FloatingPointError:
+        return
+    plain_run(clean, never_saw(windows), "sum")
+    with pytest.raises(AssertionError):
+        assert_same_state(bad, clean)
+
+
+@settings(max_examples=20, deadline=None)
+@given(optimizer=st.sampled_from(sorted(OPTIMIZERS)), first=st.booleans())
+def test_a_step_that_fails_is_taken_back(optimizer, first) -> None:
+    good = [[Micro(1), Micro(2)], [Micro(3)]]
+    place = 0 if first else 1
+    windows = [*good[:place], [Micro(9)], *good[place:]]
+    guarded, plain = World(OPTIMIZERS[optimizer]), World(OPTIMIZERS[optimizer])
+    spoil = spoilt_step(guarded.optimizer, place)
+    outcomes = guarded_run(guarded, windows)
+    plain_run(plain, good, "sum")
+    assert_same_state(guarded, plain)
+    assert [o.applied for o in outcomes] == [index != place for index in range(3)]
+    (refusal,) = outcomes[place].refused
+    assert (refusal.kind, refusal.micro_batch, refusal.tensor) == ("update", None, spoil)
+
+
+def spoilt_step(optimizer: torch.optim.Optimizer, at: int) -> str:
+    """Let the step number `at` leave a NaN in a weight; returns the weight's name."""
+    step, calls = optimizer.step, 0
+
+    def spoiling() -> None:
+        nonlocal calls
+        step()
+        if calls == at:
+            optimizer.param_groups[0]["params"][-1].data.view(-1)[0] = math.nan
+        calls += 1
+
+    optimizer.step = spoiling  # type: ignore[method-assign]
+    return "branch.bias"
+
+
+def test_a_spike_is_refused_as_a_window() -> None:
+    good = [[Micro(i), Micro(i + 100)] for i in range(24)]
+    huge = [Micro(50, scale=1e4)]
+    guarded, plain = World(), World()
+    outcomes = guarded_run(guarded, [*good, huge, *good[:2]], spike_sigmas=8.0)
+    plain_run(plain, [*good, *good[:2]], "sum")
+    assert_same_state(guarded, plain)
+    assert [r.kind for o in outcomes for r in o.refused] == ["spike"]
+    assert not outcomes[24].applied
+
+
+def test_the_tensor_behind_a_gradient_is_named() -> None:
+    (outcome,) = guarded_run(World(), [[Micro(1), Micro(2, fault="gradient")]])
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor) == ("gradient", "norm.weight")
+    assert "norm.weight has norm nan" in refusal.detail
+
+
+def test_numbers_that_the_loop_draws_itself_are_not_drawn_again() -> None:
+    """A window that is refused as a whole is rewound, but not over the draws of the loop's data."""
+    world = World()
+    with Guard(world.model, world.optimizer) as guard:
+        before = torch.get_rng_state()
+        for _ in range(2):
+            with guard.micro_batch() as micro:
+                world.forward_backward(micro, Micro(1, fault="loss"), "sum")
+            drawn = torch.rand(3)
+        assert not guard.step().applied
+    torch.set_rng_state(before)
+    assert torch.equal(drawn, torch.rand(2, 3)[1])
+
+
+def test_an_error_leaves_the_window_as_it_was() -> None:
+    windows = [[Micro(1), Micro(2)]]
+    guarded, plain = World(), World()
+    torch.set_rng_state(guarded.random)
+    with Guard(guarded.model, guarded.optimizer, guarded.scheduler, max_grad_norm=1.0) as guard:
+        for micro in (windows[0][0], Micro(3, fault="exception"), windows[0][1]):
+            with suppress(KeyError), guard.micro_batch(micro.tokens) as told:
+                try:
+                    guarded.forward_backward(told, micro, "sum")
+                except FloatingPointError as error:
+                    raise KeyError from error
+        assert guard.step().refused == ()
+    guarded.random = torch.get_rng_state()
+    plain_run(plain, windows, "sum")
+    assert_same_state(guarded, plain)
+
+
+def test_statistics_of_batch_norms_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before = copy.deepcopy(model.state_dict())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with guard.micro_batch() as micro:
+        micro.loss = model(torch.full((5, 3), math.nan)).sum()
+        micro.loss.backward()
+    assert not guard.step().applied
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("overflows", [1, 3])
+def test_an_overflow_of_fp16_costs_its_micro_batch(overflows) -> None:
+    """Scales are powers of two, so that a scaled run equals an unscaled one bit for bit."""
+    windows = [[Micro(1), Micro(2, fault="gradient")], [Micro(3)]]
+    guarded, plain = World(), World()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    outcomes = guarded_run(guarded, windows, scaler=scaler)
+    plain_run(plain, never_saw(windows), "sum")
+    assert_same_state(guarded, plain)
+    assert [o.applied for o in outcomes] == [True, True]
+    assert scaler.get_scale() == 2048.0  # two steps without an overflow, as without the bad one
+    # Windows of which nothing survives lower it, but for the first.
+    guarded_run(guarded, [[Micro(4, fault="gradient")]] * overflows, scaler=scaler)
+    assert scaler.get_scale() == 2048.0 / 2 ** (overflows - 1)
+
+
+def test_too_many_refusals_stop_with_the_state_before_them() -> None:
+    guarded, plain = World(), World()
+    with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row, the last of"):
+        guarded_run(guarded, [[Micro(1)], *[[Micro(2, fault="loss")]] * 5], max_refused=3)
+    plain_run(plain, [[Micro(1)]], "sum")
+    assert_same_state(guarded, plain)
+
+
+def test_counts_continue_after_a_resume() -> None:
+    world = World()
+    first = Guard(world.model, world.optimizer, spike_sigmas=6.0)
+    for seed, fault in ((1, None), (2, "loss")):
+        with first.micro_batch() as micro:
+            world.forward_backward(micro, Micro(seed, fault=fault), "sum")
+        first.step()
+    second = Guard(world.model, world.optimizer, spike_sigmas=6.0)
+    second.load_state_dict(first.state_dict())
+    assert second.counts == first.counts
+    assert (second.counts.windows, second.counts.steps, second.counts.refused) == (2, 1, 1)
+    assert second.state_dict() == first.state_dict()
+
+
+@pytest.mark.parametrize("undo", ["step", "none"])
+def test_memory_is_what_it_says(undo) -> None:
+    """Against the same loop unguarded; a tenth of a weight is for small tensors of torch's own."""
+
+    def peak(guarded: bool) -> tuple[int, int]:
+        model = nn.Linear(512, 512, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        data = torch.ones(1, 512)
+        model(data).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said = 0
+        guard = None
+
+        def run() -> None:
+            nonlocal said, guard
+            if guarded:
+                guard = Guard(model, optimizer, undo=undo)
+                said = guard.memory().peak
+            for _ in range(2):
+                if guard is None:
+                    for _ in range(2):
+                        model(data).sum().backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    for _ in range(2):
+                        with guard.micro_batch():
+                            model(data).sum().backward()
+                    guard.step()
+
+        return peak_bytes(run, "cpu").added, said
+
+    unguarded, _ = peak(False)
+    added, said = peak(True)
+    weight, count = 512 * 512 * 4, 4  # AdamW's count of steps is a tensor too
+    assert said == (4 * weight + count if undo == "step" else weight)
+    assert added - unguarded <= said + weight // 10
+    # A plain loop is at its peak in backward, with a gradient that is added to another one.
+    elsewhere = weight if undo == "step" else 0
+    assert added - unguarded >= said - elsewhere - weight // 10
+
+
+def sharded(model: nn.Linear) -> nn.Linear:
+    """Mark a weight as FSDP marks its own."""
+    model.weight._is_flat_param = True  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: Guard(m, torch.optim.LBFGS(m.parameters())), "LBFGS calls the model itself"),
+        (lambda m: Guard(nn.Linear(2, 2), torch.optim.SGD(m.parameters())), "give the guard the"),
+        (lambda m: Guard(m, torch.optim.SGD(m.parameters()), undo="all"), "undo is 'all'; choose"),
+        (lambda m: Guard(sharded(m), torch.optim.SGD(m.parameters())), "weight is sharded over"),
+        (lambda m: GuardSettings(max_grad_norm=0.0), "max_grad_norm is 0.0; it must be above 0"),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused_in_one_line(change, said) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        change(nn.Linear(3, 3))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_guard_needs_torch_alone() -> None:
+    program = (
+        "import sys, npt.guard;"
+        "print({m.partition('.')[0] for m in sys.modules}"
+        " & {'bitsandbytes', 'datasets', 'transformers', 'peft', 'accelerate', 'tokenizers'})"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "set()\n", ran.stderr

@@ -1,0 +1,107 @@
+"""Two processes under one guard: a fault on one of them is refused by both, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from guarded_loops import MAX_NORM, Micro, World, assert_equal, state_of
+from several import several, values
+from torch import nn
+
+from npt.guard import Guard, Outcome
+
+Windows = list[list[Micro]]
+WINDOWS: list[Windows] = [  # of process 0 and 1
+    [[Micro(1), Micro(2, 3)], [Micro(3), Micro(4)], [Micro(5), Micro(6)], [Micro(7), Micro(8)]],
+    [
+        [Micro(11), Micro(12, fault="gradient")],
+        [Micro(13, branch=True), Micro(14)],
+        [Micro(15, fault="loss"), Micro(16, fault="exception")],
+        [Micro(17), Micro(18)],
+    ],
+]
+"""Of the third window nothing survives on process 1."""
+
+
+def accelerated(processes: Any, lost: tuple[int, ...] = ()) -> tuple[Any, list[Outcome]]:
+    """Train in a loop of accelerate's; windows `lost` have a fault in every micro-batch."""
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == processes.size
+    world = World()
+    model, optimizer, scheduler = accelerator.prepare(world.model, world.optimizer, world.scheduler)
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    guard = Guard(model, optimizer, scheduler, max_grad_norm=MAX_NORM)
+    outcomes = []
+    torch.manual_seed(processes.index)
+    for number, window in enumerate(WINDOWS[processes.index]):
+        for micro in window:
+            with guard.micro_batch(micro.tokens, [micro.seed]) as told:
+                output = model(micro.data(torch.float32), micro.branch)
+                loss = output.square().sum() * (float("nan") if number in lost else 1.0)
+                told.loss = loss
+                handle = None
+                if micro.fault == "gradient":
+                    handle = world.model.norm.weight.register_hook(lambda g: g * float("nan"))
+                accelerator.backward(loss)
+                if handle is not None:
+                    handle.remove()
+                if micro.fault == "exception":
+                    raise FloatingPointError("planted")
+        outcomes.append(guard.step())
+    world.random = torch.get_rng_state()
+    return state_of(world), outcomes
+
+
+def plain(processes: Any, lost: tuple[int, ...] = ()) -> Any:
+    """Train by hand: sum gradients over the processes, divide, clip, step; no guard."""
+    world = World()
+    parameters = list(world.model.parameters())
+    torch.manual_seed(processes.index)
+    for number, window in enumerate(WINDOWS[processes.index]):
+        if number in lost:
+            continue
+        kept = [micro for micro in window if micro.fault is None]
+        world.optimizer.zero_grad()
+        for micro in kept:
+            world.model(micro.data(torch.float32), micro.branch).square().sum().backward()
+        tokens = torch.tensor(float(sum(micro.tokens for micro in kept)))
+        dist.all_reduce(tokens)
+        for parameter in parameters:
+            reached = torch.tensor(float(parameter.grad is not None))
+            dist.all_reduce(reached)
+            if reached:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(tokens)
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        world.optimizer.step()
+        for _ in range(processes.size):  # as accelerate's schedulers do
+            world.scheduler.step()
+    world.random = torch.get_rng_state()
+    return state_of(world)
+
+
+def both(processes: Any, lost: tuple[int, ...] = ()) -> Any:
+    guarded, outcomes = accelerated(processes, lost)
+    assert_equal(guarded, plain(processes, lost), "state")
+    del guarded["random"]  # of each process its own
+    return json.dumps(guarded, default=torch.Tensor.tolist), outcomes
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (1, 3)])
+def test_a_fault_on_one_process_is_refused_by_both(lost) -> None:
+    ended = values(several(2, both, lost))
+    assert ended[0] == ended[1]  # one decision, known to both
+    outcomes: list[Outcome] = ended[0][1]
+    assert [o.applied for o in outcomes] == [number not in lost for number in range(4)]
+    if not lost:
+        found = [[(r.process, r.kind, r.sample_ids) for r in o.refused] for o in outcomes]
+        bad = [(1, "loss", ("15",)), (1, "error", ("16",))]
+        assert found == [[(1, "gradient", ("12",))], [], bad, []]
+        assert [r.micro_batch for r in outcomes[2].refused] == [1, 3]

@@ -1,0 +1,252 @@
+"""transformers' Trainer under a guard equals, bit for bit, one that never saw the bad rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from guarded_loops import assert_equal
+from guarded_trainers import InOrder, small_llama, state_of, trainer_of
+from peft import LoraConfig, get_peft_model
+from several import several, values
+from transformers import TrainerCallback, TrainingArguments
+
+from faults.row_faults import plant, row
+from npt.errors import TooManyRefusalsError
+from npt.guard import TrainerMixin, protect
+
+
+class Safe(TrainerMixin, InOrder):
+    """As anybody writes it."""
+
+
+NEW = hasattr(TrainingArguments, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if NEW else "gradient_checkpointing"
+
+ROWS = 8
+BAD = 5
+"""In the second window of four, the last of an epoch: a Trainer without it has three there."""
+
+
+def rows(fault: str | None, bad: tuple[int, ...] = (BAD,)) -> list[Any]:
+    return [row(i, fault if i in bad else None) for i in range(ROWS)]
+
+
+def model_with(fault: str | None, dropout: float = 0.2) -> Any:
+    return plant(small_llama(dropout), fault)
+
+
+def trained(kind: Any, data: list[Any], fault: str | None, folder: Any, **arguments: Any) -> Any:
+    trainer = trainer_of(kind, data, folder, model_with(fault), **arguments)
+    trainer.train()
+    return trainer
+
+
+def without(bad: int) -> list[Any]:
+    return [good for i, good in enumerate(rows(None)) if i != bad]
+
+
+FAULTS = (
+    "id-large",
+    "label",
+    "loss-nan",
+    "gradient-inf",
+    "tensor-nan",
+    "tensor-1e20",
+    "raises-backward",
+    "recomputation",
+)
+"""Of the campaign's, some; `debug/inject_fault.py --trainer hf --all` runs all of them."""
+
+CASES = [
+    (fault, checkpointing)
+    for fault in FAULTS
+    for checkpointing in (False, True)
+    if checkpointing or fault != "recomputation"
+]
+
+
+@pytest.mark.parametrize(("fault", "checkpointing"), CASES)
+def test_a_refused_row_leaves_no_trace(fault, checkpointing, tmp_path) -> None:
+    window = {"gradient_accumulation_steps": 4, CHECKPOINTING: checkpointing}
+    guarded = trained(Safe, rows(fault), fault, tmp_path, **window)
+    after = state_of(guarded)
+    stock = trained(InOrder, without(BAD), None, tmp_path, **window)
+    assert_equal(after, state_of(stock), "state")
+    assert guarded.guard.counts.refused == 1
+    history = [
+        {key: entry[key] for key in ("loss", "grad_norm", "learning_rate") if key in entry}
+        for trainer in (guarded, stock)
+        for entry in trainer.state.log_history[:-1]
+    ]
+    assert history[:3] == history[3:]
+    assert [entry["refused"] for entry in guarded.state.log_history] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_same_trainer_unguarded_is_lost(fault, tmp_path) -> None:
+    window = {"gradient_accumulation_steps": 4, CHECKPOINTING: fault == "recomputation"}
+    try:
+        bad = trained(InOrder, rows(fault), fault, tmp_path, **window)
+    except (IndexError, FloatingPointError):
+        return
+    after = state_of(bad)
+    stock = trained(InOrder, without(BAD), None, tmp_path, **window)
+    with pytest.raises(AssertionError):
+        assert_equal(after, state_of(stock), "state")
+
+
+def test_losses_that_are_means_are_divided_by_the_survivors(tmp_path) -> None:
+    """Of a model that is not told the window's tokens; its Trainer divides by micro-batches."""
+
+    def train(kind: Any, data: list[Any], fault: str | None) -> Any:
+        model = model_with(fault)
+        trainer = trainer_of(kind, data, tmp_path, model, gradient_accumulation_steps=4)
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        return state_of(trainer)
+
+    guarded = train(Safe, rows("gradient-inf"), "gradient-inf")
+    assert_equal(guarded, train(InOrder, without(BAD), None), "state")
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
+def test_a_window_of_nothing_else_is_left_out(max_grad_norm, tmp_path) -> None:
+    """As with an fp16 overflow, `global_step` counts it, the schedule does not."""
+    settings = {
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 4,
+        "max_grad_norm": max_grad_norm,
+    }
+    guarded = trained(Safe, rows("loss-nan"), "loss-nan", tmp_path, max_steps=ROWS, **settings)
+    after = state_of(guarded)
+    stock = trained(InOrder, without(BAD), None, tmp_path, max_steps=ROWS - 1, **settings)
+    assert_equal(after, state_of(stock), "state")
+    assert (guarded.guard.counts.steps, guarded.state.global_step) == (ROWS - 1, ROWS)
+
+
+def test_a_step_that_fails_is_taken_back(tmp_path, caplog) -> None:
+    settings = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
+    guarded = trainer_of(InOrder, rows(None), tmp_path, max_steps=ROWS, **settings)
+    calls = []
+
+    class Spoiling(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if len(calls) == BAD:
+                self.param_groups[0]["params"][0].data[0, 0] = math.nan
+            calls.append(1)
+
+    guarded.optimizer_cls_and_kwargs = (Spoiling, {"lr": 0.01, "fused": True})
+    protect(guarded).train()
+    after = state_of(guarded)
+    stock = trained(InOrder, without(BAD), None, tmp_path, max_steps=ROWS - 1, **settings)
+    assert_equal(after, state_of(stock), "state")
+    (said,) = [record.message for record in caplog.records if record.name == "npt.guard"]
+    assert said.startswith("refused in step 6: the whole window: update: model.embed_tokens.weight")
+
+
+def test_lora_on_a_4_bit_base_leaves_no_trace(load_model, tmp_path) -> None:
+    def lora(fault: str | None) -> Any:
+        model = load_model()
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        return plant(get_peft_model(model, config), fault)
+
+    window = {"gradient_accumulation_steps": 4, "max_steps": 2, CHECKPOINTING: True}
+    guarded = trainer_of(Safe, rows("tensor-nan"), tmp_path, lora("tensor-nan"), **window)
+    guarded.train()
+    after = state_of(guarded)
+    stock = trainer_of(InOrder, without(BAD), tmp_path, lora(None), **window)
+    stock.train()
+    assert_equal(after, state_of(stock), "state")
+    assert guarded.guard.counts.refused == 1
+
+
+def test_a_state_that_is_not_finite_pushes_no_checkpoint_out(tmp_path) -> None:
+    class Breaking(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.global_step == 2:
+                named["model"].lm_head.weight.data[0, 0] = math.nan
+
+    def folders(kind: Any, folder: Any) -> list[str]:
+        saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+        trainer = trainer_of(kind, rows(None), folder, **saving)
+        trainer.add_callback(Breaking())
+        trainer.train()
+        return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+    assert folders(Safe, tmp_path / "guarded") == ["checkpoint-1"]
+    assert folders(InOrder, tmp_path / "stock") == ["checkpoint-3"]
+
+
+def test_counts_continue_with_a_checkpoint(tmp_path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 4}
+    trained(Safe, rows("loss-nan"), "loss-nan", tmp_path, **saving)
+    trainer = trainer_of(Safe, rows("loss-nan"), tmp_path, model_with("loss-nan"), **saving)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.guard.counts.refused == 1
+    assert (trainer.guard.counts.windows, trainer.state.global_step) == (3, 3)
+
+
+def test_a_training_that_an_error_ended_can_begin_again(tmp_path) -> None:
+    class Stopping(TrainerCallback):
+        stop = True
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if self.stop and state.global_step == 1:
+                raise KeyError("in the second window")
+
+    def train(kind: Any) -> Any:
+        trainer = trainer_of(kind, rows(None), tmp_path, gradient_accumulation_steps=4)
+        trainer.add_callback(stopping := Stopping())
+        with pytest.raises(KeyError):
+            trainer.train()
+        stopping.stop = False
+        trainer.train()
+        return trainer
+
+    guarded = train(Safe)
+    after = state_of(guarded)
+    assert_equal(after, state_of(train(InOrder)), "state")
+    assert guarded.guard.counts.windows == 3
+
+
+def test_too_many_refusals_in_a_row_end_the_training(tmp_path) -> None:
+    data = rows("loss-nan", tuple(range(2, ROWS)))
+    trainer = protect(trainer_of(InOrder, data, tmp_path, model_with("loss-nan")), max_refused=3)
+    trainer.args.max_steps = ROWS
+    with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row"):
+        trainer.train()
+    assert trainer.guard.counts.steps == 2 and trainer.guard.first_bad() is None
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (2, 1)])
+def test_two_processes_refuse_alike(accumulate, steps, tmp_path) -> None:
+    """Their sum is that of one Trainer with three micro-batches, in the order of the processes."""
+    given = {"gradient_accumulation_steps": accumulate, "max_steps": steps}
+    ended = values(several(2, two_processes, rows("loss-nan", (3,))[:4], tmp_path, given))
+    assert ended[0] == ended[1]
+    order = [0, 1, 2] if accumulate == 1 else [0, 2, 1]
+    good = rows(None)
+    model = model_with(None, dropout=0.0)
+    window = {"gradient_accumulation_steps": 2 if accumulate == 1 else 3, "max_steps": steps}
+    stock = trainer_of(InOrder, [good[i] for i in order], tmp_path, model, **window)
+    stock.train()
+    assert ended[0] == json.dumps(weights_and_moments(stock), default=torch.Tensor.tolist)
+
+
+def two_processes(processes: Any, data: list[Any], folder: Any, given: dict[str, Any]) -> str:
+    model = model_with("loss-nan", dropout=0.0)  # a process draws numbers of its own
+    trainer = trainer_of(Safe, data, folder, model, **given)
+    trainer.train()
+    assert trainer.args.world_size == 2 and trainer.guard.counts.refused == 1
+    return json.dumps(weights_and_moments(trainer), default=torch.Tensor.tolist)
+
+
+def weights_and_moments(trainer: Any) -> dict[str, Any]:
+    state = state_of(trainer)
+    return {key: state[key] for key in ("weights", "optimizer", "scheduler")}
