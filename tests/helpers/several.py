@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup, exit_status_of
@@ -149,6 +150,8 @@ def _process(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+    # that of the test's own process, which may have trained alone
+    AcceleratorState._reset_state(reset_partial_state=True)
     started = time.monotonic()
     ended = Ended(status=0)
     processes = ProcessGroup()
