@@ -1,13 +1,11 @@
-"""TRL's trainers under a guard, as `test_guard_trainer.py`."""
+"""TRL's trainers under a guard, as `test_guard_trainer.py`; skipped if TRL is not installed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import datasets
 import pytest
 import torch
-import trl
 from guarded_loops import assert_equal
 from guarded_trainers import ARGUMENTS, RowsInOrder, small_llama, state_of
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -15,6 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from faults.row_faults import plant, row
 from npt.base.load import EMBEDDED_FOLDER
 from npt.guard import TrainerMixin
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
 
 BAD = 5
 
