@@ -16,6 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from npt.errors import ConfigError, DataError
 from npt.guard.guard import Guard, Outcome
+from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -53,17 +55,31 @@ class TrainerMixin(Trainer):
     _resumed_from: str | None = None
     _guarded: Any = None
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        before = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        first = [
+            c for c in before if hasattr(c, "training_step") and not issubclass(c, TrainerMixin)
+        ]
+        if first:
+            raise ConfigError(
+                f"{cls.__name__} has {first[0].__name__} before TrainerMixin, so its steps would be"
+                " unguarded; put TrainerMixin first"
+            )
+        check_settings(cls.guard_settings)
+
     def on_refused(self, outcome: Outcome) -> None:
         """Warn of each refusal; override to do more."""
         for refusal in outcome.refused:
             _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
 
-    def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train, with a guard of its own: a window that an error left open is forgotten."""
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        """Train, with a guard of its own: a window that an error left open is forgotten, as when
+        memory ran out and `auto_find_batch_size` begins again."""
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
-        return super().train(*arguments, **named)
+        return super()._inner_training_loop(*arguments, **named)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
@@ -113,13 +129,20 @@ class TrainerMixin(Trainer):
         return losses
 
     def _logged_again(self, losses: list[Tensor]) -> Tensor:
-        """Replace the window's losses in the Trainer's sum; return the last, which it adds."""
+        """Replace the window's losses in the Trainer's sum; return the last, which it adds.
+
+        A window of which nothing is left adds the mean of the steps since the last entry of the
+        log, as a NaN does that the Trainer filters: the entry divides by all of them.
+        """
         if not hasattr(self, "_tr_loss"):
             return losses[-1] if losses else torch.zeros((), device=self.args.device)
         self._tr_loss.copy_(self._logged)
+        if not losses:
+            steps = self.state.global_step - self._globalstep_last_logged
+            return self._tr_loss / max(1, steps)
         for loss in losses[:-1]:
             self._tr_loss += loss
-        return losses[-1] if losses else torch.zeros_like(self._tr_loss)
+        return losses[-1]
 
     def _guard_of(self, model: Any) -> Guard:
         """Return the guard of the present optimizer, whose `step` is the guard's from now on."""
@@ -131,7 +154,8 @@ class TrainerMixin(Trainer):
             raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
         self._inputs, self._guarded = [], self.optimizer
         settings = dict(self.guard_settings)
-        settings["refuse"] = (*settings.get("refuse", (FloatingPointError,)), DataError)
+        refuse = settings.get("refuse", (FloatingPointError,))
+        settings["refuse"] = (*(refuse if isinstance(refuse, tuple) else (refuse,)), DataError)
         norm = self.args.max_grad_norm or math.inf
         self.guard = Guard(model, self.optimizer, loss="share", max_grad_norm=norm, **settings)
         if self._resumed_from is not None:
@@ -193,7 +217,11 @@ def protect(trainer: Any, **settings: Any) -> Any:
     """Put a guard into a Trainer that exists; returns it.
 
     settings: as `TrainerMixin.guard_settings`.
+
+    Raises:
+        ConfigError: a setting.
     """
+    check_settings(settings)
     own = type(trainer)
     if not isinstance(trainer, TrainerMixin):
         trainer.__class__ = type(f"Guarded{own.__name__}", (TrainerMixin, own), {})
@@ -201,20 +229,46 @@ def protect(trainer: Any, **settings: Any) -> Any:
     return trainer
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that a Trainer's guard does not have, and values that it cannot have."""
+    known = [f.name for f in fields(GuardSettings) if f.name not in ("loss", "max_grad_norm")]
+    unknown = next((name for name in settings if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"a Trainer's guard has no setting {unknown!r}; choose from {', '.join(known)} (the"
+            " norm is that of TrainingArguments)"
+        )
+    GuardSettings(**settings)
+
+
 def refuse_bad_ids(inputs: Any, model: Any) -> None:
-    """Raise DataError if a token id or label is unknown to the model, before a GPU asserts it."""
-    if "input_ids" not in inputs:
-        return
-    vocabulary = model.get_input_embeddings().num_embeddings
-    for name, spared in (("input_ids", None), ("labels", IGNORED)):
-        ids = inputs.get(name)
-        if ids is None or ids.is_floating_point() or not ids.numel():
+    """Raise DataError if a token id or label is unknown to the model, before a GPU asserts it.
+
+    Labels are checked if the model predicts tokens; nothing is if its sizes cannot be told.
+    """
+    found = []
+    for name, part in (("input_ids", "get_input_embeddings"), ("labels", "get_output_embeddings")):
+        ids, size = inputs.get(name), _rows_of(model, part)
+        if ids is None or size is None or ids.is_floating_point() or not ids.numel():
             continue
-        bad = (ids >= vocabulary) | ((ids < 0) if spared is None else (ids < 0) & (ids != spared))
-        if bool(bad.any()):
-            raise DataError(
-                f"{name} has {int(ids[bad][0])}, and the model knows ids from 0 to {vocabulary - 1}"
-            )
+        below = ids < 0 if name == "input_ids" else (ids < 0) & (ids != IGNORED)
+        found.append((name, ids, size, (ids >= size) | below))
+    # read once for both
+    if not found or not bool(torch.stack([bad.any() for *_, bad in found]).any()):
+        return
+    name, ids, size, bad = next(entry for entry in found if bool(entry[-1].any()))
+    raise DataError(f"{name} has {int(ids[bad][0])}, and the model knows ids from 0 to {size - 1}")
+
+
+def _rows_of(model: Any, part: str) -> int | None:
+    """Return the number of tokens that an embedding or head has a row for, also inside PEFT's."""
+    find = getattr(model, part, None)
+    module = None if find is None else find()
+    inner = module
+    while inner is not None:  # a LoRA's own sizes are others
+        module, inner = inner, getattr(inner, "base_layer", None)
+        inner = getattr(module, "original_module", None) if inner is None else inner
+    return getattr(module, "num_embeddings", getattr(module, "out_features", None))
 
 
 def _blank(inputs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from several import several, values
 from transformers import TrainerCallback, TrainingArguments
 
 from faults.row_faults import plant, row
-from npt.errors import TooManyRefusalsError
+from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard import TrainerMixin, protect
+from npt.guard.trainer import refuse_bad_ids
 
 
 class Safe(TrainerMixin, InOrder):
@@ -222,6 +224,74 @@ def test_too_many_refusals_in_a_row_end_the_training(tmp_path) -> None:
     with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row"):
         trainer.train()
     assert trainer.guard.counts.steps == 2 and trainer.guard.first_bad() is None
+
+
+def test_memory_that_runs_out_in_a_window_forgets_it(tmp_path) -> None:
+    """`auto_find_batch_size` begins again with the same optimizer and smaller batches."""
+
+    def train(kind: Any, good: int) -> Any:
+        model = model_with(None)
+        forward, calls = model.forward, []
+
+        @wraps(forward)  # its arguments are looked at
+        def failing(*arguments: Any, **named: Any) -> Any:
+            calls.append(1)
+            if len(calls) == good + 1:
+                raise RuntimeError("CUDA out of memory.")
+            return forward(*arguments, **named)
+
+        model.forward = failing
+        arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        trainer = trainer_of(
+            kind, rows(None), tmp_path, model, auto_find_batch_size=True, **arguments
+        )
+        trainer.train()
+        return state_of(trainer)
+
+    for good in (0, 1):
+        assert_equal(train(Safe, good), train(InOrder, good), "state")
+
+
+def test_a_window_of_nothing_else_does_not_dilute_the_loss(tmp_path) -> None:
+    def logged(kind: Any, data: list[Any], steps: int) -> float:
+        settings = {"learning_rate": 0.0, "logging_steps": steps, "max_steps": steps}
+        trainer = trainer_of(kind, data, tmp_path, plant(small_llama(0.0), "loss-nan"), **settings)
+        trainer.train()
+        return trainer.state.log_history[0]["loss"]
+
+    # the last three rows; the mean of the others takes their place
+    guarded = logged(Safe, rows("loss-nan", tuple(range(5, ROWS))), ROWS)
+    # one division and as many additions more, in fp32
+    assert guarded == pytest.approx(logged(InOrder, rows(None)[:5], 5), rel=1e-5)
+
+
+def test_ids_are_compared_with_what_the_model_has_rows_for() -> None:
+    llama = small_llama()
+    tokens = {"target_modules": ["embed_tokens", "q_proj"]}, {"trainable_token_indices": [1]}
+    wrapped = [get_peft_model(small_llama(), LoraConfig(r=2, **one)) for one in tokens]
+    top = row(0)["input_ids"] * 0 + llama.config.vocab_size
+    for model in (llama, *wrapped):
+        refuse_bad_ids({"input_ids": top - 1, "labels": top - 1}, model)
+        for name in ("input_ids", "labels"):
+            with pytest.raises(DataError, match=f"^{name} has {int(top[0])}, and the model knows"):
+                refuse_bad_ids({"input_ids": top - 1, "labels": top - 1, name: top}, model)
+    llama.lm_head = None
+    refuse_bad_ids({"input_ids": top - 1, "labels": top}, llama)  # of no vocabulary
+    refuse_bad_ids({"input_ids": top}, torch.nn.Linear(2, 2))
+
+
+def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:
+    trainer = trainer_of(InOrder, rows(None), tmp_path)
+    for setting in ("max_grad_norm", "loss", "spikes"):
+        with pytest.raises(ConfigError, match=f"^a Trainer's guard has no setting '{setting}'"):
+            protect(trainer, **{setting: 1.0})
+    with pytest.raises(ConfigError, match=r"^max_refused is 0"):
+        protect(trainer, max_refused=0)
+    with pytest.raises(ConfigError, match=r"^Late has InOrder before TrainerMixin"):
+        type("Late", (InOrder, TrainerMixin), {})
+    with pytest.raises(ConfigError, match="no setting 'spikes'"):
+        type("Odd", (TrainerMixin, InOrder), {"guard_settings": {"spikes": 1}})
+    assert type(trainer) is InOrder
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (2, 1)])
