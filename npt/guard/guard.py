@@ -183,13 +183,15 @@ class Guard:
     def step(self) -> Outcome:
         """Make one optimizer step from the micro-batches since the last one, or none.
 
-        Every process must call it equally often.
+        Every process must call it equally often. If an error leaves it, the optimizer's own
+        included, the window has not happened; with undo="none" the step may have, in part.
 
         Raises:
             TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step.
             ProcessError: another process is lost, or its state differs.
         """
-        (result,) = self.window.commit()
+        with self._window_or_nothing():
+            (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
         self._forget()
@@ -201,7 +203,8 @@ class Guard:
 
     def close_window(self) -> float | None:
         """Let `.grad` be the window's gradient, clipped, until `step`; return its norm before."""
-        norm = self.window.close()
+        with self._window_or_nothing():
+            norm = self.window.close()
         return None if norm is None else float(norm)
 
     def begin_again(self) -> list[Refusal]:
@@ -277,6 +280,18 @@ class Guard:
         self._skip(processes.index)
         yield
         self._skip(processes.size - processes.index - 1)
+
+    @contextmanager
+    def _window_or_nothing(self) -> Iterator[None]:
+        """Leave no trace of the open window if an error ends its step."""
+        try:
+            yield
+        except BaseException:
+            self._rewind()
+            self._forget()
+            self._aside = []
+            self._scale.forget()
+            raise
 
     def _rewind(self) -> None:
         """Put random numbers and statistics back to the window's beginning."""

@@ -28,6 +28,15 @@ class LossScale:
         self._scaler.unscale_(self._optimizer)
         self._unscaled = True
 
+    def forget(self) -> None:
+        """Leave the scale as it was before a window that an error ended."""
+        if self._unscaled:
+            assert self._scaler is not None
+            before = self._scaler.state_dict()
+            self._scaler.update()  # which lets it unscale again
+            self._scaler.load_state_dict(before)
+        self._unscaled = False
+
     def update(self, applied: bool, refusals: Sequence[Refusal]) -> None:
         """Move the scale after a window."""
         scaler = self._scaler

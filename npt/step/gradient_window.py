@@ -178,7 +178,11 @@ class GradientWindow(Generic[S]):
             window.limits = self.spikes.limits
             window.describe_spike = self.spikes.describe
         if self.processes.size > 1 or (self._ran and not self._halt):
-            window.closed = self._sum_up(window)
+            try:
+                window.closed = self._sum_up(window)
+            except BaseException:
+                self.clear()
+                raise
         return None if window.closed is None else window.closed.norm
 
     def commit(self, fingerprint: int = 0) -> list[WindowResult[S]]:
@@ -214,10 +218,12 @@ class GradientWindow(Generic[S]):
         window = self._closed
         assert window is not None
         self.committed += 1
-        if window.closed is not None:
-            self._step(window, window.closed)
-            window.closed = None
-        self.clear()
+        try:
+            if window.closed is not None:
+                self._step(window, window.closed)
+                window.closed = None
+        finally:
+            self.clear()
         return window
 
     def _sum_up(self, window: LaunchedWindow[S]) -> ClosedWindow:
