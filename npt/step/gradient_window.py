@@ -161,7 +161,8 @@ class GradientWindow(Generic[S]):
     def open_refusals(self) -> list[Refusal]:
         """Return the refusals of the open window on this process, for which this waits."""
         ran = [m for m in self._ran if not bool(m.flag)]
-        found = [refusal_of(m, self.update.names, self.processes.index) for m in ran]
+        names, process = self.update.names, self.processes.index
+        found = [refusal_of(m, float(m.sums.loss), names, process) for m in ran]
         return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
 
     def close(self, fingerprint: int = 0) -> Tensor | None:

@@ -65,7 +65,7 @@ def read_record(
             length = len(reports) // len(window.ran)
             result.reports.append(reports[number * length :][:length])
         else:
-            result.refusals.append(refusal_of(micro, names, processes.index))
+            result.refusals.append(refusal_of(micro, loss, names, processes.index))
     if shared is not None and shared.refused:
         # All processes come here, since the number refused is a sum over them.
         result.refusals = gathered(result.refusals, Refusal, processes)
@@ -84,9 +84,10 @@ def read_record(
     return result
 
 
-def refusal_of(micro: MicroBatchFlags[S], names: Sequence[str], process: int) -> Refusal:
-    """Return why a micro-batch was refused that ran on this process."""
-    loss = float(micro.sums.loss)
+def refusal_of(
+    micro: MicroBatchFlags[S], loss: float, names: Sequence[str], process: int
+) -> Refusal:
+    """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
     kind, detail, tensor = "loss", f"loss is {loss}", None
     if math.isfinite(loss):
         kind, detail = "gradient", describe_norms(micro.norms, names)
