@@ -22,7 +22,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
 from npt.guard.mixed_precision import LossScale
-from npt.guard.parameters import Trainable, stepped_parameters, whole
+from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import BatchStatistics, Draws
 from npt.step.gradient_window import GradientWindow
@@ -122,6 +122,7 @@ class Guard:
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
         parameters = stepped_parameters(trainable, optimizer)
+        self._guarded = frozenset(parameters.values())
         self._home = next(iter(parameters.values())).device
         processes = _all_processes(self._home) if processes is None else processes
         sigmas = self.settings.spike_sigmas
@@ -154,7 +155,11 @@ class Guard:
         Args:
             tokens: over which the loss was summed or averaged; default 1.
             ids: of its samples, for refusals.
+
+        Raises:
+            ConfigError: the optimizer has come to step parameters that are not guarded.
         """
+        refuse_unguarded(self.update.optimizer, self._guarded)
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         before, statistics = self._draws.begin(), self._statistics.copy()
@@ -189,7 +194,9 @@ class Guard:
         Raises:
             TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step.
             ProcessError: another process is lost, or its state differs.
+            ConfigError: as in `micro_batch`.
         """
+        refuse_unguarded(self.update.optimizer, self._guarded)
         with self._window_or_nothing():
             (result,) = self.window.commit()
         if not result.applied:
