@@ -49,7 +49,7 @@ class MicroBatch:
 class Outcome:
     """The outcome of a window.
 
-    applied: the optimizer and the scheduler stepped. refused: by micro-batch; `micro_batch` is None
+    applied: the optimizer and the scheduler stepped; not if no parameter got a gradient. refused: by micro-batch; `micro_batch` is None
     if the window was refused as a whole. grad_norm: before clipping, None without survivors. loss:
     mean per token of the survivors (for `share` their sum), None without survivors; 0 if no loss
     was told. tokens: of the survivors, their number if none were given. steps: applied so far.

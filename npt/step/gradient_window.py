@@ -237,7 +237,8 @@ class GradientWindow(Generic[S]):
         loss_sum = torch.where(flags, losses, 0.0).sum()
         unreached = self._unreached(window)
         gradients.expose(unreached)
-        if self.unscale is not None and len(unreached) < len(self.update.parameters):
+        window.reached = len(unreached) < len(self.update.parameters)
+        if self.unscale is not None and window.reached:
             self.unscale()
         across, allowed = flags.new_zeros(0), None
         if self.processes.size > 1:
@@ -260,6 +261,7 @@ class GradientWindow(Generic[S]):
         if self.spikes is not None:
             spike = self.spikes.exceeds(loss, norm)
         go = (tokens > 0) & finite & ~spike
+        go = go if window.reached else torch.zeros_like(go)
         go = go if allowed is None else go & allowed
         return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
 

@@ -75,8 +75,8 @@ def read_record(
     if result.survivors if shared is None else shared.survivors:
         result.loss, result.grad_norm = scalars["loss"], scalars["norm"]
         result.applied = bool(scalars["applied"])
-        # survivors without a token are nothing to step on, and no fault
-        if not result.applied and result.tokens:
+        # survivors without a token, or without a gradient, are nothing to step on, and no fault
+        if not result.applied and result.tokens and window.reached:
             result.refusals.append(_window_refusal(window, names, scalars))
     if result.refusals and window.update is not None:
         result.snapshot = window.update.snapshot
