@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,7 +193,8 @@ class Guard:
         included, the window has not happened; with undo="none" the step may have, in part.
 
         Raises:
-            TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step.
+            TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step,
+                and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
             ConfigError: as in `micro_batch`.
         """
@@ -321,10 +323,16 @@ class Guard:
 
     def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
         counts, refused = self.counts, tuple(result.refusals)
-        longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row)
+        longest = 0
+        if refused:  # the same on all processes, whose numbers of micro-batches may differ
+            places = chain(*self.window.processes.gather_json(result.places))
+            longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row, places)
+        elif result.applied:
+            counts.in_a_row = 0
         counts.windows, counts.steps = counts.windows + 1, result.steps
         counts.refused += len(refused)
         if longest >= self.settings.max_refused:
+            counts.in_a_row = 0  # for a loop that continues
             raise TooManyRefusalsError(
                 f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
                 f" raise max_refused (now {self.settings.max_refused})"

@@ -62,6 +62,7 @@ def read_record(
         history.append(record)
         if flags[number]:
             result.survivors.append(micro.sums)
+            result.places.append(index)
             length = len(reports) // len(window.ran)
             result.reports.append(reports[number * length :][:length])
         else:

@@ -199,6 +199,21 @@ def test_too_many_refusals_stop_with_the_state_before_them() -> None:
     assert_same_state(guarded, plain)
 
 
+def test_a_loop_continues_after_too_many_refusals() -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer, max_refused=2)
+    ended = []
+    for fault in ("loss", "loss", None, "loss", None, "loss", "loss"):
+        with guard.micro_batch() as micro:
+            world.forward_backward(micro, Micro(1, fault=fault), "sum")
+        try:
+            ended.append(guard.step().applied)
+        except TooManyRefusalsError:
+            ended.append("too many")
+    assert ended == [False, "too many", True, False, True, False, "too many"]
+    assert (guard.counts.windows, guard.counts.refused) == (7, 5)
+
+
 def test_counts_continue_after_a_resume() -> None:
     world = World()
     first = Guard(world.model, world.optimizer, spike_sigmas=6.0)
