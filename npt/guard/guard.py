@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import TooManyRefusalsError
+from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
@@ -37,11 +38,12 @@ from npt.step.window_result import Refusal, WindowResult
 class MicroBatch:
     """A micro-batch while it is computed.
 
-    loss: scalar, told to the guard by assigning it: a loss can be NaN with gradients that are not.
+    loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients that
+    are not.
     tokens: what it weighs. report: nothing; the window asks for it.
     """
 
-    loss: Tensor
+    loss: Any
     tokens: int
     report: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -50,10 +52,11 @@ class MicroBatch:
 class Outcome:
     """The outcome of a window.
 
-    applied: the optimizer and the scheduler stepped; not if no parameter got a gradient. refused: by micro-batch; `micro_batch` is None
-    if the window was refused as a whole. grad_norm: before clipping, None without survivors. loss:
-    mean per token of the survivors (for `share` their sum), None without survivors; 0 if no loss
-    was told. tokens: of the survivors, their number if none were given. steps: applied so far.
+    applied: the optimizer and the scheduler stepped; not if no parameter got a gradient. refused:
+    by micro-batch; `micro_batch` is None if the window was refused as a whole. grad_norm: before
+    clipping, None without survivors. loss: mean per token of the survivors (for `share` their sum),
+    None without survivors; 0 if no loss was told. tokens: of the survivors, their number if none
+    were given. steps: applied so far.
     """
 
     applied: bool
@@ -98,13 +101,13 @@ class Guard:
         trainable: the model, or parameters; those of the optimizer are guarded, under these names.
             A model in DistributedDataParallel sums its gradients in the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
-        scheduler: steps with every applied step.
+        scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
         settings: those of `GuardSettings`.
 
     Raises:
-        ConfigError: a setting, or an optimizer that cannot be guarded.
+        ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Guard:
         self.settings = GuardSettings(**settings)
         optimizer, found = unwrapped(optimizer, self.settings.loss == "share")
         scaler = found if scaler is None else scaler
-        self.scheduler = scheduler
+        self.scheduler = _stepped_blindly(scheduler)
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
         parameters = stepped_parameters(trainable, optimizer)
@@ -171,6 +174,7 @@ class Guard:
             try:
                 with self._unsynchronised():
                     yield micro
+                micro.loss = _scalar(micro.loss)
             except BaseException as error:
                 self._draws.undo(before)
                 self._statistics.restore(statistics)
@@ -275,7 +279,6 @@ class Guard:
 
     def _add(self, micro: MicroBatch, ids: tuple[str, ...]) -> Tensor:
         """Add a micro-batch to the window; return whether it counts, a scalar bool."""
-        micro.loss = micro.loss.detach()  # its graph holds the activations
         self.window.gradients.collect()
         if self.settings.loss == "mean":
             self.window.gradients.scale(micro.tokens)
@@ -346,6 +349,34 @@ def _all_processes(device: torch.device) -> ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ProcessGroup()
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _stepped_blindly(scheduler: Any) -> Any:
+    """Return a scheduler whose step needs nothing to be told, or raise ConfigError."""
+    # accelerate's form has torch's in it
+    own = getattr(scheduler, "scheduler", scheduler)
+    if isinstance(own, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a figure at each step, which a guard does not have; leave out"
+            " scheduler= and call scheduler.step(loss) in the loop"
+        )
+    return scheduler
+
+
+def _scalar(loss: Any) -> Tensor:
+    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large.
+
+    Raises:
+        ConfigError: it is not one number.
+    """
+    if not isinstance(loss, Tensor | Real):
+        raise ConfigError(f"the loss of a micro-batch is {loss!r}; assign one number to micro.loss")
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ConfigError(
+            f"the loss of a micro-batch has shape {tuple(loss.shape)}; assign one number to"
+            " micro.loss, such as its mean"
+        )
+    return torch.as_tensor(loss).detach().float().reshape(())
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -126,7 +126,7 @@ class WindowResult(Generic[S]):
         """
         if not self.applied:
             return before + len(self.refusals), before + len(self.refusals)
-        bad = {refusal.micro_batch for refusal in self.refusals}
+        bad = {r.micro_batch for r in self.refusals if r.micro_batch is not None}
         longest = run = before
         for index in range(self.micro_batches) if places is None else sorted({*places, *bad}):
             run = run + 1 if index in bad else 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from guarded_loops import MAX_NORM, Micro, World, assert_same_state, plain_run
 
+from npt.errors import ConfigError
 from npt.guard import Guard
 
 
@@ -75,3 +76,58 @@ def test_an_error_while_a_window_is_closed_forgets_it(monkeypatch) -> None:
 
 def _out_of_memory(_window: object) -> None:
     raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (None, "the loss of a micro-batch is None; assign one number to micro.loss"),
+        (torch.zeros(2), r"the loss of a micro-batch has shape \(2,\); assign one number"),
+    ],
+)
+def test_a_loss_that_is_no_number_leaves_the_window_whole(loss, said) -> None:
+    guarded, plain = World(), World()
+    torch.set_rng_state(guarded.random)
+    with Guard(guarded.model, guarded.optimizer, guarded.scheduler, max_grad_norm=1.0) as guard:
+        with guard.micro_batch(5) as told:
+            guarded.forward_backward(told, Micro(1), "sum")
+        with pytest.raises(ConfigError, match=said), guard.micro_batch(5) as told:
+            guarded.forward_backward(told, Micro(9), "sum")
+            told.loss = loss
+        with guard.micro_batch(5) as told:
+            guarded.forward_backward(told, Micro(2), "sum")
+        assert guard.step().tokens == 10
+    guarded.random = torch.get_rng_state()
+    plain_run(plain, [[Micro(1), Micro(2)]], "sum")
+    assert_same_state(guarded, plain)
+
+
+def test_a_loss_may_be_a_plain_number() -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer)
+    for number in (2.5, float("nan"), 1):
+        with guard.micro_batch() as told:
+            world.forward_backward(told, Micro(1), "sum")
+            told.loss = number
+    outcome = guard.step()
+    assert outcome.loss == 1.75
+    assert [(r.micro_batch, r.kind) for r in outcome.refused] == [(1, "loss")]
+
+
+def test_the_sum_of_a_loss_in_fp16_does_not_overflow() -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer, loss="mean")
+    with guard.micro_batch(tokens=65536) as told:
+        world.forward_backward(told, Micro(1), "mean")
+        told.loss = torch.tensor(2.5, dtype=torch.float16)
+    assert guard.step().loss == 2.5
+
+
+@pytest.mark.parametrize("refuse", [ValueError, [ValueError], (KeyError, ValueError)])
+def test_an_exception_to_refuse_needs_no_tuple(refuse) -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer, refuse=refuse)
+    assert ValueError in guard.settings.refuse
+    with guard.micro_batch():
+        raise ValueError("planted")
+    assert [r.detail for r in guard.step().refused] == ["ValueError: planted"]
