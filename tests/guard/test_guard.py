@@ -175,22 +175,6 @@ def test_statistics_of_batch_norms_are_put_back() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("overflows", [1, 3])
-def test_an_overflow_of_fp16_costs_its_micro_batch(overflows) -> None:
-    """Scales are powers of two, so that a scaled run equals an unscaled one bit for bit."""
-    windows = [[Micro(1), Micro(2, fault="gradient")], [Micro(3)]]
-    guarded, plain = World(), World()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    outcomes = guarded_run(guarded, windows, scaler=scaler)
-    plain_run(plain, never_saw(windows), "sum")
-    assert_same_state(guarded, plain)
-    assert [o.applied for o in outcomes] == [True, True]
-    assert scaler.get_scale() == 2048.0  # two steps without an overflow, as without the bad one
-    # Windows of which nothing survives lower it, but for the first.
-    guarded_run(guarded, [[Micro(4, fault="gradient")]] * overflows, scaler=scaler)
-    assert scaler.get_scale() == 2048.0 / 2 ** (overflows - 1)
-
-
 def test_too_many_refusals_stop_with_the_state_before_them() -> None:
     guarded, plain = World(), World()
     with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row, the last of"):
