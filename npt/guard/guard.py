@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
+from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
 from npt.guard.settings import GuardSettings
@@ -65,23 +66,6 @@ class Outcome:
     loss: float | None
     tokens: int
     steps: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a guard adds to an unguarded loop.
-
-    scratch: gradients of one micro-batch, always. undo: copies of parameters and moments, during a
-    step.
-    """
-
-    scratch: int
-    undo: int
-
-    @property
-    def peak(self) -> int:
-        """The most at any moment."""
-        return self.scratch + self.undo
 
 
 @dataclass
@@ -243,12 +227,8 @@ class Guard:
         self._skip(self.window.processes.size)
 
     def memory(self) -> Memory:
-        """Return the bytes that this guard needs, from the sizes of the tensors as they are now."""
-        scratch = sum(map(_bytes, self.window.gradients.scratch))
-        undo = 0
-        if self.settings.undo == "step":
-            undo = sum(_bytes(tensor) for _, tensor in self.update.tensors())
-        return Memory(scratch, undo)
+        """Return the bytes that this guard needs, before its first step too."""
+        return memory_of(self.window)
 
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
@@ -377,7 +357,3 @@ def _scalar(loss: Any) -> Tensor:
             " micro.loss, such as its mean"
         )
     return torch.as_tensor(loss).detach().float().reshape(())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
