@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def measure(pairs: int, rows: int, length: int) -> dict[str, Any]:
     return {
         "ratio": round(middle, 4),
         "quartiles": [round(low, 4), round(high, 4)],
-        "memory": {"scratch": memory.scratch, "undo": memory.undo},
+        "memory": asdict(memory),
     }
 
 

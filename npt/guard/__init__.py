@@ -12,7 +12,8 @@ The step is that of the distillation trainer (`npt.step`): one implementation. N
 more than torch.
 """
 
-from npt.guard.guard import Guard, Memory, MicroBatch, Outcome
+from npt.guard.guard import Guard, MicroBatch, Outcome
+from npt.guard.memory import Memory
 from npt.guard.settings import GuardSettings
 from npt.guard.trainer import TrainerMixin, protect
 from npt.step.window_result import Refusal

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import TooManyRefusalsError
+from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
+from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
-from npt.guard.parameters import Trainable, stepped_parameters, whole
+from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import BatchStatistics, Draws
 from npt.step.gradient_window import GradientWindow
@@ -36,11 +39,12 @@ from npt.step.window_result import Refusal, WindowResult
 class MicroBatch:
     """A micro-batch while it is computed.
 
-    loss: scalar, told to the guard by assigning it: a loss can be NaN with gradients that are not.
+    loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients that
+    are not.
     tokens: what it weighs. report: nothing; the window asks for it.
     """
 
-    loss: Tensor
+    loss: Any
     tokens: int
     report: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -49,10 +53,11 @@ class MicroBatch:
 class Outcome:
     """The outcome of a window.
 
-    applied: the optimizer and the scheduler stepped. refused: by micro-batch; `micro_batch` is None
-    if the window was refused as a whole. grad_norm: before clipping, None without survivors. loss:
-    mean per token of the survivors (for `share` their sum), None without survivors; 0 if no loss
-    was told. tokens: of the survivors, their number if none were given. steps: applied so far.
+    applied: the optimizer and the scheduler stepped; not if no parameter got a gradient. refused:
+    by micro-batch; `micro_batch` is None if the window was refused as a whole. grad_norm: before
+    clipping, None without survivors. loss: mean per token of the survivors (for `share` their sum),
+    None without survivors; 0 if no loss was told. tokens: of the survivors, their number if none
+    were given. steps: applied so far.
     """
 
     applied: bool
@@ -61,23 +66,6 @@ class Outcome:
     loss: float | None
     tokens: int
     steps: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a guard adds to an unguarded loop.
-
-    scratch: gradients of one micro-batch, always. undo: copies of parameters and moments, during a
-    step.
-    """
-
-    scratch: int
-    undo: int
-
-    @property
-    def peak(self) -> int:
-        """The most at any moment."""
-        return self.scratch + self.undo
 
 
 @dataclass
@@ -97,13 +85,13 @@ class Guard:
         trainable: the model, or parameters; those of the optimizer are guarded, under these names.
             A model in DistributedDataParallel sums its gradients in the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
-        scheduler: steps with every applied step.
+        scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
         settings: those of `GuardSettings`.
 
     Raises:
-        ConfigError: a setting, or an optimizer that cannot be guarded.
+        ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
     """
 
     def __init__(
@@ -118,10 +106,11 @@ class Guard:
         self.settings = GuardSettings(**settings)
         optimizer, found = unwrapped(optimizer, self.settings.loss == "share")
         scaler = found if scaler is None else scaler
-        self.scheduler = scheduler
+        self.scheduler = _stepped_blindly(scheduler)
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
         parameters = stepped_parameters(trainable, optimizer)
+        self._guarded = frozenset(parameters.values())
         self._home = next(iter(parameters.values())).device
         processes = _all_processes(self._home) if processes is None else processes
         sigmas = self.settings.spike_sigmas
@@ -154,7 +143,11 @@ class Guard:
         Args:
             tokens: over which the loss was summed or averaged; default 1.
             ids: of its samples, for refusals.
+
+        Raises:
+            ConfigError: the optimizer has come to step parameters that are not guarded.
         """
+        refuse_unguarded(self.update.optimizer, self._guarded)
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         before, statistics = self._draws.begin(), self._statistics.copy()
@@ -165,6 +158,7 @@ class Guard:
             try:
                 with self._unsynchronised():
                     yield micro
+                micro.loss = _scalar(micro.loss)
             except BaseException as error:
                 self._draws.undo(before)
                 self._statistics.restore(statistics)
@@ -183,13 +177,18 @@ class Guard:
     def step(self) -> Outcome:
         """Make one optimizer step from the micro-batches since the last one, or none.
 
-        Every process must call it equally often.
+        Every process must call it equally often. If an error leaves it, the optimizer's own
+        included, the window has not happened; with undo="none" the step may have, in part.
 
         Raises:
-            TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step.
+            TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step,
+                and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
+            ConfigError: as in `micro_batch`.
         """
-        (result,) = self.window.commit()
+        refuse_unguarded(self.update.optimizer, self._guarded)
+        with self._window_or_nothing():
+            (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
         self._forget()
@@ -201,7 +200,8 @@ class Guard:
 
     def close_window(self) -> float | None:
         """Let `.grad` be the window's gradient, clipped, until `step`; return its norm before."""
-        norm = self.window.close()
+        with self._window_or_nothing():
+            norm = self.window.close()
         return None if norm is None else float(norm)
 
     def begin_again(self) -> list[Refusal]:
@@ -227,12 +227,8 @@ class Guard:
         self._skip(self.window.processes.size)
 
     def memory(self) -> Memory:
-        """Return the bytes that this guard needs, from the sizes of the tensors as they are now."""
-        scratch = sum(map(_bytes, self.window.gradients.scratch))
-        undo = 0
-        if self.settings.undo == "step":
-            undo = sum(_bytes(tensor) for _, tensor in self.update.tensors())
-        return Memory(scratch, undo)
+        """Return the bytes that this guard needs, before its first step too."""
+        return memory_of(self.window)
 
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
@@ -263,7 +259,6 @@ class Guard:
 
     def _add(self, micro: MicroBatch, ids: tuple[str, ...]) -> Tensor:
         """Add a micro-batch to the window; return whether it counts, a scalar bool."""
-        micro.loss = micro.loss.detach()  # its graph holds the activations
         self.window.gradients.collect()
         if self.settings.loss == "mean":
             self.window.gradients.scale(micro.tokens)
@@ -277,6 +272,18 @@ class Guard:
         self._skip(processes.index)
         yield
         self._skip(processes.size - processes.index - 1)
+
+    @contextmanager
+    def _window_or_nothing(self) -> Iterator[None]:
+        """Leave no trace of the open window if an error ends its step."""
+        try:
+            yield
+        except BaseException:
+            self._rewind()
+            self._forget()
+            self._aside = []
+            self._scale.forget()
+            raise
 
     def _rewind(self) -> None:
         """Put random numbers and statistics back to the window's beginning."""
@@ -299,10 +306,16 @@ class Guard:
 
     def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
         counts, refused = self.counts, tuple(result.refusals)
-        longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row)
+        longest = 0
+        if refused:  # the same on all processes, whose numbers of micro-batches may differ
+            places = chain(*self.window.processes.gather_json(result.places))
+            longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row, places)
+        elif result.applied:
+            counts.in_a_row = 0
         counts.windows, counts.steps = counts.windows + 1, result.steps
         counts.refused += len(refused)
         if longest >= self.settings.max_refused:
+            counts.in_a_row = 0  # for a loop that continues
             raise TooManyRefusalsError(
                 f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
                 f" raise max_refused (now {self.settings.max_refused})"
@@ -318,5 +331,29 @@ def _all_processes(device: torch.device) -> ProcessGroup:
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _stepped_blindly(scheduler: Any) -> Any:
+    """Return a scheduler whose step needs nothing to be told, or raise ConfigError."""
+    # accelerate's form has torch's in it
+    own = getattr(scheduler, "scheduler", scheduler)
+    if isinstance(own, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a figure at each step, which a guard does not have; leave out"
+            " scheduler= and call scheduler.step(loss) in the loop"
+        )
+    return scheduler
+
+
+def _scalar(loss: Any) -> Tensor:
+    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large.
+
+    Raises:
+        ConfigError: it is not one number.
+    """
+    if not isinstance(loss, Tensor | Real):
+        raise ConfigError(f"the loss of a micro-batch is {loss!r}; assign one number to micro.loss")
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ConfigError(
+            f"the loss of a micro-batch has shape {tuple(loss.shape)}; assign one number to"
+            " micro.loss, such as its mean"
+        )
+    return torch.as_tensor(loss).detach().float().reshape(())

@@ -1,7 +1,8 @@
-"""torch's GradScaler under a guard: an overflow costs micro-batches, and seldom a window."""
+"""torch's GradScaler under a guard: an overflow costs its micro-batches, and no window."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,23 +11,35 @@ from npt.step.window_result import Refusal
 
 
 class LossScale:
-    """The scale of fp16 losses, moved as a run without the refused micro-batches moves it.
+    """The scale of fp16 losses under a guard.
 
-    A scaler alone drops every window with one overflow and halves its scale. Here a window with
-    survivors is stepped and counts as one without overflow. The scale falls only after two windows
-    in a row of which nothing survived, since a bad batch and a scale that is too high look alike.
+    A scaler alone drops every window with one overflow and halves its scale. Here only the
+    micro-batches are lost that overflowed, and a bad one looks the same as a scale that is too
+    high. So a window with a refused gradient costs the scale nothing if it is the only one within
+    the scaler's `growth_interval` of windows. If they recur, the scale falls as a scaler alone
+    lowers it: else it would grow until the micro-batches with large gradients are refused always,
+    and the run trains on the others. The scale never grows on a window with a refused gradient.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
         self._scaler, self._optimizer = scaler, optimizer
         self._unscaled = False
-        self._lost = 0
+        self._quiet = math.inf  # windows since the last one with a refused gradient
 
     def unscale(self) -> None:
         """Divide `.grad` by the scale."""
         assert self._scaler is not None
         self._scaler.unscale_(self._optimizer)
         self._unscaled = True
+
+    def forget(self) -> None:
+        """Leave the scale as it was before a window that an error ended."""
+        if self._unscaled:
+            assert self._scaler is not None
+            before = self._scaler.state_dict()
+            self._scaler.update()  # which lets it unscale again
+            self._scaler.load_state_dict(before)
+        self._unscaled = False
 
     def update(self, applied: bool, refusals: Sequence[Refusal]) -> None:
         """Move the scale after a window."""
@@ -36,11 +49,12 @@ class LossScale:
         before = scaler.state_dict()
         if self._unscaled:
             scaler.update()
-        if not applied and self._unscaled:
-            scaler.load_state_dict(before)
         self._unscaled = False
-        overflowed = not applied and any(refusal.kind == "gradient" for refusal in refusals)
-        self._lost = self._lost + 1 if overflowed else 0
-        if self._lost > 1:
-            scale = scaler.get_scale() * scaler.get_backoff_factor()
+        overflowed = any(refusal.kind == "gradient" for refusal in refusals)
+        recurred = overflowed and self._quiet < scaler.get_growth_interval()
+        self._quiet = 0 if overflowed else self._quiet + 1
+        if recurred:
+            scale = before["scale"] * scaler.get_backoff_factor()
             scaler.load_state_dict({**before, "scale": scale, "_growth_tracker": 0})
+        elif not applied or (overflowed and scaler.get_scale() > before["scale"]):
+            scaler.load_state_dict(before)

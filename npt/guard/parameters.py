@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -30,8 +30,12 @@ def stepped_parameters(
                 f"{type(optimizer).__name__} {why}; a guard needs an optimizer whose step takes"
                 " dense gradients from .grad, such as AdamW or SGD"
             )
-    stepped = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    found = {name: p for name, p in _named(trainable) if p in stepped}  # in the order of clipping
+    stepped = _stepped(optimizer)
+    names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
+    for name, parameter in _named(trainable):
+        if parameter in stepped:
+            names.setdefault(parameter, name)
+    found = {name: parameter for parameter, name in names.items()}
     missing = next(iter(stepped.difference(found.values())), None)
     if missing is not None:
         raise ConfigError(
@@ -47,6 +51,20 @@ def stepped_parameters(
     if not found:
         raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
     return found
+
+
+def refuse_unguarded(optimizer: torch.optim.Optimizer, guarded: Set[nn.Parameter]) -> None:
+    """Raise ConfigError if the optimizer has come to step a parameter that is not guarded."""
+    new = next(iter(_stepped(optimizer) - guarded), None)
+    if new is not None:
+        raise ConfigError(
+            f"the optimizer now steps a parameter of shape {tuple(new.shape)} that was added or"
+            " unfrozen after the guard was made; make a new guard"
+        )
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _named(trainable: Trainable) -> Iterable[tuple[str, nn.Parameter]]:

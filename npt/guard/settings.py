@@ -24,7 +24,8 @@ class GuardSettings:
         the caller computes again after a refusal (`Guard.begin_again`).
     undo: `step` copies parameters and moments before a step, checks them after it, and puts the
         copies back if one is not finite. `none` checks gradients only, before the step.
-    refuse: exceptions inside a micro-batch that refuse it; others leave it and are raised.
+    refuse: exceptions inside a micro-batch that refuse it, or one of them alone, which becomes a
+        tuple; others leave it and are raised.
     spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations above
         the accepted ones.
     max_refused: refusals in a row before TooManyRefusalsError.
@@ -33,11 +34,16 @@ class GuardSettings:
     max_grad_norm: float = math.inf
     loss: Loss = "sum"
     undo: Undo = "step"
-    refuse: tuple[type[Exception], ...] = (FloatingPointError,)
+    refuse: tuple[type[Exception], ...] | type[Exception] = (FloatingPointError,)
     spike_sigmas: float | None = None
     max_refused: int = 10
 
     def __post_init__(self) -> None:
+        refuse = tuple(self.refuse) if isinstance(self.refuse, list | tuple) else (self.refuse,)
+        wrong = [e for e in refuse if not (isinstance(e, type) and issubclass(e, Exception))]
+        if wrong:
+            raise ConfigError(f"refuse has {wrong[0]!r}; give classes of exceptions")
+        object.__setattr__(self, "refuse", refuse)
         for name, value, known in (
             ("loss", self.loss, get_args(Loss)),
             ("undo", self.undo, get_args(Undo)),

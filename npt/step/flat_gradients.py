@@ -44,13 +44,21 @@ class FlatGradients:
             parameter.grad = view
 
     def collect(self) -> None:
-        """Take gradients into scratch that were made elsewhere: `.grad` was replaced, or None."""
-        for parameter, view in zip(self.parameters, self.scratch_views, strict=True):
+        """Take gradients into scratch that were made elsewhere: `.grad` was replaced, or None.
+
+        What was assigned counts as reached, though no hook saw it; what was dropped does not.
+        """
+        reached = set() if self.reached is None else self.reached
+        for place, (parameter, view) in enumerate(
+            zip(self.parameters, self.scratch_views, strict=True)
+        ):
             if parameter.grad is None:
                 view.zero_()
+                reached.discard(place)
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
                 parameter.grad = view
+                reached.add(place)
 
     def withdraw(self) -> None:
         """Leave the parameters without gradients; the window keeps its sums."""

@@ -161,7 +161,8 @@ class GradientWindow(Generic[S]):
     def open_refusals(self) -> list[Refusal]:
         """Return the refusals of the open window on this process, for which this waits."""
         ran = [m for m in self._ran if not bool(m.flag)]
-        found = [refusal_of(m, self.update.names, self.processes.index) for m in ran]
+        names, process = self.update.names, self.processes.index
+        found = [refusal_of(m, float(m.sums.loss), names, process) for m in ran]
         return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
@@ -178,7 +179,11 @@ class GradientWindow(Generic[S]):
             window.limits = self.spikes.limits
             window.describe_spike = self.spikes.describe
         if self.processes.size > 1 or (self._ran and not self._halt):
-            window.closed = self._sum_up(window)
+            try:
+                window.closed = self._sum_up(window)
+            except BaseException:
+                self.clear()
+                raise
         return None if window.closed is None else window.closed.norm
 
     def commit(self, fingerprint: int = 0) -> list[WindowResult[S]]:
@@ -214,10 +219,12 @@ class GradientWindow(Generic[S]):
         window = self._closed
         assert window is not None
         self.committed += 1
-        if window.closed is not None:
-            self._step(window, window.closed)
-            window.closed = None
-        self.clear()
+        try:
+            if window.closed is not None:
+                self._step(window, window.closed)
+                window.closed = None
+        finally:
+            self.clear()
         return window
 
     def _sum_up(self, window: LaunchedWindow[S]) -> ClosedWindow:
@@ -230,7 +237,8 @@ class GradientWindow(Generic[S]):
         loss_sum = torch.where(flags, losses, 0.0).sum()
         unreached = self._unreached(window)
         gradients.expose(unreached)
-        if self.unscale is not None and len(unreached) < len(self.update.parameters):
+        window.reached = len(unreached) < len(self.update.parameters)
+        if self.unscale is not None and window.reached:
             self.unscale()
         across, allowed = flags.new_zeros(0), None
         if self.processes.size > 1:
@@ -253,6 +261,7 @@ class GradientWindow(Generic[S]):
         if self.spikes is not None:
             spike = self.spikes.exceeds(loss, norm)
         go = (tokens > 0) & finite & ~spike
+        go = go if window.reached else torch.zeros_like(go)
         go = go if allowed is None else go & allowed
         return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ProcessError
 from npt.step.window_result import Snapshot, first_bad
 
 EXACT = 2**24
@@ -86,6 +85,8 @@ class GuardedUpdate:
             go: scalar bool on the home device.
             rate: scalar, the learning rate; None leaves it to the optimizer's groups.
             processes: all keep the step or none does; none if one is lost.
+
+        An error within the step, running out of memory or an interrupt, takes it back too.
         """
         if not self.late and not bool(go):
             return Update(go)
@@ -99,11 +100,11 @@ class GuardedUpdate:
         update = Update(go, self.snapshot())
         if self.late:
             self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
-        self.optimizer.step()
         try:
+            self.optimizer.step()
             good = self._verify(update, processes)
-        except ProcessError:
-            self.restore(update.snapshot or {})
+        except BaseException:
+            self._undo(update, groups)
             raise
         if self.late:
             self._select(good, update.snapshot or {})
@@ -111,10 +112,7 @@ class GuardedUpdate:
         else:
             update.applied = good
             if not bool(good):
-                self.restore(update.snapshot or {})
-                update.snapshot = None
-                for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
-                    group.update(settings)  # some optimizers count there
+                self._undo(update, groups)
         return update
 
     def snapshot(self) -> Snapshot:
@@ -140,6 +138,13 @@ class GuardedUpdate:
                 self.optimizer.state[parameter] = state
             else:
                 self.optimizer.state.pop(parameter, None)
+
+    def _undo(self, update: Update, groups: list[dict[str, Any]]) -> None:
+        """Put back the state before the step, and the settings of the optimizer's groups."""
+        self.restore(update.snapshot or {})
+        update.snapshot = None
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(settings)  # some optimizers count there
 
     def first_bad(self) -> str | None:
         """Return the name of the first tensor of the state that is not finite, or None."""

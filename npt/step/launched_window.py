@@ -49,9 +49,9 @@ class ClosedWindow:
 @dataclass
 class LaunchedWindow(Generic[S]):
     """A window without further micro-batches. halt: this process's code. fingerprint: of its data.
-    limits, describe_spike: of the spike guard. norms: [P] of the window's gradient, if it is not
-    finite or flags are late. record: on the host, in parts of `sizes`, valid once `arrived`; None
-    if nothing ran.
+    limits, describe_spike: of the spike guard. reached: a survivor's backward reached a parameter,
+    as far as that is tracked. norms: [P] of the window's gradient, if it is not finite or flags are
+    late. record: on the host, in parts of `sizes`, valid once `arrived`; None if nothing ran.
     """
 
     index: int
@@ -63,6 +63,7 @@ class LaunchedWindow(Generic[S]):
     limits: tuple[float, float] = (math.inf, math.inf)
     describe_spike: Callable[[float, float, tuple[float, float]], str] | None = None
     closed: ClosedWindow | None = None
+    reached: bool = True
     update: Update | None = None
     norms: Tensor | None = None
     record: Tensor | None = None

@@ -62,10 +62,11 @@ def read_record(
         history.append(record)
         if flags[number]:
             result.survivors.append(micro.sums)
+            result.places.append(index)
             length = len(reports) // len(window.ran)
             result.reports.append(reports[number * length :][:length])
         else:
-            result.refusals.append(refusal_of(micro, names, processes.index))
+            result.refusals.append(refusal_of(micro, loss, names, processes.index))
     if shared is not None and shared.refused:
         # All processes come here, since the number refused is a sum over them.
         result.refusals = gathered(result.refusals, Refusal, processes)
@@ -75,8 +76,8 @@ def read_record(
     if result.survivors if shared is None else shared.survivors:
         result.loss, result.grad_norm = scalars["loss"], scalars["norm"]
         result.applied = bool(scalars["applied"])
-        # survivors without a token are nothing to step on, and no fault
-        if not result.applied and result.tokens:
+        # survivors without a token, or without a gradient, are nothing to step on, and no fault
+        if not result.applied and result.tokens and window.reached:
             result.refusals.append(_window_refusal(window, names, scalars))
     if result.refusals and window.update is not None:
         result.snapshot = window.update.snapshot
@@ -84,9 +85,10 @@ def read_record(
     return result
 
 
-def refusal_of(micro: MicroBatchFlags[S], names: Sequence[str], process: int) -> Refusal:
-    """Return why a micro-batch was refused that ran on this process."""
-    loss = float(micro.sums.loss)
+def refusal_of(
+    micro: MicroBatchFlags[S], loss: float, names: Sequence[str], process: int
+) -> Refusal:
+    """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
     kind, detail, tensor = "loss", f"loss is {loss}", None
     if math.isfinite(loss):
         kind, detail = "gradient", describe_norms(micro.norms, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -89,12 +89,13 @@ class WindowResult(Generic[S]):
     index: of the window. micro_batches: their number, including refused ones. steps: applied steps
     so far, including this one. rate: learning rate of the step. loss, grad_norm: mean per surviving
     token, and before clipping; None without survivors. survivors: sums of the micro-batches that
-    counted, in order. reports: the `report` of each survivor, already on the host. limits: of the
-    spike guard when it decided. snapshot: the state before the window, if something was refused and
-    the state may have changed since. halts: by process, the code with which it stopped the window;
-    the window is then void.
+    counted, in order. places: their indices in the window. reports: the `report` of each survivor,
+    already on the host. limits: of the spike guard when it decided. snapshot: the state before the
+    window, if something was refused and the state may have changed since. halts: by process, the
+    code with which it stopped the window; the window is then void.
 
-    With several processes all figures are over all of them, except `survivors` and `reports`.
+    With several processes all figures are over all of them, except `survivors`, `places` and
+    `reports`.
     """
 
     index: int
@@ -106,23 +107,28 @@ class WindowResult(Generic[S]):
     loss: float | None
     grad_norm: float | None
     survivors: list[S] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     reports: list[list[float]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     limits: tuple[float, float] = (math.inf, math.inf)
     snapshot: Snapshot | None = None
     halts: dict[int, int] = field(default_factory=dict)
 
-    def bad_in_a_row(self, before: int) -> tuple[int, int]:
+    def bad_in_a_row(self, before: int, places: Iterable[int] | None = None) -> tuple[int, int]:
         """Return the longest run of refusals up to this window's end, and the one still open there.
 
-        A micro-batch that counted ends a run; in a window refused as a whole, none counted. A run
-        of length `before` was open when the window began.
+        A micro-batch that counted ends a run; in a window refused as a whole, none counted.
+
+        Args:
+            before: the length of the run that was open when the window began.
+            places: of the micro-batches that counted, on all processes; default all that were not
+                refused. Processes whose numbers of micro-batches differ need it.
         """
         if not self.applied:
             return before + len(self.refusals), before + len(self.refusals)
-        bad = {refusal.micro_batch for refusal in self.refusals}
+        bad = {r.micro_batch for r in self.refusals if r.micro_batch is not None}
         longest = run = before
-        for index in range(self.micro_batches):
+        for index in range(self.micro_batches) if places is None else sorted({*places, *bad}):
             run = run + 1 if index in bad else 0
             longest = max(longest, run)
         return longest, run

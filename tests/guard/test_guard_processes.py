@@ -13,6 +13,7 @@ from guarded_loops import MAX_NORM, Micro, World, assert_equal, state_of
 from several import several, values
 from torch import nn
 
+from npt.errors import TooManyRefusalsError
 from npt.guard import Guard, Outcome
 
 Windows = list[list[Micro]]
@@ -105,3 +106,36 @@ def test_a_fault_on_one_process_is_refused_by_both(lost) -> None:
         bad = [(1, "loss", ("15",)), (1, "error", ("16",))]
         assert found == [[(1, "gradient", ("12",))], [], bad, []]
         assert [r.micro_batch for r in outcomes[2].refused] == [1, 3]
+
+
+def unequal(processes: Any, faults: list[list[str]]) -> list[str]:
+    """Train on windows of one micro-batch per letter, `b` for a bad one; how each ended."""
+    model = nn.Linear(3, 3)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), max_refused=3)
+    ended = []
+    for letters in faults[processes.index]:
+        for letter in letters:
+            with guard.micro_batch() as micro:
+                data = torch.full((1, 3), float("nan") if letter == "b" else 1.0)
+                micro.loss = model(data).sum()
+                micro.loss.backward()
+        try:
+            guard.step()
+            ended.append(str(guard.counts.in_a_row))
+        except TooManyRefusalsError:
+            ended.append("too many")
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        # good ones of process 0 and 1 come first, then bad ones of process 0 alone
+        ([["gb", "gb", "gbb"], ["g", "g", "g"]], ["1", "1", "2"]),
+        ([["gbbb", "g"], ["g", "g"]], ["too many", "0"]),
+        # process 1 has nothing, and forgets the run as process 0 does
+        ([["gb", "g", "gbb"], ["g", "", "g"]], ["1", "0", "2"]),
+    ],
+)
+def test_processes_count_alike_with_unequal_micro_batches(faults, said) -> None:
+    assert values(several(2, unequal, faults)) == [said, said]

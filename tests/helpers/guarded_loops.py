@@ -9,11 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bitsandbytes.optim import AdamW8bit
 from torch import Tensor, nn
 
 from npt.guard import Guard, MicroBatch, Outcome
 
 MAX_NORM = 1.0
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adam-loop": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False, amsgrad=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adamw-8bit": lambda p: AdamW8bit(p, lr=0.01, min_8bit_size=1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
 FAULTS = ("loss", "told", "gradient", "inf", "overflow", "exception")
 
 

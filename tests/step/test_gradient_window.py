@@ -673,3 +673,22 @@ def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(
         )
         states.append(state(parameters, optimizer))
     assert_equal_bits(*states)
+
+
+def test_an_error_in_the_step_takes_back_the_window(monkeypatch) -> None:
+    world, clean = World(), World()
+    world.clean_window(1)
+    world.good(2)
+    step = world.optimizer.step
+
+    def failing() -> None:
+        step()
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(world.optimizer, "step", failing)
+        world.transaction.commit()
+    results = [world.clean_window(3), clean.clean_window(1), clean.clean_window(3)]
+    assert [r.applied for r in results] == [True] * 3
+    for name, parameter in world.parameters.items():
+        assert torch.equal(parameter, clean.parameters[name])

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resumed_runs import Runs, events, records
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from windows import Sums, add_filled, window_over
 
 import npt
@@ -321,3 +322,20 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
         ]
         assert made and made[-1].update.late
     assert lines["away"] == lines["readable"] and len(lines["away"]) == 4
+
+
+class Reads(TorchDispatchMode):
+    """Counts single numbers that are read from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_refusal_takes_its_loss_from_the_record() -> None:
+    with Reads() as reads:
+        _, told, *_ = run(["good", "bad", "good"])
+    assert [len(refusals) for *_, refusals in told] == [0, 1, 0]
+    assert reads.count == 0

@@ -1,0 +1,133 @@
+"""Errors that leave a guard's step: the window has not happened, and the next one is whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from guarded_loops import MAX_NORM, Micro, World, assert_same_state, plain_run
+
+from npt.errors import ConfigError
+from npt.guard import Guard
+
+
+class FailingOnce(torch.optim.AdamW):
+    """Fails in the middle of its first step or its second, with one weight moved already."""
+
+    fails_in = 0
+    error: type[BaseException] = RuntimeError
+
+    def step(self, closure=None):
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            first = self.param_groups[0]
+            first["params"][0].data.add_(1.0)
+            first["lr"] *= 2
+            self.state[first["params"][1]]["step"] = torch.ones(())
+            raise self.error("planted")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("fails_in", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_error_in_the_step_takes_back_its_window(error, fails_in, scaled) -> None:
+    windows = [[Micro(1), Micro(2)], [Micro(3)], [Micro(4), Micro(5)]]
+    guarded, plain = (World(lambda p: FailingOnce(p, lr=0.01)) for _ in range(2))
+    guarded.optimizer.fails_in, guarded.optimizer.error = fails_in, error
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    torch.set_rng_state(guarded.random)
+    guard = Guard(
+        guarded.model, guarded.optimizer, guarded.scheduler, scaler, max_grad_norm=MAX_NORM
+    )
+    applied = []
+    for number, window in enumerate(windows):
+        for micro in window:
+            with guard.micro_batch(micro.tokens) as told:
+                scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
+                guarded.forward_backward(told, micro, "sum", scale)
+        if number == fails_in - 1:
+            with pytest.raises(error, match="planted"):
+                guard.step()
+            assert all(parameter.grad is None for parameter in guarded.model.parameters())
+        else:
+            applied.append(guard.step().applied)
+    guarded.random = torch.get_rng_state()
+    assert applied == [True, True]
+    plain_run(plain, [w for i, w in enumerate(windows) if i != fails_in - 1], "sum")
+    assert_same_state(guarded, plain)
+
+
+def test_an_error_while_a_window_is_closed_forgets_it(monkeypatch) -> None:
+    guarded, plain = World(), World()
+    torch.set_rng_state(guarded.random)
+    with Guard(guarded.model, guarded.optimizer, guarded.scheduler, max_grad_norm=1.0) as guard:
+        for seed in (1, 2):
+            with guard.micro_batch(5) as told:
+                guarded.forward_backward(told, Micro(seed), "sum")
+            if seed == 1:
+                with monkeypatch.context() as patched, pytest.raises(MemoryError):
+                    patched.setattr(guard.window, "_clip", _out_of_memory)
+                    guard.close_window()
+        assert guard.step().tokens == 5
+    guarded.random = torch.get_rng_state()
+    plain_run(plain, [[Micro(2)]], "sum")
+    assert_same_state(guarded, plain)
+
+
+def _out_of_memory(_window: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (None, "the loss of a micro-batch is None; assign one number to micro.loss"),
+        (torch.zeros(2), r"the loss of a micro-batch has shape \(2,\); assign one number"),
+    ],
+)
+def test_a_loss_that_is_no_number_leaves_the_window_whole(loss, said) -> None:
+    guarded, plain = World(), World()
+    torch.set_rng_state(guarded.random)
+    with Guard(guarded.model, guarded.optimizer, guarded.scheduler, max_grad_norm=1.0) as guard:
+        with guard.micro_batch(5) as told:
+            guarded.forward_backward(told, Micro(1), "sum")
+        with pytest.raises(ConfigError, match=said), guard.micro_batch(5) as told:
+            guarded.forward_backward(told, Micro(9), "sum")
+            told.loss = loss
+        with guard.micro_batch(5) as told:
+            guarded.forward_backward(told, Micro(2), "sum")
+        assert guard.step().tokens == 10
+    guarded.random = torch.get_rng_state()
+    plain_run(plain, [[Micro(1), Micro(2)]], "sum")
+    assert_same_state(guarded, plain)
+
+
+def test_a_loss_may_be_a_plain_number() -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer)
+    for number in (2.5, float("nan"), 1):
+        with guard.micro_batch() as told:
+            world.forward_backward(told, Micro(1), "sum")
+            told.loss = number
+    outcome = guard.step()
+    assert outcome.loss == 1.75
+    assert [(r.micro_batch, r.kind) for r in outcome.refused] == [(1, "loss")]
+
+
+def test_the_sum_of_a_loss_in_fp16_does_not_overflow() -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer, loss="mean")
+    with guard.micro_batch(tokens=65536) as told:
+        world.forward_backward(told, Micro(1), "mean")
+        told.loss = torch.tensor(2.5, dtype=torch.float16)
+    assert guard.step().loss == 2.5
+
+
+@pytest.mark.parametrize("refuse", [ValueError, [ValueError], (KeyError, ValueError)])
+def test_an_exception_to_refuse_needs_no_tuple(refuse) -> None:
+    world = World()
+    guard = Guard(world.model, world.optimizer, refuse=refuse)
+    assert ValueError in guard.settings.refuse
+    with guard.micro_batch():
+        raise ValueError("planted")
+    assert [r.detail for r in guard.step().refused] == ["ValueError: planted"]

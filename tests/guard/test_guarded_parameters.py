@@ -1,0 +1,111 @@
+"""Which parameters a guard steps, and what it makes of their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from npt.errors import ConfigError
+from npt.guard import Guard
+
+
+def unfreeze(model: nn.Sequential, _optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.requires_grad_(True)
+
+
+def add(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3))]})
+
+
+@pytest.mark.parametrize("change", [unfreeze, add])
+def test_a_parameter_that_comes_later_is_never_stepped(change) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer)
+    with guard.micro_batch():
+        model(torch.ones(1, 3)).sum().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    change(model, optimizer)
+    said = r"^the optimizer now steps a parameter of shape \(3, 3\) that was .*; make a new guard$"
+    with pytest.raises(ConfigError, match=said):
+        guard.step()
+    with pytest.raises(ConfigError, match=said), guard.micro_batch():
+        raise AssertionError("nothing is computed")
+    assert all(map(torch.equal, before, model.parameters()))
+    guard.close()
+    with Guard([*model.parameters(), *optimizer.param_groups[-1]["params"]], optimizer) as new:
+        with new.micro_batch():
+            model(torch.ones(1, 3)).sum().backward()
+        assert new.step().applied
+
+
+def test_a_parameter_frozen_later_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    before = model[1].weight.detach().clone()
+    model[1].weight.requires_grad_(False)
+    with guard.micro_batch():
+        model(torch.ones(1, 3)).sum().backward()
+    assert guard.step().applied
+    assert torch.equal(model[1].weight, before)
+
+
+def test_a_weight_under_two_names_is_one_weight() -> None:
+    norms = []
+    for twice in (False, True):
+        layer = nn.Linear(3, 3)
+        named = {"a": layer.weight, "bias": layer.bias} | ({"b": layer.weight} if twice else {})
+        guard = Guard(named, torch.optim.SGD(layer.parameters(), lr=1.0))
+        with guard.micro_batch():
+            layer(torch.ones(1, 3)).sum().backward()
+        norms.append(guard.step().grad_norm)
+        assert guard.update.names == ("a", "bias")
+    # twelve gradients of 1
+    assert norms == [pytest.approx(12**0.5, rel=1e-6)] * 2
+
+
+def test_gradients_that_the_loop_assigns_are_stepped() -> None:
+    """As of torch.autograd.grad, whose gradients reach no hook of a parameter."""
+    model, plain = nn.Linear(3, 3), nn.Linear(3, 3)
+    plain.load_state_dict(model.state_dict())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0)
+    for fault in (1.0, float("nan")):
+        with guard.micro_batch() as micro:
+            micro.loss = model(torch.ones(1, 3)).sum()
+            (model.weight.grad,) = torch.autograd.grad(fault * micro.loss, [model.weight])
+    outcome = guard.step()
+    assert outcome.applied
+    assert [refusal.tensor for refusal in outcome.refused] == ["weight"]
+    plain(torch.ones(1, 3)).sum().backward()
+    plain.bias.grad = None
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert torch.equal(model.weight, plain.weight)
+    assert torch.equal(model.bias, plain.bias)
+
+
+def test_a_gradient_that_the_loop_drops_is_not_stepped() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer)
+    before = model.bias.detach().clone()
+    with guard.micro_batch():
+        model(torch.ones(1, 3)).sum().backward()
+        model.bias.grad = None
+    assert guard.step().applied
+    assert torch.equal(model.bias, before)
+    assert model.bias not in optimizer.state
+
+
+def test_a_window_that_reached_no_parameter_is_not_applied() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    guard = Guard(model, optimizer, scheduler)
+    with guard.micro_batch() as micro:
+        micro.loss = model(torch.ones(1, 3)).sum()  # and no backward
+    outcome = guard.step()
+    assert (outcome.applied, outcome.refused, outcome.steps) == (False, (), 0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
