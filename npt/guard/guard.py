@@ -9,7 +9,7 @@ place in the data, are the loop's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import TooManyRefusalsError
+from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
+from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parameters import Trainable, stepped_parameters, whole
 from npt.guard.settings import GuardSettings
@@ -53,6 +54,7 @@ class Outcome:
     if the window was refused as a whole. grad_norm: before clipping, None without survivors. loss:
     mean per token of the survivors (for `share` their sum), None without survivors; 0 if no loss
     was told. tokens: of the survivors, their number if none were given. steps: applied so far.
+    findings: about this process's refused micro-batches that were traced.
     """
 
     applied: bool
@@ -61,6 +63,7 @@ class Outcome:
     loss: float | None
     tokens: int
     steps: int
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ class Guard:
         processes: that share every window; default all of torch.distributed.
         settings: those of `GuardSettings`.
 
+    Attributes:
+        outcome: of the last window, also of one that ended in TooManyRefusalsError.
+
     Raises:
         ConfigError: a setting, or an optimizer that cannot be guarded.
     """
@@ -140,20 +146,33 @@ class Guard:
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
-        self._statistics = BatchStatistics(None if self._model is None else whole(self._model))
+        model = None if self._model is None else whole(self._model)
+        if model is None and self.settings.trace:
+            raise ConfigError("trace computes micro-batches again; give the guard the model")
+        self._forensics = Forensics(model, self.settings.trace)
+        self._found: list[Finding] = []  # in the open window
+        self.outcome: Outcome | None = None
+        self._statistics = BatchStatistics(model)
         self._draws = Draws()
         self._before: list[Tensor] | None = None  # statistics before the window
         self._aside: list[Refusal] = []  # of windows that began again
 
     @contextmanager
     def micro_batch(
-        self, tokens: int | None = None, ids: Sequence[object] = ()
+        self,
+        tokens: int | None = None,
+        ids: Sequence[object] = (),
+        inputs: Any = None,
+        run: Callable[[], Any] | None = None,
     ) -> Iterator[MicroBatch]:
         """Guard the forward and backward of one micro-batch; assign the loss to what this yields.
 
         Args:
             tokens: over which the loss was summed or averaged; default 1.
             ids: of its samples, for refusals.
+            inputs: of the model; default those of its calls. Overwrite none before `step`.
+            run: computes the loss again, for `trace`; default the model's calls, which is enough
+                if the model returns its loss.
         """
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
@@ -163,7 +182,8 @@ class Guard:
         with self._own_place():
             self.window.begin()
             try:
-                with self._unsynchronised():
+                kept = Kept(before, inputs, run)
+                with self._unsynchronised(), self._forensics.watching(self.window.place, kept):
                     yield micro
             except BaseException as error:
                 self._draws.undo(before)
@@ -189,6 +209,8 @@ class Guard:
             TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step.
             ProcessError: another process is lost, or its state differs.
         """
+        if self.settings.trace:
+            self._found += self._forensics.trace(self.window.open_refusals())
         (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
@@ -214,8 +236,10 @@ class Guard:
             The refusals of all processes, which the window's outcome will have too; if there are
             none, the window is as it was.
         """
-        refusals = gathered(self.window.open_refusals(), Refusal, self.window.processes)
+        own = self.window.open_refusals()
+        refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
+            self._found += self._forensics.trace(own)
             self.window.clear()
             self._rewind()
             self._forget()
@@ -225,6 +249,11 @@ class Guard:
     def skip(self) -> None:
         """Count a micro-batch that is not computed again."""
         self._skip(self.window.processes.size)
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """All that were made, of as many refusals as `trace` says."""
+        return self._forensics.findings
 
     def memory(self) -> Memory:
         """Return the bytes that this guard needs, from the sizes of the tensors as they are now."""
@@ -252,8 +281,9 @@ class Guard:
             self._spikes.recall(*state["spikes"])
 
     def close(self) -> None:
-        """Release the parameters: their gradients are None, their hooks gone."""
+        """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
+        self._forensics.close()
 
     def __enter__(self) -> Guard:
         return self
@@ -286,6 +316,7 @@ class Guard:
 
     def _forget(self) -> None:
         self._draws.forget()
+        self._forensics.forget()
         self._before = None
 
     def _skip(self, micro_batches: int) -> None:
@@ -302,14 +333,15 @@ class Guard:
         longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row)
         counts.windows, counts.steps = counts.windows + 1, result.steps
         counts.refused += len(refused)
+        figures = (result.grad_norm, result.loss, result.tokens, result.steps)
+        self.outcome = Outcome(result.applied, refused, *figures, tuple(self._found))
+        self._found = []
         if longest >= self.settings.max_refused:
             raise TooManyRefusalsError(
                 f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
                 f" raise max_refused (now {self.settings.max_refused})"
             )
-        return Outcome(
-            result.applied, refused, result.grad_norm, result.loss, result.tokens, result.steps
-        )
+        return self.outcome
 
 
 def _all_processes(device: torch.device) -> ProcessGroup:

@@ -28,6 +28,8 @@ class GuardSettings:
     spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations above
         the accepted ones.
     max_refused: refusals in a row before TooManyRefusalsError.
+    trace: refused micro-batches, on each process, that are computed again to name the guilty
+        operation; each costs a few slow passes.
     """
 
     max_grad_norm: float = math.inf
@@ -36,6 +38,7 @@ class GuardSettings:
     refuse: tuple[type[Exception], ...] = (FloatingPointError,)
     spike_sigmas: float | None = None
     max_refused: int = 10
+    trace: int = 0
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -51,3 +54,5 @@ class GuardSettings:
         ):
             if number is not None and not number > 0:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
+        if self.trace < 0:
+            raise ConfigError(f"trace is {self.trace}; it must be 0 or more")

@@ -16,14 +16,17 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from npt.errors import ConfigError, DataError
+from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.guard import Guard, Outcome
+from npt.guard.parameters import whole
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -32,6 +35,7 @@ else:
 
 STATE_FILE = "guard.json"
 IGNORED = -100
+_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
 
 _log = logging.getLogger("npt.guard")
 
@@ -39,7 +43,8 @@ _log = logging.getLogger("npt.guard")
 class TrainerMixin(Trainer):
     """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
 
-    guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss.
+    guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss;
+        `trace` is 1 unless set.
     guard: the guard, once training has begun.
     """
 
@@ -54,9 +59,11 @@ class TrainerMixin(Trainer):
     _guarded: Any = None
 
     def on_refused(self, outcome: Outcome) -> None:
-        """Warn of each refusal; override to do more."""
+        """Warn of each refusal, and of what the tracer found; override to do more."""
         for refusal in outcome.refused:
             _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
+        for finding in outcome.findings:
+            _log.warning("traced in step %d: %s", self.state.global_step + 1, finding)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten."""
@@ -87,10 +94,20 @@ class TrainerMixin(Trainer):
 
     def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
         loss = torch.zeros((), device=self.args.device)
-        with guard.micro_batch() as micro:
+        again = partial(self._once_more, model, inputs, items)
+        with guard.micro_batch(inputs=inputs, run=again) as micro:
             refuse_bad_ids(inputs, self.model)
             micro.loss = loss = super().training_step(model, inputs, items)
         return loss
+
+    def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
+        """Compute a micro-batch for the tracer: not counted, and by this process alone."""
+        counted = {name: deepcopy(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
+        try:
+            return super().training_step(whole(model), inputs, items)
+        finally:
+            for name, value in counted.items():
+                setattr(self, name, value)
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -130,7 +147,7 @@ class TrainerMixin(Trainer):
         if self.accelerator.distributed_type.value == "DEEPSPEED":
             raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
         self._inputs, self._guarded = [], self.optimizer
-        settings = dict(self.guard_settings)
+        settings = {"trace": 1, **self.guard_settings}
         settings["refuse"] = (*settings.get("refuse", (FloatingPointError,)), DataError)
         norm = self.args.max_grad_norm or math.inf
         self.guard = Guard(model, self.optimizer, loss="share", max_grad_norm=norm, **settings)
@@ -145,7 +162,12 @@ class TrainerMixin(Trainer):
         def step(closure: Any = None) -> None:
             optimizer._opt_called = True  # asked by schedulers
             assert self.guard is not None
-            outcome = self.guard.step()
+            try:
+                outcome = self.guard.step()
+            except TooManyRefusalsError:
+                assert self.guard.outcome is not None
+                self.on_refused(self.guard.outcome)
+                raise
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
             if outcome.refused:
                 self.on_refused(outcome)
