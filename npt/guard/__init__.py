@@ -14,6 +14,7 @@ more than torch.
 
 from npt.guard.forensics import Finding
 from npt.guard.guard import Guard, Memory, MicroBatch, Outcome
+from npt.guard.postmortem import Postmortem, read_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.trainer import TrainerMixin, protect
 from npt.step.window_result import Refusal
@@ -25,7 +26,9 @@ __all__ = [
     "Memory",
     "MicroBatch",
     "Outcome",
+    "Postmortem",
     "Refusal",
     "TrainerMixin",
     "protect",
+    "read_postmortem",
 ]

@@ -6,6 +6,7 @@ The model's calls are noted, not copied: overwrite no input before `guard.step()
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from npt.step.window_result import Refusal
 
 if TYPE_CHECKING:
     from npt.diagnostics.tracer.verdict import Verdict
+
+SUSPECTS = 4
+"""Refused micro-batches that are kept for a post-mortem."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,21 @@ class Forensics:
     Args:
         model: None if the guard knows parameters only.
         traces: refusals to trace.
+        keep: the last refused micro-batches, for a post-mortem.
+
+    Attributes:
+        suspects: those.
     """
 
-    def __init__(self, model: nn.Module | None, traces: int):
+    def __init__(self, model: nn.Module | None, traces: int, keep: bool = False):
         self.findings: list[Finding] = []
+        self.suspects: deque[tuple[Refusal, Kept]] = deque(maxlen=SUSPECTS)
+        self._keep = keep
         self._model, self._traces = model, traces
         self._open: dict[int, Kept] = {}
         self._now: Kept | None = None
         self._handle = None
-        if model is not None and traces:
+        if model is not None and (traces or keep):
             self._handle = model.register_forward_pre_hook(
                 self._note, with_kwargs=True, prepend=True
             )
@@ -108,7 +118,7 @@ class Forensics:
     @contextmanager
     def watching(self, place: int, kept: Kept) -> Iterator[None]:
         """Note the model's calls in the micro-batch at that place of the window."""
-        if self._traces <= len(self.findings):
+        if not self._keep and self._traces <= len(self.findings):
             yield
             return
         self._now = self._open[place] = kept
@@ -120,12 +130,19 @@ class Forensics:
     def trace(self, refusals: Sequence[Refusal]) -> list[Finding]:
         """Trace the first of this process's refusals; nothing of it stays in the run."""
         found = []
-        for refusal in refusals[: self._traces - len(self.findings)]:
+        for refusal in refusals[: max(0, self._traces - len(self.findings))]:
             kept = None if refusal.micro_batch is None else self._open.get(refusal.micro_batch)
             if kept is not None and self._model is not None:
                 found.append(_traced(self._model, refusal, kept))
         self.findings += found
         return found
+
+    def settle(self, refusals: Sequence[Refusal]) -> None:
+        """Set this process's refused micro-batches aside, if they are to be kept."""
+        for refusal in refusals if self._keep else ():
+            place = refusal.micro_batch
+            found = self._open.values() if place is None else [self._open.get(place)]
+            self.suspects += [(refusal, kept) for kept in found if kept is not None]
 
     def forget(self) -> None:
         """Begin another window."""

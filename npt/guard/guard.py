@@ -9,9 +9,11 @@ place in the data, are the loop's own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from npt.guard.accelerated import unwrapped
 from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parameters import Trainable, stepped_parameters, whole
+from npt.guard.postmortem import Situation, write_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import BatchStatistics, Draws
 from npt.step.gradient_window import GradientWindow
@@ -31,6 +34,9 @@ from npt.step.guarded_update import GuardedUpdate
 from npt.step.shared_window import gathered
 from npt.step.spikes import SpikeGuard
 from npt.step.window_result import Refusal, WindowResult
+
+REMEMBERED = 256
+"""Refusals that are remembered for a post-mortem."""
 
 
 @dataclass
@@ -149,7 +155,9 @@ class Guard:
         model = None if self._model is None else whole(self._model)
         if model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
-        self._forensics = Forensics(model, self.settings.trace)
+        keep = self.settings.postmortem is not None
+        self._forensics = Forensics(model, self.settings.trace, keep)
+        self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         self._found: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None
         self._statistics = BatchStatistics(model)
@@ -214,6 +222,9 @@ class Guard:
         (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
+        if not (result.refusals or self._aside):
+            self._forensics.suspects.clear()
+        self._forensics.settle(result.refusals)
         self._forget()
         result.refusals, self._aside = [*self._aside, *result.refusals], []
         self._scale.update(result.applied, result.refusals)
@@ -240,6 +251,7 @@ class Guard:
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
             self._found += self._forensics.trace(own)
+            self._forensics.settle(own)
             self.window.clear()
             self._rewind()
             self._forget()
@@ -330,6 +342,7 @@ class Guard:
 
     def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
         counts, refused = self.counts, tuple(result.refusals)
+        self._refusals += [(counts.windows, refusal) for refusal in refused]
         longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row)
         counts.windows, counts.steps = counts.windows + 1, result.steps
         counts.refused += len(refused)
@@ -337,11 +350,36 @@ class Guard:
         self.outcome = Outcome(result.applied, refused, *figures, tuple(self._found))
         self._found = []
         if longest >= self.settings.max_refused:
-            raise TooManyRefusalsError(
+            said = (
                 f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
                 f" raise max_refused (now {self.settings.max_refused})"
             )
+            raise TooManyRefusalsError(said + self._postmortem(result, said))
         return self.outcome
+
+    def _postmortem(self, result: WindowResult[MicroBatch], reason: str) -> str:
+        """Write it, if it is asked for; return what to say of it."""
+        if self.settings.postmortem is None:
+            return ""
+        before = result.snapshot
+        situation = Situation(
+            reason=reason,
+            step=result.steps - (result.applied and before is not None),
+            process=self.window.processes.index,
+            refusals=tuple(self._refusals),
+            suspects=tuple(self._forensics.suspects),
+            findings=self.findings,
+            state=before or self.update.snapshot(),
+            groups=[
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.update.optimizer.param_groups
+            ],
+            settings=self.settings,
+        )
+        try:
+            return f"; post-mortem: {write_postmortem(Path(self.settings.postmortem), situation)}"
+        except Exception as error:  # of the two errors this is the lesser
+            return f"; the post-mortem could not be written: {type(error).__name__}: {error}"
 
 
 def _all_processes(device: torch.device) -> ProcessGroup:

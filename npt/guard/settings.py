@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from npt.errors import ConfigError
@@ -30,6 +31,8 @@ class GuardSettings:
     max_refused: refusals in a row before TooManyRefusalsError.
     trace: refused micro-batches, on each process, that are computed again to name the guilty
         operation; each costs a few slow passes.
+    postmortem: a folder; when `max_refused` is reached, a folder in it gets the last refused
+        micro-batches, weights, moments and reasons.
     """
 
     max_grad_norm: float = math.inf
@@ -39,6 +42,7 @@ class GuardSettings:
     spike_sigmas: float | None = None
     max_refused: int = 10
     trace: int = 0
+    postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (

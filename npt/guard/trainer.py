@@ -44,7 +44,7 @@ class TrainerMixin(Trainer):
     """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
 
     guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss;
-        `trace` is 1 unless set.
+        unless set, `trace` is 1 and `postmortem` a folder in the output folder.
     guard: the guard, once training has begun.
     """
 
@@ -147,7 +147,8 @@ class TrainerMixin(Trainer):
         if self.accelerator.distributed_type.value == "DEEPSPEED":
             raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
         self._inputs, self._guarded = [], self.optimizer
-        settings = {"trace": 1, **self.guard_settings}
+        folder = Path(self.args.output_dir, "postmortem")
+        settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         settings["refuse"] = (*settings.get("refuse", (FloatingPointError,)), DataError)
         norm = self.args.max_grad_norm or math.inf
         self.guard = Guard(model, self.optimizer, loss="share", max_grad_norm=norm, **settings)

@@ -21,7 +21,7 @@ from npt.errors import ConfigError
 from npt.postmortem.bundle import Bundle, read_bundle
 from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import suspect
-from npt.runs.run_folder import versions
+from npt.runs.versions import versions
 from npt.step.window_result import MicroBatchRecord, Refusal
 
 Classification = Literal["data", "state", "transient"]
