@@ -83,9 +83,8 @@ ROWS = {
         Row("upper-half", "upper half, D/4, solved"),
         Row(
             "best",
-            "upper half, D/4, solved on more tokens, then trained",
-            tokens=65536,
-            training=Training((3e-5, 1e-4, 3e-4)),
+            "upper half, D/4, solved, then trained",
+            training=Training((1e-5, 3e-5), hidden_weight=0.0),
         ),
         Row("all-but-first", "all layers but the first, D/4, solved", layers="all_but_first"),
         Row("upper-half-small", "upper half, D/16, solved", divisor=16),

@@ -53,7 +53,7 @@ class Training:
     strategy: str = "end_to_end"
     hidden_weight: float = 1.0
     kl_weight: float = 1.0
-    batch_size: int = 4
+    batch_size: int = 2
     share: float = 0.05
     max_grad_norm: float = 0.5
 
