@@ -6,10 +6,11 @@ The model's calls are noted, not copied: overwrite no input before `guard.step()
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,23 @@ class Kept:
         return results if any(loss is None for loss in losses) else sum(losses)
 
 
+class Hook:
+    """A hook of a model that notes its calls; a copy of the model, or a stored one, has an idle one
+    and drags no guard along.
+    """
+
+    def __init__(self, forensics: Forensics | None = None):
+        self._forensics = (lambda: None) if forensics is None else weakref.ref(forensics)
+
+    def __call__(self, _module: nn.Module, arguments: tuple[Any, ...], named: Any) -> None:
+        forensics = self._forensics()
+        if forensics is not None:
+            forensics.note(arguments, named)
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
 class Forensics:
     """Notes the calls of a guarded model, and has refused micro-batches traced.
 
@@ -112,7 +130,7 @@ class Forensics:
         self._handle = None
         if model is not None and (traces or keep):
             self._handle = model.register_forward_pre_hook(
-                self._note, with_kwargs=True, prepend=True
+                Hook(self), with_kwargs=True, prepend=True
             )
 
     @contextmanager
@@ -142,7 +160,7 @@ class Forensics:
         for refusal in refusals if self._keep else ():
             place = refusal.micro_batch
             found = self._open.values() if place is None else [self._open.get(place)]
-            self.suspects += [(refusal, kept) for kept in found if kept is not None]
+            self.suspects += [(refusal, replace(kept, run=None)) for kept in found if kept]
 
     def forget(self) -> None:
         """Begin another window."""
@@ -153,7 +171,8 @@ class Forensics:
         if self._handle is not None:
             self._handle.remove()
 
-    def _note(self, _module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Note a call of the model, if it is a micro-batch's."""
         if self._now is None:
             return
         if not self._now.calls and self._now.run is None:

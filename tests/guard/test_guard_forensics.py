@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -110,6 +112,17 @@ def test_without_a_reason_to_trace_nothing_is_kept() -> None:
     traced.close()
     guard.close()
     assert not model._forward_pre_hooks
+
+
+def test_a_copy_of_the_model_drags_no_guard_along() -> None:
+    model = Rooted()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    with guard.micro_batch(run=lambda: (_ for _ in ())):  # which can be neither copied nor stored
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(torch.zeros(1, 2))["loss"].backward()
+        model(torch.ones(1, 2))["loss"].backward()
+    (kept,) = guard._forensics._open.values()
+    assert [call.arguments[0].sum().item() for call in kept.calls] == [2.0]
 
 
 def test_what_cannot_be_repeated_is_said() -> None:
