@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ else:
 STATE_FILE = "guard.json"
 IGNORED = -100
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
+_GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
 
@@ -97,14 +99,16 @@ class TrainerMixin(Trainer):
         again = partial(self._once_more, model, inputs, items)
         with guard.micro_batch(inputs=inputs, run=again) as micro:
             refuse_bad_ids(inputs, self.model)
-            micro.loss = loss = super().training_step(model, inputs, items)
+            with alone(self.accelerator):
+                micro.loss = loss = super().training_step(model, inputs, items)
         return loss
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
         """Compute a micro-batch for the tracer: not counted, and by this process alone."""
         counted = {name: deepcopy(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
         try:
-            return super().training_step(whole(model), inputs, items)
+            with alone(self.accelerator):
+                return super().training_step(whole(model), inputs, items)
         finally:
             for name, value in counted.items():
                 setattr(self, name, value)
@@ -222,6 +226,23 @@ def protect(trainer: Any, **settings: Any) -> Any:
         trainer.__class__ = type(f"Guarded{own.__name__}", (TrainerMixin, own), {})
     trainer.guard_settings = settings
     return trainer
+
+
+@contextmanager
+def alone(accelerator: Any) -> Iterator[None]:
+    """Let accelerate gather nothing within the context, as TRL does for its metrics.
+
+    A refused micro-batch may end early, and its process computes fewer of them: whoever gathered in
+    one would wait for ever. Metrics are then the main process's own.
+    """
+    names = _GATHERING if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, lambda value, *_, **__: value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
 
 
 def refuse_bad_ids(inputs: Any, model: Any) -> None:

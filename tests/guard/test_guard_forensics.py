@@ -175,6 +175,28 @@ def test_a_trainer_logs_the_guilty_operation(fault, said, tmp_path, caplog) -> N
     assert_equal(after, state_of(stock), "state")
 
 
+def test_metrics_do_not_count_what_the_tracer_computes(tmp_path) -> None:
+    class Counting(Safe):
+        """As TRL's trainers do."""
+
+        _metrics: list[int]
+
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            self._metrics.append(1)
+            return super().compute_loss(*arguments, **named)
+
+    def counted(trace: int) -> int:
+        data = [row(i, "loss-nan" if i == 1 else None) for i in range(3)]
+        trainer = trainer_of(Counting, data, tmp_path, plant(small_llama(), "loss-nan"))
+        trainer._metrics = []
+        trainer.guard_settings = {"trace": trace}
+        trainer.train()
+        assert len(trainer.guard.findings) == trace
+        return len(trainer._metrics)
+
+    assert counted(1) == counted(0) == 3
+
+
 def test_the_last_refusals_of_a_lost_run_are_logged_too(tmp_path, caplog) -> None:
     model = plant(small_llama(), "loss-nan")
     trainer = protect(trainer_of(InOrder, [row(0, "loss-nan")], tmp_path, model), max_refused=1)
