@@ -6,7 +6,8 @@ went wrong?
     python debug/inject_fault.py --case gradient-nan  one of them
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --compare            the same faults in plain loops
-    python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard
+    python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
+                                                      loop, accelerate
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.
@@ -52,7 +53,8 @@ def main() -> int:
         "--trainer",
         choices=("npt", *TRAINERS),
         default="npt",
-        help="who trains: NPT, a plain loop or transformers' Trainer, the latter under npt.guard",
+        help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's, or"
+        " transformers' Trainer",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()

@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "benchmarks" / "RESULTS.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+WENT_NAN = ROOT / "docs" / "a-run-went-nan.md"
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {
     "pretrain": "--max_steps 1 --eval_samples 2 --max_length 64 --batch_size 2",
@@ -187,7 +188,7 @@ def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
     )
     names: dict[str, Any] = {}
     # docs/extend changes tables of the package; tests/extend runs its pages, and undoes that
-    pages = [page for page in PAGES if page.parent.name != "extend"]
+    pages = [page for page in PAGES if page.parent.name != "extend" and page != WENT_NAN]
     first, *others = [block for page in pages for block in blocks(page)]
     exec(first.replace("max_steps=20", "max_steps=2"), names)
     names["npt"].attach(names["model"], names["npt"].NPTConfig(rank=2, layers="7"))
@@ -212,3 +213,54 @@ def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file() and list(
         (tmp_path / "trace").glob("*.json")
     )
+
+
+def test_the_page_on_nan_ends_with_the_guilty_operation(tmp_path, monkeypatch, capsys) -> None:
+    """Between its blocks the weights are loaded again, as it says."""
+    import torch
+    from transformers import TrainingArguments
+
+    import npt
+    from npt.errors import TooManyRefusalsError
+
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = npt.load_base("tiny")
+    model.requires_grad_(True)
+    model.get_input_embeddings().weight.data[tokenizer.pad_token_id] = 0
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    text = "def area(width, height):\n    return"
+    rows = tokenizer(text, return_tensors="pt")["input_ids"].repeat(4, 1)
+    rows[2, -1] = tokenizer.pad_token_id
+    settings = {"max_steps": 4, "per_device_train_batch_size": 1, "logging_steps": 1}
+    quiet = {"report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    names = {
+        "npt": npt,
+        "model": model,
+        "args": TrainingArguments("trained", **settings, **quiet),
+        "data": [{"input_ids": row, "labels": row} for row in rows],
+    }
+    plain, guarded, findings, read = blocks(WENT_NAN)
+    assert all(
+        len([line for line in block.splitlines() if line]) <= 8
+        for block in (plain, guarded, findings, read)
+    )
+    exec(plain, names)
+    said = capsys.readouterr().out
+    assert "'loss': '0', 'grad_norm': 'nan'" in said  # as the page shows
+    assert not any(torch.isfinite(p).all() for p in model.parameters())
+    model.load_state_dict(saved)
+    exec(guarded, names)
+    assert "'refused': 1" in capsys.readouterr().out
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    exec(findings, names)
+    said = capsys.readouterr().out
+    shown = WENT_NAN.read_text(encoding="utf-8")
+    for line in said.splitlines():
+        assert line in shown or line.startswith("  line: "), line
+    assert "vanishing norm" in said and "div in model.embed_tokens" in said
+    model.load_state_dict(saved)  # its head trains the padding's embedding too
+    with pytest.raises(TooManyRefusalsError):
+        exec(guarded.replace("data))", "data), max_refused=1)"), names)
+    (folder,) = (tmp_path / "trained" / "postmortem").iterdir()
+    exec(read.replace("step-00000000", folder.name), names)
+    assert names["verdict"].operation == "div"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -94,18 +96,23 @@ def windows_of(case: RowCase, faulty: bool) -> list[list[Row]]:
     return [epoch[step % len(epoch)] for step in range(steps)]
 
 
-def loop(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) -> Trained:
     """Train in a loop as one writes it: summed losses, divided by the window's tokens."""
     model = student(case, faulty).train()
     kind, settings = optimizer_of(case, faulty)
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
     warm = lambda step: min(1.0, (step + 1) / WARMUP)  # noqa: E731
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm)
+    given_model, stepped, scheduled = model, optimizer, scheduler
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    if accelerator is not None:
+        given_model, stepped, scheduled = accelerator.prepare(model, optimizer, scheduler)
+        backward = accelerator.backward
     guard = None
     if guarded:
         refuse = (FloatingPointError, DataError)
         given: dict[str, Any] = {"refuse": refuse, "spike_sigmas": case.spike_sigmas}
-        guard = Guard(model, optimizer, scheduler, max_grad_norm=MAX_NORM, **given)
+        guard = Guard(given_model, stepped, scheduled, max_grad_norm=MAX_NORM, **given)
     torch.manual_seed(1)
     refusals: list[Refusal] = []
     for window in windows_of(case, faulty):
@@ -114,23 +121,29 @@ def loop(case: RowCase, faulty: bool, guarded: bool) -> Trained:
             tokens = int((one["labels"][1:] != -100).sum())
             total += tokens
             if guard is None:
-                _summed_loss(model, one).backward()
+                backward(_summed_loss(given_model, one))
             else:
                 with guard.micro_batch(tokens) as micro:
                     refuse_bad_ids(one, model)
-                    micro.loss = loss = _summed_loss(model, one)
-                    loss.backward()
+                    micro.loss = loss = _summed_loss(given_model, one)
+                    backward(loss)
         if guard is None:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(torch.tensor(float(total)))
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            stepped.step()
+            scheduled.step()
+            stepped.zero_grad()
         else:
             refusals += guard.step().refused
     return Trained(_state(model, optimizer, scheduler), refusals)
+
+
+def accelerated(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+    """Train in the same loop through accelerate, in one process."""
+    AcceleratorState._reset_state(True)  # of the run before
+    return loop(case, faulty, guarded, Accelerator(cpu=True))
 
 
 def _summed_loss(model: nn.Module, one: Row) -> Tensor:
@@ -187,7 +200,11 @@ def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
     return Trained(state, getattr(trainer, "refusals", []))
 
 
-TRAINERS: dict[str, Callable[[RowCase, bool, bool], Trained]] = {"loop": loop, "hf": hf}
+TRAINERS: dict[str, Callable[[RowCase, bool, bool], Trained]] = {
+    "loop": loop,
+    "accelerate": accelerated,
+    "hf": hf,
+}
 
 
 def _state(model: nn.Module, optimizer: Any, scheduler: Any) -> State:

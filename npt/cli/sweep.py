@@ -17,7 +17,7 @@ def sweep(given: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
-    from npt.runs.run_folder import versions
+    from npt.runs.versions import versions
     from npt.tools.sweep.lab import check_design
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage

@@ -12,19 +12,24 @@ The step is that of the distillation trainer (`npt.step`): one implementation. N
 more than torch.
 """
 
+from npt.guard.forensics import Finding
 from npt.guard.guard import Guard, MicroBatch, Outcome
 from npt.guard.memory import Memory
+from npt.guard.postmortem import Postmortem, read_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.trainer import TrainerMixin, protect
 from npt.step.window_result import Refusal
 
 __all__ = [
+    "Finding",
     "Guard",
     "GuardSettings",
     "Memory",
     "MicroBatch",
     "Outcome",
+    "Postmortem",
     "Refusal",
     "TrainerMixin",
     "protect",
+    "read_postmortem",
 ]

@@ -9,7 +9,8 @@ place in the data, are the loop's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
+from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
+from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import BatchStatistics, Draws
 from npt.step.gradient_window import GradientWindow
@@ -33,6 +36,9 @@ from npt.step.guarded_update import GuardedUpdate
 from npt.step.shared_window import gathered
 from npt.step.spikes import SpikeGuard
 from npt.step.window_result import Refusal, WindowResult
+
+REMEMBERED = 256
+"""Refusals that are remembered for a post-mortem."""
 
 
 @dataclass
@@ -57,7 +63,8 @@ class Outcome:
     by micro-batch; `micro_batch` is None if the window was refused as a whole. grad_norm: before
     clipping, None without survivors. loss: mean per token of the survivors (for `share` their sum),
     None without survivors; 0 if no loss was told. tokens: of the survivors, their number if none
-    were given. steps: applied so far.
+    were given. steps: applied so far. findings: about this process's refused micro-batches that
+    were traced.
     """
 
     applied: bool
@@ -66,6 +73,7 @@ class Outcome:
     loss: float | None
     tokens: int
     steps: int
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass
@@ -89,6 +97,9 @@ class Guard:
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
         settings: those of `GuardSettings`.
+
+    Attributes:
+        outcome: of the last window, also of one that ended in TooManyRefusalsError.
 
     Raises:
         ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
@@ -129,20 +140,35 @@ class Guard:
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
-        self._statistics = BatchStatistics(None if self._model is None else whole(self._model))
+        model = None if self._model is None else whole(self._model)
+        if model is None and self.settings.trace:
+            raise ConfigError("trace computes micro-batches again; give the guard the model")
+        keep = self.settings.postmortem is not None
+        self._forensics = Forensics(model, self.settings.trace, keep)
+        self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
+        self._found: list[Finding] = []  # in the open window
+        self.outcome: Outcome | None = None
+        self._statistics = BatchStatistics(model)
         self._draws = Draws()
         self._before: list[Tensor] | None = None  # statistics before the window
         self._aside: list[Refusal] = []  # of windows that began again
 
     @contextmanager
     def micro_batch(
-        self, tokens: int | None = None, ids: Sequence[object] = ()
+        self,
+        tokens: int | None = None,
+        ids: Sequence[object] = (),
+        inputs: Any = None,
+        run: Callable[[], Any] | None = None,
     ) -> Iterator[MicroBatch]:
         """Guard the forward and backward of one micro-batch; assign the loss to what this yields.
 
         Args:
             tokens: over which the loss was summed or averaged; default 1.
             ids: of its samples, for refusals.
+            inputs: of the model; default those of its calls. Overwrite none before `step`.
+            run: computes the loss again, for `trace`; default the model's calls, which is enough
+                if the model returns its loss.
 
         Raises:
             ConfigError: the optimizer has come to step parameters that are not guarded.
@@ -156,7 +182,8 @@ class Guard:
         with self._own_place():
             self.window.begin()
             try:
-                with self._unsynchronised():
+                kept = Kept(before, inputs, run)
+                with self._unsynchronised(), self._forensics.watching(self.window.place, kept):
                     yield micro
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
@@ -187,10 +214,15 @@ class Guard:
             ConfigError: as in `micro_batch`.
         """
         refuse_unguarded(self.update.optimizer, self._guarded)
+        if self.settings.trace:
+            self._found += self._forensics.trace(self.window.open_refusals())
         with self._window_or_nothing():
             (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
+        if not (result.refusals or self._aside):
+            self._forensics.suspects.clear()
+        self._forensics.settle(result.refusals)
         self._forget()
         result.refusals, self._aside = [*self._aside, *result.refusals], []
         self._scale.update(result.applied, result.refusals)
@@ -214,8 +246,11 @@ class Guard:
             The refusals of all processes, which the window's outcome will have too; if there are
             none, the window is as it was.
         """
-        refusals = gathered(self.window.open_refusals(), Refusal, self.window.processes)
+        own = self.window.open_refusals()
+        refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
+            self._found += self._forensics.trace(own)
+            self._forensics.settle(own)
             self.window.clear()
             self._rewind()
             self._forget()
@@ -225,6 +260,11 @@ class Guard:
     def skip(self) -> None:
         """Count a micro-batch that is not computed again."""
         self._skip(self.window.processes.size)
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """All that were made, of as many refusals as `trace` says."""
+        return self._forensics.findings
 
     def memory(self) -> Memory:
         """Return the bytes that this guard needs, before its first step too."""
@@ -248,8 +288,9 @@ class Guard:
             self._spikes.recall(*state["spikes"])
 
     def close(self) -> None:
-        """Release the parameters: their gradients are None, their hooks gone."""
+        """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
+        self._forensics.close()
 
     def __enter__(self) -> Guard:
         return self
@@ -293,6 +334,7 @@ class Guard:
 
     def _forget(self) -> None:
         self._draws.forget()
+        self._forensics.forget()
         self._before = None
 
     def _skip(self, micro_batches: int) -> None:
@@ -306,6 +348,7 @@ class Guard:
 
     def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
         counts, refused = self.counts, tuple(result.refusals)
+        self._refusals += [(counts.windows, refusal) for refusal in refused]
         longest = 0
         if refused:  # the same on all processes, whose numbers of micro-batches may differ
             places = chain(*self.window.processes.gather_json(result.places))
@@ -314,15 +357,35 @@ class Guard:
             counts.in_a_row = 0
         counts.windows, counts.steps = counts.windows + 1, result.steps
         counts.refused += len(refused)
+        figures = (result.grad_norm, result.loss, result.tokens, result.steps)
+        self.outcome = Outcome(result.applied, refused, *figures, tuple(self._found))
+        self._found = []
         if longest >= self.settings.max_refused:
             counts.in_a_row = 0  # for a loop that continues
-            raise TooManyRefusalsError(
+            said = (
                 f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
                 f" raise max_refused (now {self.settings.max_refused})"
             )
-        return Outcome(
-            result.applied, refused, result.grad_norm, result.loss, result.tokens, result.steps
+            raise TooManyRefusalsError(said + self._postmortem(result, said))
+        return self.outcome
+
+    def _postmortem(self, result: WindowResult[MicroBatch], reason: str) -> str:
+        """Write it, if it is asked for; return what to say of it."""
+        if self.settings.postmortem is None:
+            return ""
+        before = result.snapshot
+        situation = Situation(
+            reason=reason,
+            step=result.steps - (result.applied and before is not None),
+            process=self.window.processes.index,
+            refusals=tuple(self._refusals),
+            suspects=tuple(self._forensics.suspects),
+            findings=self.findings,
+            state=before or self.update.snapshot(),
+            groups=self.update.groups(),
+            settings=self.settings,
         )
+        return f"; {tried_postmortem(self.settings.postmortem, situation)}"
 
 
 def _all_processes(device: torch.device) -> ProcessGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from npt.errors import ConfigError
@@ -29,6 +30,10 @@ class GuardSettings:
     spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations above
         the accepted ones.
     max_refused: refusals in a row before TooManyRefusalsError.
+    trace: refused micro-batches, on each process, that are computed again to name the guilty
+        operation; each costs a few slow passes.
+    postmortem: a folder; when `max_refused` is reached, a folder in it gets the last refused
+        micro-batches, weights, moments and reasons.
     """
 
     max_grad_norm: float = math.inf
@@ -37,6 +42,8 @@ class GuardSettings:
     refuse: tuple[type[Exception], ...] | type[Exception] = (FloatingPointError,)
     spike_sigmas: float | None = None
     max_refused: int = 10
+    trace: int = 0
+    postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
         refuse = tuple(self.refuse) if isinstance(self.refuse, list | tuple) else (self.refuse,)
@@ -57,3 +64,5 @@ class GuardSettings:
         ):
             if number is not None and not number > 0:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
+        if self.trace < 0:
+            raise ConfigError(f"trace is {self.trace}; it must be 0 or more")

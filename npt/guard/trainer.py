@@ -15,16 +15,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from npt.errors import ConfigError, DataError
+from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard.guard import Guard, Outcome
+from npt.guard.parameters import whole
 from npt.guard.settings import GuardSettings
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ else:
 
 STATE_FILE = "guard.json"
 IGNORED = -100
+_COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
+_GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
 
@@ -41,7 +47,8 @@ _log = logging.getLogger("npt.guard")
 class TrainerMixin(Trainer):
     """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
 
-    guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss.
+    guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss;
+        unless set, `trace` is 1 and `postmortem` a folder in the output folder.
     guard: the guard, once training has begun.
     """
 
@@ -69,9 +76,11 @@ class TrainerMixin(Trainer):
         check_settings(cls.guard_settings)
 
     def on_refused(self, outcome: Outcome) -> None:
-        """Warn of each refusal; override to do more."""
+        """Warn of each refusal, and of what the tracer found; override to do more."""
         for refusal in outcome.refused:
             _log.warning("refused in step %d: %s", self.state.global_step + 1, refusal)
+        for finding in outcome.findings:
+            _log.warning("traced in step %d: %s", self.state.global_step + 1, finding)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
@@ -103,10 +112,22 @@ class TrainerMixin(Trainer):
 
     def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
         loss = torch.zeros((), device=self.args.device)
-        with guard.micro_batch() as micro:
+        again = partial(self._once_more, model, inputs, items)
+        with guard.micro_batch(inputs=inputs, run=again) as micro:
             refuse_bad_ids(inputs, self.model)
-            micro.loss = loss = super().training_step(model, inputs, items)
+            with alone(self.accelerator):
+                micro.loss = loss = super().training_step(model, inputs, items)
         return loss
+
+    def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
+        """Compute a micro-batch for the tracer: not counted, and by this process alone."""
+        counted = {name: deepcopy(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
+        try:
+            with alone(self.accelerator):
+                return super().training_step(whole(model), inputs, items)
+        finally:
+            for name, value in counted.items():
+                setattr(self, name, value)
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -153,7 +174,8 @@ class TrainerMixin(Trainer):
         if self.accelerator.distributed_type.value == "DEEPSPEED":
             raise ConfigError("DeepSpeed steps by itself, unguarded; train with DDP or alone")
         self._inputs, self._guarded = [], self.optimizer
-        settings = dict(self.guard_settings)
+        folder = Path(self.args.output_dir, "postmortem")
+        settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         refuse = settings.get("refuse", (FloatingPointError,))
         settings["refuse"] = (*(refuse if isinstance(refuse, tuple) else (refuse,)), DataError)
         norm = self.args.max_grad_norm or math.inf
@@ -169,7 +191,12 @@ class TrainerMixin(Trainer):
         def step(closure: Any = None) -> None:
             optimizer._opt_called = True  # asked by schedulers
             assert self.guard is not None
-            outcome = self.guard.step()
+            try:
+                outcome = self.guard.step()
+            except TooManyRefusalsError:
+                assert self.guard.outcome is not None
+                self.on_refused(self.guard.outcome)
+                raise
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
             if outcome.refused:
                 self.on_refused(outcome)
@@ -239,6 +266,23 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             " norm is that of TrainingArguments)"
         )
     GuardSettings(**settings)
+
+
+@contextmanager
+def alone(accelerator: Any) -> Iterator[None]:
+    """Let accelerate gather nothing within the context, as TRL does for its metrics.
+
+    A refused micro-batch may end early, and its process computes fewer of them: whoever gathered in
+    one would wait for ever. Metrics are then the main process's own.
+    """
+    names = _GATHERING if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, lambda value, *_, **__: value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
 
 
 def refuse_bad_ids(inputs: Any, model: Any) -> None:

@@ -18,6 +18,7 @@ from npt.adapters.files.run_layout import ADAPTER
 from npt.config import QUANT_TYPES, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.errors import BundleError, ConfigError
+from npt.guard.postmortem import VERSION as GUARD_VERSION
 from npt.postmortem.write import VERSION, WINDOW
 from npt.runs.checkpoint import Checkpoint, read_state
 from npt.runs.manifest import POSTMORTEM
@@ -159,6 +160,8 @@ def read_bundle(folder: str | Path) -> Bundle:
 def _check_version(path: Path, said: Mapping[str, Any]) -> None:
     """Refuse what another version wrote; the first one called its number `format`."""
     version = said.get("version", said.get("format"))
+    if version == GUARD_VERSION:
+        raise BundleError(f"{path} is a guard's; read it with npt.guard.read_postmortem")
     if version != VERSION:
         versions = said.get("versions")
         writer = versions.get("npt") if isinstance(versions, dict) else None

@@ -15,12 +15,13 @@ from typing import Any, Literal
 import torch
 
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
+from npt.diagnostics.tracer.trace import first_fault
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import ConfigError
 from npt.postmortem.bundle import Bundle, read_bundle
 from npt.postmortem.restore import RestoredState, Tried, restored
-from npt.postmortem.write import first_fault, suspect
-from npt.runs.run_folder import versions
+from npt.postmortem.write import suspect
+from npt.runs.versions import versions
 from npt.step.window_result import MicroBatchRecord, Refusal
 
 Classification = Literal["data", "state", "transient"]

@@ -32,8 +32,7 @@ from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding, base_fault, moments_fault, tensor_fault
 from npt.diagnostics.tracer.passes import untouched
-from npt.diagnostics.tracer.trace import trace
-from npt.diagnostics.tracer.verdict import Verdict
+from npt.diagnostics.tracer.trace import first_fault
 from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
@@ -49,9 +48,6 @@ WINDOW = "window.safetensors"
 
 ACCEPTED = 4
 """Micro-batches at most that are stored of the last window without a refusal, for comparison."""
-
-EXPLOSION = 1e18
-"""A size whose square leaves fp32: traced if no number was non-finite but a sum of squares."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +122,6 @@ def suspect(refusals: Iterable[Refusal], traces: Iterable[MicroBatchRecord]) -> 
     if not computed or all(r.kind == "data" for r in refusals):
         return None
     return max(computed, key=lambda t: t.grad_norm).micro_batch
-
-
-def first_fault(
-    model: PreTrainedModel, batch: Batch, run: Callable[[], Any], *, exploded: bool
-) -> Verdict | None:
-    """Return the operation that made a micro-batch's first bad number.
-
-    If it, or its window, was refused (`exploded`) and every number is finite, the first one too
-    large to be squared is traced, since a norm overflows before its elements do.
-    """
-    verdict = trace(model, batch, run=run)
-    if verdict is None and exploded:
-        return trace(model, batch, run=run, limit=EXPLOSION)
-    return verdict
 
 
 def _known(situation: Situation) -> dict[str, Any]:

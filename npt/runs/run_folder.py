@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, write_json, write_text
 from npt.runs.manifest import verify_checkpoint
-from npt.version import __version__
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION, BEHAVIOUR = "report.html", "modulation.json", "behaviour.json"
@@ -39,26 +35,6 @@ BROKEN, SUPERSEDED = "broken", "superseded"
 newer than the one that the run resumed from."""
 
 Json = dict[str, Any]
-
-_PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of those that decide a run's numerics."""
-    return {
-        "python": platform.python_version(),
-        "npt": __version__,
-        **{package: _version(package) for package in _PACKAGES},
-    }
-
-
-@cache
-def _version(package: str) -> str:
-    # cached: every checkpoint asks, and reading a package's metadata takes as long as writing one
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 class RunFolder:

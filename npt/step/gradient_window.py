@@ -71,6 +71,7 @@ class GradientWindow(Generic[S]):
         divisor: of the window's gradient; default the tokens of its survivors.
 
     Attributes:
+        place: of the next micro-batch in the open window.
         unscale: called once `.grad` is the sum of a window's survivors, of which there are some.
     """
 
@@ -102,7 +103,7 @@ class GradientWindow(Generic[S]):
         self._closed: LaunchedWindow[S] | None = None
         self._ran: list[MicroBatchFlags[S]] = []
         self._refusals: list[Refusal] = []
-        self._index = self._halt = 0
+        self.place = self._halt = 0
         self._launched: deque[LaunchedWindow[S]] = deque()
 
     @property
@@ -131,19 +132,19 @@ class GradientWindow(Generic[S]):
         flag = torch.isfinite(sums.loss.to(self._home)) & torch.isfinite(norm)
         self.gradients.add(flag)
         reached = None if self.gradients.reached is None else frozenset(self.gradients.reached)
-        self._ran.append(MicroBatchFlags(sums, flag, norms, self._index, sample_ids, reached))
-        self._index += 1
+        self._ran.append(MicroBatchFlags(sums, flag, norms, self.place, sample_ids, reached))
+        self.place += 1
         return flag
 
     def refuse(self, detail: str, sample_ids: tuple[str, ...] = (), kind: str = "data") -> None:
         """Count a micro-batch that was found bad before its gradients were made."""
         process = self.processes.index
-        self._refusals.append(Refusal(kind, detail, self._index, sample_ids, process))
-        self._index += 1
+        self._refusals.append(Refusal(kind, detail, self.place, sample_ids, process))
+        self.place += 1
 
     def skip(self) -> None:
         """Count a micro-batch that another process computes."""
-        self._index += 1
+        self.place += 1
 
     def halt(self, code: int) -> None:
         """Make the open window and all later ones void, on every process.
@@ -156,7 +157,7 @@ class GradientWindow(Generic[S]):
     def clear(self) -> None:
         """Forget the open window: its micro-batches have not happened."""
         self.gradients.clear()
-        self._ran, self._refusals, self._index, self._closed = [], [], 0, None
+        self._ran, self._refusals, self.place, self._closed = [], [], 0, None
 
     def open_refusals(self) -> list[Refusal]:
         """Return the refusals of the open window on this process, for which this waits."""
@@ -173,7 +174,7 @@ class GradientWindow(Generic[S]):
         """
         assert self._closed is None, "the window is closed already"
         window = self._closed = LaunchedWindow(
-            self.committed, self._index, self._ran, self._refusals, self._halt, fingerprint
+            self.committed, self.place, self._ran, self._refusals, self._halt, fingerprint
         )
         if self.spikes is not None:
             window.limits = self.spikes.limits

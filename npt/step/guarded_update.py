@@ -96,7 +96,7 @@ class GuardedUpdate:
         if not self.undo:
             self.optimizer.step()
             return Update(go)
-        groups = [_settings(group) for group in self.optimizer.param_groups]
+        groups = self.groups()
         update = Update(go, self.snapshot())
         if self.late:
             self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
@@ -114,6 +114,13 @@ class GuardedUpdate:
             if not bool(good):
                 self._undo(update, groups)
         return update
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the settings of the optimizer's parameter groups, without the parameters."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def snapshot(self) -> Snapshot:
         """Return copies of parameters and optimizer state, on their devices."""
@@ -210,11 +217,6 @@ class GuardedUpdate:
         self.optimizer.found_inf = torch.zeros_like(self.optimizer.found_inf)  # type: ignore[attr-defined]
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return all of a parameter group but its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:

@@ -16,7 +16,8 @@ from npt.evaluation.evaluate import Fidelity
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
-from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder, versions
+from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder
+from npt.runs.versions import versions
 from npt.train.loop import Loop
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup

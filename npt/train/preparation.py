@@ -16,7 +16,7 @@ from npt.base.quantization_error import product_errors
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
-from npt.runs.run_folder import versions
+from npt.runs.versions import versions
 from npt.step.splitting import MicroBatchSplitter
 from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData, is_solved

@@ -29,9 +29,10 @@ from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError
 from npt.runs.checkpoint import Checkpoint, read_checkpoint
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
-from npt.runs.run_folder import check_free, default_folder, versions
+from npt.runs.run_folder import check_free, default_folder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
+from npt.runs.versions import versions
 from npt.step.schedule import kind_of_run
 from npt.step.splitting import MicroBatchSplitter
 from npt.train.run_checks import check_model, check_window, teacher_record

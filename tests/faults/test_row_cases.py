@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import Tensor
 
 import npt
 from faults.row_cases import CASES
 from faults.row_runs import TRAINERS, judged
 from npt.guard.guard import Guard
 from npt.guard.traces import Draws
+from npt.step.flat_gradients import FlatGradients
 from npt.step.guarded_update import GuardedUpdate
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
@@ -31,11 +33,17 @@ def test_a_fault_leaves_no_trace_and_is_located(name, trainer) -> None:
     assert line.unguarded != "equal"
 
 
+def add_everything(gradients: FlatGradients, _flag: Tensor) -> None:
+    for total, scratch in zip(gradients.sums, gradients.scratch, strict=True):
+        total += scratch
+
+
 @pytest.mark.parametrize(
     ("name", "trainer", "where", "method", "sabotage"),
     [
         ("row-tensor-nan", "loop", Draws, "undo", lambda *_: None),
         ("step-weight", "loop", Draws, "rewind", lambda *_: None),
+        ("row-gradient-nan", "accelerate", FlatGradients, "add", add_everything),
         ("row-tensor-nan", "hf", Guard, "begin_again", lambda *_: []),
         ("step-moment", "hf", GuardedUpdate, "restore", lambda *_: None),
     ],

@@ -309,6 +309,26 @@ def test_two_processes_refuse_alike(accumulate, steps, tmp_path) -> None:
     assert ended[0] == json.dumps(weights_and_moments(stock), default=torch.Tensor.tolist)
 
 
+@pytest.mark.parametrize("fault", ["loss-nan", "id-large"])
+def test_metrics_that_are_gathered_wait_for_nobody(fault, tmp_path) -> None:
+    values(several(2, gathering, rows(fault, (3,))[:4], fault, tmp_path))
+
+
+def gathering(_processes: Any, data: list[Any], fault: str, folder: Any) -> None:
+    class Gathering(Safe):
+        """As TRL's trainers do."""
+
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().compute_loss(*arguments, **named)
+            self.accelerator.gather_for_metrics(loss.detach())
+            return loss
+
+    trainer = trainer_of(Gathering, data, folder, model_with(fault, dropout=0.0), max_steps=2)
+    trainer.train()
+    assert trainer.guard.counts.refused == 1
+    assert "gather_for_metrics" not in vars(trainer.accelerator)
+
+
 def two_processes(processes: Any, data: list[Any], folder: Any, given: dict[str, Any]) -> str:
     model = model_with("loss-nan", dropout=0.0)  # a process draws numbers of its own
     trainer = trainer_of(Safe, data, folder, model, **given)

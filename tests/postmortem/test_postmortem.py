@@ -22,6 +22,7 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
+from npt.diagnostics.tracer import trace as tracer
 from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
@@ -29,7 +30,7 @@ from npt.errors import TooManyRefusalsError
 from npt.postmortem import write as postmortem
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
-from npt.postmortem.write import Situation, first_fault, suspect, write_postmortem
+from npt.postmortem.write import Situation, suspect, write_postmortem
 from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
 from npt.step.train_step import TrainStep
@@ -277,7 +278,7 @@ def test_nothing_is_computed_on_data_that_were_refused_unseen(
     student, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(postmortem, "_recorded", lambda *_: pytest.fail("computed"))
-    monkeypatch.setattr(postmortem, "trace", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(postmortem, "first_fault", lambda *_, **__: pytest.fail("computed"))
     record = said(
         write_postmortem(tmp_path, situation(student, [Refusal("data", "token id 999", 1, ("c",))]))
     )
@@ -355,8 +356,8 @@ def test_finite_numbers_are_searched_for_one_too_large_to_be_squared(
         value = plain if limit == math.inf else limited
         return None if value is None else verdict(value)
 
-    monkeypatch.setattr(postmortem, "trace", trace)
-    found = first_fault(student, batch, lambda: None, exploded=exploded)
+    monkeypatch.setattr(tracer, "trace", trace)
+    found = tracer.first_fault(student, batch, lambda: None, exploded=exploded)
     assert (found is None) == (expected is None)
     assert (
         found is None
@@ -406,7 +407,7 @@ def test_writing_changes_no_weights_gradients_or_random_state(
 
 
 @pytest.mark.parametrize(
-    "broken", ["trace", "base_fault", "base_hash", "audit_precision", "_as_before"]
+    "broken", ["first_fault", "base_fault", "base_hash", "audit_precision", "_as_before"]
 )
 def test_an_observer_that_fails_is_written_down_and_loses_nothing(
     student, tmp_path, monkeypatch, broken
@@ -430,7 +431,7 @@ def test_a_tracer_that_is_killed_leaves_a_bundle_that_can_be_read(
     def killed(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(postmortem, "trace", killed)
+    monkeypatch.setattr(postmortem, "first_fault", killed)
     with pytest.raises(KeyboardInterrupt):
         write_postmortem(tmp_path, situation(student))
     (folder,) = (tmp_path / "postmortem").iterdir()

@@ -31,8 +31,8 @@ from npt.runs.run_folder import (
     default_folder,
     is_run,
     tidy,
-    versions,
 )
+from npt.runs.versions import versions
 
 
 def strict(text: str) -> object:

@@ -41,6 +41,9 @@ from npt.errors import ConfigError
 
 OPERANDS_SHOWN = 6
 
+EXPLOSION = 1e18
+"""A size whose square leaves fp32: traced if no number was non-finite but a sum of squares."""
+
 _OVERFLOWS = (
     "exploding product",
     "exploding gradient",
@@ -108,6 +111,18 @@ def trace(
         once = f"{bad[0]} was not finite once, and finite when everything was run again"
         return _without_operation("not repeatable", bad[0], math.nan, once)
     return masks.verdict if verdict is None else verdict
+
+
+def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Verdict | None:
+    """Return the operation that made a micro-batch's first bad number.
+
+    If it, or its window, was refused (`exploded`) and every number is finite, the first one too
+    large to be squared is traced, since a norm overflows before its elements do.
+    """
+    verdict = trace(model, batch, run=run)
+    if verdict is None and exploded:
+        return trace(model, batch, run=run, limit=EXPLOSION)
+    return verdict
 
 
 class _Tracer:

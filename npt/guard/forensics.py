@@ -1,0 +1,202 @@
+"""What a guard keeps of an open window, so that a refused micro-batch can be looked at again.
+
+The model's calls are noted, not copied: overwrite no input before `guard.step()`. The tracer of
+`npt.diagnostics` is imported at the first refusal that it is asked about.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from npt.guard.traces import States
+from npt.random_state import kept_random_state, random_state, set_random_state
+from npt.step.window_result import Refusal
+
+if TYPE_CHECKING:
+    from npt.diagnostics.tracer.verdict import Verdict
+
+SUSPECTS = 4
+"""Refused micro-batches that are kept for a post-mortem."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The tracer's answer about a refused micro-batch.
+
+    verdict: the operation that made the first bad number, None if none was found. why: then, why.
+    """
+
+    refusal: Refusal
+    verdict: Verdict | None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.refusal}\n{self.why if self.verdict is None else self.verdict}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the model. autocast: by device type, the dtype of one that was on."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    autocast: dict[str, torch.dtype]
+
+    @property
+    def inputs(self) -> Any:
+        """The tensors that the tracer names."""
+        return self.named if not self.arguments else (*self.arguments, *self.named.values())
+
+    def again(self, model: nn.Module) -> Any:
+        """Call the model once more."""
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            return model(*self.arguments, **self.named)
+
+
+@dataclass
+class Kept:
+    """All that is needed to compute a micro-batch again.
+
+    random: the state that it was computed from. inputs, run: as given to `Guard.micro_batch`.
+    """
+
+    random: States
+    inputs: Any = None
+    run: Callable[[], Any] | None = None
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def batch(self) -> Any:
+        """The inputs of the model, as far as they are known."""
+        return self.calls[0].inputs if self.calls else self.inputs
+
+    def compute(self, model: nn.Module) -> Any:
+        """Return the loss, or the model's outputs if it has none."""
+        if self.run is not None:
+            return self.run()
+        results = [call.again(model) for call in self.calls]
+        if len(results) == 1:
+            return results[0]
+        losses = [getattr(result, "loss", None) for result in results]
+        return results if any(loss is None for loss in losses) else sum(losses)
+
+
+class Hook:
+    """A hook of a model that notes its calls; a copy of the model, or a stored one, has an idle one
+    and drags no guard along.
+    """
+
+    def __init__(self, forensics: Forensics | None = None):
+        self._forensics = (lambda: None) if forensics is None else weakref.ref(forensics)
+
+    def __call__(self, _module: nn.Module, arguments: tuple[Any, ...], named: Any) -> None:
+        forensics = self._forensics()
+        if forensics is not None:
+            forensics.note(arguments, named)
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+class Forensics:
+    """Notes the calls of a guarded model, and has refused micro-batches traced.
+
+    Args:
+        model: None if the guard knows parameters only.
+        traces: refusals to trace.
+        keep: the last refused micro-batches, for a post-mortem.
+
+    Attributes:
+        suspects: those.
+    """
+
+    def __init__(self, model: nn.Module | None, traces: int, keep: bool = False):
+        self.findings: list[Finding] = []
+        self.suspects: deque[tuple[Refusal, Kept]] = deque(maxlen=SUSPECTS)
+        self._keep = keep
+        self._model, self._traces = model, traces
+        self._open: dict[int, Kept] = {}
+        self._now: Kept | None = None
+        self._handle = None
+        if model is not None and (traces or keep):
+            self._handle = model.register_forward_pre_hook(
+                Hook(self), with_kwargs=True, prepend=True
+            )
+
+    @contextmanager
+    def watching(self, place: int, kept: Kept) -> Iterator[None]:
+        """Note the model's calls in the micro-batch at that place of the window."""
+        if not self._keep and self._traces <= len(self.findings):
+            yield
+            return
+        self._now = self._open[place] = kept
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def trace(self, refusals: Sequence[Refusal]) -> list[Finding]:
+        """Trace the first of this process's refusals; nothing of it stays in the run."""
+        found = []
+        for refusal in refusals[: max(0, self._traces - len(self.findings))]:
+            kept = None if refusal.micro_batch is None else self._open.get(refusal.micro_batch)
+            if kept is not None and self._model is not None:
+                found.append(_traced(self._model, refusal, kept))
+        self.findings += found
+        return found
+
+    def settle(self, refusals: Sequence[Refusal]) -> None:
+        """Set this process's refused micro-batches aside, if they are to be kept."""
+        for refusal in refusals if self._keep else ():
+            place = refusal.micro_batch
+            found = self._open.values() if place is None else [self._open.get(place)]
+            self.suspects += [(refusal, replace(kept, run=None)) for kept in found if kept]
+
+    def forget(self) -> None:
+        """Begin another window."""
+        self._open = {}
+
+    def close(self) -> None:
+        """Take the hook from the model."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def note(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Note a call of the model, if it is a micro-batch's."""
+        if self._now is None:
+            return
+        if not self._now.calls and self._now.run is None:
+            self._now.random = random_state()
+        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        autocast = {kind: torch.get_autocast_dtype(kind) for kind in on}
+        self._now.calls.append(Call(arguments, named, autocast))
+
+
+def _traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
+    if kept.run is None and not kept.calls and kept.inputs is None:
+        return Finding(refusal, None, "the model was not called: there is nothing to compute again")
+    try:
+        # only now: it needs transformers and bitsandbytes, which a guard does not
+        from npt.diagnostics.tracer.trace import first_fault
+
+        with kept_random_state():
+            set_random_state(kept.random)
+            verdict = first_fault(model, kept.batch, lambda: kept.compute(model), exploded=True)
+    except Exception as error:  # the run is more than its diagnosis
+        return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
+    if verdict is not None:
+        return Finding(refusal, verdict)
+    why = "computed again, all was finite: suspect the hardware or a race"
+    if kept.run is None:
+        why += ", or a loss made outside of the model, which micro_batch(run=...) has traced too"
+    return Finding(refusal, None, why)

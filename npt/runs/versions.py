@@ -1,0 +1,29 @@
+"""The versions that decide a run's numerics, for its records."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from functools import cache
+
+from npt.version import __version__
+
+_PACKAGES = ("torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this package and of those that decide a run's numerics."""
+    return {
+        "python": platform.python_version(),
+        "npt": __version__,
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+@cache
+def _version(package: str) -> str:
+    # cached: every checkpoint asks, and reading a package's metadata takes as long as writing one
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

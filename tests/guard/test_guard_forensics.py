@@ -1,0 +1,206 @@
+"""The guilty operation of a refused micro-batch is named, and naming it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from guarded_loops import (
+    MAX_NORM,
+    Micro,
+    World,
+    assert_equal,
+    assert_same_state,
+    never_saw,
+    plain_run,
+)
+from guarded_trainers import InOrder, small_llama, state_of, trainer_of
+from torch import nn
+
+from faults.row_faults import plant, row
+from npt.errors import ConfigError, TooManyRefusalsError
+from npt.guard import Guard, Outcome, TrainerMixin, protect
+
+FAULTS = ("loss", "gradient", "inf", "overflow")
+
+
+def traced_run(
+    world: World, windows: list[list[Micro]], run: bool = False, **settings: Any
+) -> tuple[Guard, list[Outcome]]:
+    """Train with the loss computed in the loop; `run`: the tracer is told how."""
+    torch.set_rng_state(world.random)
+    guard = Guard(world.model, world.optimizer, world.scheduler, max_grad_norm=MAX_NORM, **settings)
+    outcomes = []
+    for window in windows:
+        for micro in window:
+
+            def again(micro: Micro = micro) -> None:
+                world.forward_backward(None, micro, "sum")
+
+            with guard.micro_batch(micro.tokens, [micro.seed], run=again if run else None) as told:
+                world.forward_backward(told, micro, "sum")
+        outcomes.append(guard.step())
+    world.random = torch.get_rng_state()
+    guard.close()
+    return guard, outcomes
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("run", [False, True])
+def test_tracing_leaves_no_trace(fault, run) -> None:
+    windows = [[Micro(1), Micro(2, fault=fault)], [Micro(3, fault=fault)], [Micro(4, branch=True)]]
+    traced, plain = World(), World()
+    guard, outcomes = traced_run(traced, windows, run, trace=2)
+    plain_run(plain, never_saw(windows), "sum")
+    assert_same_state(traced, plain)
+    assert [len(outcome.findings) for outcome in outcomes] == [1, 1, 0]
+    assert [f.refusal for f in guard.findings] == [r for o in outcomes for r in o.refused]
+
+
+def test_bad_data_is_named_by_its_place() -> None:
+    guard, _ = traced_run(World(), [[Micro(1), Micro(2, fault="loss")]], trace=1)
+    (finding,) = guard.findings
+    assert finding.verdict is not None
+    assert (finding.verdict.cause, finding.verdict.phase) == ("corrupt input", "data")
+    assert str(finding).startswith("micro-batch 1 (samples 2): loss: ")
+
+
+class Rooted(nn.Module):
+    """A root of zero: a finite loss whose slope is not, in one line of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = nn.functional.dropout(self.inner(x), 0.5)
+        return {"loss": hidden.abs().sum().sqrt()}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_operation_is_named_from_the_models_own_call(autocast) -> None:
+    model = Rooted()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    for x in (torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)):
+        with guard.micro_batch() as micro, torch.autocast("cpu", torch.bfloat16, autocast):
+            micro.loss = loss = model(x)["loss"]
+            loss.backward()
+    assert len(guard.step().findings) == 1  # of two
+    (finding,) = guard.findings
+    assert finding.verdict is not None
+    assert (finding.verdict.cause, finding.verdict.operation) == (
+        "infinite slope",
+        "div in SqrtBackward0",
+    )
+    assert "hidden.abs().sum().sqrt()" in finding.verdict.source
+
+
+def test_without_a_reason_to_trace_nothing_is_kept() -> None:
+    model = Rooted()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not model._forward_pre_hooks
+    with pytest.raises(ConfigError, match="give the guard the model"):
+        Guard(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    with pytest.raises(ConfigError, match="trace is -1"):
+        Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=-1)
+    traced = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    assert len(model._forward_pre_hooks) == 1
+    traced.close()
+    guard.close()
+    assert not model._forward_pre_hooks
+
+
+def test_a_copy_of_the_model_drags_no_guard_along() -> None:
+    model = Rooted()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    with guard.micro_batch(run=lambda: (_ for _ in ())):  # which can be neither copied nor stored
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(torch.zeros(1, 2))["loss"].backward()
+        model(torch.ones(1, 2))["loss"].backward()
+    (kept,) = guard._forensics._open.values()
+    assert [call.arguments[0].sum().item() for call in kept.calls] == [2.0]
+
+
+def test_what_cannot_be_repeated_is_said() -> None:
+    world = World()
+    calls = []
+
+    def once(module: Any, _inputs: Any, value: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return value * math.nan if len(calls) == 1 else value
+
+    world.model.first.register_forward_hook(once)
+    guard, _ = traced_run(world, [[Micro(1)]], run=True, trace=1)
+    (finding,) = guard.findings
+    assert finding.verdict is None and "all was finite" in finding.why
+
+
+def test_an_error_in_the_tracer_costs_the_finding_only() -> None:
+    world = World()
+    windows = [[Micro(1, fault="exception"), Micro(2)]]
+    guard, outcomes = traced_run(world, windows, run=True, trace=1)
+    assert guard.findings[0].why == "the tracer ended with FloatingPointError: planted"
+    assert outcomes[0].applied
+
+
+class Safe(TrainerMixin, InOrder):
+    """As anybody writes it."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("loss-nan", "forward: mul in model.layers.1.mlp.act_fn"),
+        ("gradient-inf", "backward: "),
+        ("tensor-1e20", "backward: "),
+        ("id-large", "data: embedding"),
+    ],
+)
+def test_a_trainer_logs_the_guilty_operation(fault, said, tmp_path, caplog) -> None:
+    def run(kind: Any, rows: list[Any], fault: str | None) -> Any:
+        window = {"gradient_accumulation_steps": 4}
+        trainer = trainer_of(kind, rows, tmp_path, plant(small_llama(), fault), **window)
+        trainer.train()
+        return trainer
+
+    guarded = run(Safe, [row(i, fault if i == 5 else None) for i in range(8)], fault)
+    (traced,) = [r.message for r in caplog.records if r.message.startswith("traced")]
+    assert said in traced, traced
+    after = state_of(guarded)
+    stock = run(InOrder, [row(i) for i in range(8) if i != 5], None)
+    assert_equal(after, state_of(stock), "state")
+
+
+def test_metrics_do_not_count_what_the_tracer_computes(tmp_path) -> None:
+    class Counting(Safe):
+        """As TRL's trainers do."""
+
+        _metrics: list[int]
+
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            self._metrics.append(1)
+            return super().compute_loss(*arguments, **named)
+
+    def counted(trace: int) -> int:
+        data = [row(i, "loss-nan" if i == 1 else None) for i in range(3)]
+        trainer = trainer_of(Counting, data, tmp_path, plant(small_llama(), "loss-nan"))
+        trainer._metrics = []
+        trainer.guard_settings = {"trace": trace}
+        trainer.train()
+        assert len(trainer.guard.findings) == trace
+        return len(trainer._metrics)
+
+    assert counted(1) == counted(0) == 3
+
+
+def test_the_last_refusals_of_a_lost_run_are_logged_too(tmp_path, caplog) -> None:
+    model = plant(small_llama(), "loss-nan")
+    trainer = protect(trainer_of(InOrder, [row(0, "loss-nan")], tmp_path, model), max_refused=1)
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    said = [r.message.split(" in step 1")[0] for r in caplog.records if r.name == "npt.guard"]
+    assert said == ["refused", "traced"]

@@ -1,0 +1,146 @@
+"""A guarded run that gives up leaves all that is needed to look at it elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guarded_loops import Micro, World, guarded_run, state_of
+from guarded_trainers import InOrder, small_llama, trainer_of
+
+from faults.row_faults import plant, row
+from npt.errors import BundleError, CheckpointError, TooManyRefusalsError
+from npt.guard import Guard, postmortem, protect, read_postmortem
+from npt.postmortem.bundle import read_bundle
+
+
+def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[World, Path]:
+    """Train until the guard gives up; return what is left, and the folder that the error names."""
+    world = World()
+    given = {"max_refused": 3, "postmortem": folder, **settings}
+    with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row") as caught:
+        guarded_run(world, windows, **given)
+    return world, Path(str(caught.value).partition("post-mortem: ")[2])
+
+
+BAD = [Micro(9, fault="loss"), Micro(1)], *([Micro(i, fault="gradient")] for i in (2, 3, 4))
+"""The first is followed by a good one, so that it is none of those in a row."""
+
+
+def test_it_has_micro_batches_weights_moments_and_reasons(tmp_path) -> None:
+    world, folder = stopped(tmp_path, [[Micro(7)], [Micro(8)], *BAD], trace=1)
+    assert folder == tmp_path / "step-00000003"
+    found = read_postmortem(folder)
+    assert [m["1"] for m in found.micro_batches] == [False] * 4
+    assert found.micro_batches[0]["0"].isnan().any()
+    for seed, micro in zip((2, 3, 4), found.micro_batches[1:], strict=True):
+        assert torch.equal(micro["0"], Micro(seed).data(torch.float32))
+    after = state_of(world)
+    for name, weight in after["model"].items():
+        assert torch.equal(found.weights[name], weight)
+    moments = after["optimizer"]["state"][0]["exp_avg"]
+    assert torch.equal(found.moments["exp_avg of first.weight"], moments)
+    said = found.said
+    assert [(r["window"], r["kind"]) for r in said["refusals"]] == [
+        (2, "loss"), (3, "gradient"), (4, "gradient"), (5, "gradient"),
+    ]  # fmt: skip
+    assert said["findings"][0]["verdict"]["cause"] == "corrupt input"
+    assert said["versions"]["torch"] == torch.__version__ and said["step"] == 3
+    assert said["settings"]["refuse"] == ["FloatingPointError"]
+    # as before the refused windows: the run left nothing in it
+    assert all(torch.equal(states["cpu"], world.random) for states in found.random[1:])
+
+
+def test_suspects_are_those_since_the_last_good_window(tmp_path) -> None:
+    first = [Micro(5, fault="loss")]
+    _, folder = stopped(
+        tmp_path, [first, [Micro(1)], *([Micro(i, fault="loss")] for i in (2, 3, 4))]
+    )
+    assert len(read_postmortem(folder).micro_batches) == 3
+
+
+def test_the_state_is_that_of_before_the_window(tmp_path) -> None:
+    bad = [Micro(i, fault="loss") for i in (2, 3, 4)]
+    _, folder = stopped(tmp_path, [[Micro(1)], [*bad, Micro(5)]])
+    world = World()
+    guarded_run(world, [[Micro(1)]])
+    found = read_postmortem(folder)
+    assert torch.equal(found.weights["first.weight"], world.model.first.weight)
+    assert found.said["step"] == 1 and folder.name == "step-00000001"
+
+
+def test_a_folder_that_cannot_be_written_does_not_hide_why(tmp_path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(TooManyRefusalsError, match=r"could not be written: \w*Error: "):
+        guarded_run(World(), BAD, max_refused=3, postmortem=tmp_path / "file")
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(postmortem, "write_json", fail)
+    with pytest.raises(TooManyRefusalsError, match="could not be written: OSError: full"):
+        guarded_run(World(), BAD, max_refused=3, postmortem=tmp_path / "here")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_nested_inputs_and_other_values_are_stored_by_path(tmp_path) -> None:
+    model = torch.nn.Linear(2, 1)
+    given = {"max_refused": 1, "postmortem": tmp_path}
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    x = torch.ones(2, dtype=torch.bfloat16)
+    inputs = {"a": [x, {"b": x[:1]}], "text": ["one"], "kind": torch.float32, "none": None}
+    with guard.micro_batch(inputs=inputs) as micro:
+        micro.loss = torch.tensor(float("nan"))
+    with pytest.raises(TooManyRefusalsError):
+        guard.step()
+    (found,) = read_postmortem(tmp_path / "step-00000000").micro_batches
+    assert torch.equal(found.pop("a.0"), x) and torch.equal(found.pop("a.1.b"), x[:1])
+    assert found == {"text": ["one"], "kind": "torch.float32", "none": None}
+
+
+def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
+    data = [row(0, "loss-nan")]
+    trainer = protect(
+        trainer_of(InOrder, data, tmp_path, plant(small_llama(), "loss-nan")), max_refused=2
+    )
+    with pytest.raises(TooManyRefusalsError, match=r"post-mortem: .*step-00000000$"):
+        trainer.train()
+    found = read_postmortem(tmp_path / "postmortem" / "step-00000000")
+    assert torch.equal(found.micro_batches[0]["input_ids"], data[0]["input_ids"][None])
+    assert len(found.micro_batches) == 2
+    small_llama().load_state_dict(found.weights, strict=False)
+    assert found.said["findings"][0]["verdict"]["operation"] == "mul"
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "said"),
+    [
+        (lambda f: (f / "postmortem.json").unlink(), BundleError, "holds no postmortem.json"),
+        (lambda f: (f / "weights.safetensors").write_bytes(b"x"), CheckpointError, "sha256"),
+        (lambda f: edit(f, version=2), BundleError, "npt replay"),
+        (lambda f: edit(f, step="x"), BundleError, "step is 'x'"),
+        (lambda f: edit(f, micro_batches=[1]), BundleError, "'refusal' is missing"),
+    ],
+)
+def test_a_broken_one_is_refused_in_one_line(harm, error, said, tmp_path) -> None:
+    _, folder = stopped(tmp_path, list(BAD))
+    harm(folder)
+    with pytest.raises(error, match=said) as caught:
+        read_postmortem(folder)
+    assert "\n" not in str(caught.value)
+
+
+def edit(folder: Path, **entries: Any) -> None:
+    path = folder / "postmortem.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}), encoding="utf-8")
+
+
+def test_the_replay_of_runs_says_whose_it_is(tmp_path) -> None:
+    _, folder = stopped(tmp_path, list(BAD))
+    with pytest.raises(BundleError, match=r"read it with npt\.guard\.read_postmortem"):
+        read_bundle(folder)
