@@ -43,7 +43,7 @@ from npt.step.launched_window import (
     stacked,
     to_host,
 )
-from npt.step.shared_window import sum_over_processes
+from npt.step.shared_window import sum_over_processes, unreached_of
 from npt.step.spikes import SpikeGuard
 from npt.step.window_record import read_record, refusal_of
 from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
@@ -236,9 +236,11 @@ class GradientWindow(Generic[S]):
         counts = sent([m.sums.tokens for m in ran], home)
         tokens = torch.where(flags, counts, 0.0).sum()
         loss_sum = torch.where(flags, losses, 0.0).sum()
-        unreached = self._unreached(window)
+        unreached: list[int] = []
+        if gradients.reached is not None:
+            unreached = unreached_of(ran, len(gradients.parameters), self.processes, home)
         gradients.expose(unreached)
-        window.reached = len(unreached) < len(self.update.parameters)
+        window.reached = len(unreached) < len(gradients.parameters)
         if self.unscale is not None and window.reached:
             self.unscale()
         across, allowed = flags.new_zeros(0), None
@@ -282,18 +284,6 @@ class GradientWindow(Generic[S]):
         for flat in self.gradients.sums:
             flat.mul_(scale.to(flat.device))
         return norm
-
-    def _unreached(self, window: LaunchedWindow[S]) -> list[int]:
-        """Return the places of parameters that no survivor's backward reached, on any process."""
-        if self.gradients.reached is None:
-            return []
-        reached = torch.zeros(len(self.update.parameters))
-        for micro in window.ran:
-            if micro.reached and bool(micro.flag):
-                reached[list(micro.reached)] = 1
-        if self.processes.size > 1:
-            reached = self.processes.sum_(reached.to(self._home))
-        return (reached == 0).nonzero().flatten().tolist()
 
     def _step(self, window: LaunchedWindow[S], closed: ClosedWindow) -> None:
         """Step, verify, restore, and send the record: all on the device."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
-from npt.step.window_result import MicroBatchRecord, Refusal
+from npt.step.launched_window import MicroBatchFlags
+from npt.step.window_result import MicroBatchRecord, Refusal, S
 
 R = TypeVar("R", Refusal, MicroBatchRecord)
 
@@ -46,6 +47,22 @@ def sum_over_processes(
     halts, fingerprints = of_processes.split(processes.size)
     allowed = (halts == 0).all() & (fingerprints == fingerprints[0]).all()
     return sums[:2], torch.cat([sums[2:], of_processes]), allowed
+
+
+def unreached_of(
+    ran: Iterable[MicroBatchFlags[S]], parameters: int, processes: ProcessGroup, home: torch.device
+) -> list[int]:
+    """Return the places of parameters that no survivor's backward reached, on any process.
+
+    Reads flags; every process calls it.
+    """
+    reached = torch.zeros(parameters)
+    for micro in ran:
+        if micro.reached and bool(micro.flag):
+            reached[list(micro.reached)] = 1
+    if processes.size > 1:
+        reached = processes.sum_(reached.to(home))
+    return (reached == 0).nonzero().flatten().tolist()
 
 
 class AcrossProcesses:
