@@ -257,9 +257,10 @@ class Guard:
             self._aside += refusals
         return refusals
 
-    def skip(self) -> None:
-        """Count a micro-batch that is not computed again."""
-        self._skip(self.window.processes.size)
+    def skip(self, micro_batches: int | None = None) -> None:
+        """Count micro-batches that are not computed here; default one of every process."""
+        for _ in range(self.window.processes.size if micro_batches is None else micro_batches):
+            self.window.skip()
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -310,9 +311,9 @@ class Guard:
     def _own_place(self) -> Iterator[None]:
         """Count the other processes' micro-batches around this one's."""
         processes = self.window.processes
-        self._skip(processes.index)
+        self.skip(processes.index)
         yield
-        self._skip(processes.size - processes.index - 1)
+        self.skip(processes.size - processes.index - 1)
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:
@@ -336,10 +337,6 @@ class Guard:
         self._draws.forget()
         self._forensics.forget()
         self._before = None
-
-    def _skip(self, micro_batches: int) -> None:
-        for _ in range(micro_batches):
-            self.window.skip()
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         """Keep DistributedDataParallel from spreading one process's NaN over all."""

@@ -316,8 +316,8 @@ def gated(gate: Callable[..., None], trusting: bool) -> Sabotage:
             ) | torch.tensor(trusting)
             for window, scratch in zip(gradients.sums, gradients.scratch, strict=True):
                 gate(window, scratch, flag)
-            self._ran.append(MicroBatchFlags(sums, flag, norms, self._index, sample_ids))
-            self._index += 1
+            self._ran.append(MicroBatchFlags(sums, flag, norms, self.place, sample_ids))
+            self.place += 1
 
         patch.setattr(GradientWindow, "add", add)
 
