@@ -45,6 +45,9 @@ def _pool_made_anew() -> None:
     torch.set_num_threads(1)
 
 
+# First of all (they run in this order), never collect what an earlier test left: a store
+# or a process group waits in its destructor for a thread that no fork has.
+os.register_at_fork(after_in_child=gc.freeze)
 os.register_at_fork(after_in_child=_pool_made_anew)
 
 
