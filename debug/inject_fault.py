@@ -31,7 +31,6 @@ from faults.campaign import (
 )
 from faults.row_cases import CASES as ROW_CASES
 from faults.row_runs import TRAINERS, judged, print_lines
-from faults.row_runs import summary as row_summary
 from npt.console import make_console
 from npt.files import to_json
 
@@ -117,7 +116,7 @@ def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         return 0
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
     lines = [judged(case, given.trainer) for case in cases]
-    figures = row_summary(lines)
+    figures = summary(lines)
     if given.json:
         print(to_json(figures, indent=2))
     else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +18,16 @@ from faults.patterns import Case
 from faults.verdict import Verdict, together
 
 CLEAN_STEPS = 1000
+
+
+class Judged(Protocol):
+    """A line of a scorecard, of whatever was judged."""
+
+    @property
+    def case(self) -> Any: ...
+    @property
+    def verdict(self) -> Verdict: ...
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def campaign(
     return lines
 
 
-def summary(lines: list[Line]) -> dict[str, Any]:
+def summary(lines: Sequence[Judged]) -> dict[str, Any]:
     """Return the campaign as JSON. A survived case that is wrongly located has not passed."""
     return {
         "cases": [line.as_dict() for line in lines],
@@ -100,6 +110,11 @@ def print_scorecard(console: Console, lines: list[Line]) -> None:
             f"{line.seconds:.1f}",
         )
     console.print(table)
+    print_totals(console, lines)
+
+
+def print_totals(console: Console, lines: Sequence[Judged]) -> None:
+    """Print the details of the verdicts that have some, and how many cases passed."""
     for line in lines:
         if line.verdict.detail:
             console.print(f"{line.case.id}: {line.verdict.detail}", soft_wrap=True)

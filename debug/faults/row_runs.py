@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, Trainer, TrainingArguments
 
+from faults.campaign import print_totals
 from faults.row_cases import TENSOR, RowCase
 from faults.row_faults import LENGTH, VOCABULARY, Row, plant, row
 from faults.verdict import Verdict, verdict_of
@@ -289,16 +290,6 @@ def _located(case: RowCase, refusals: Sequence[Refusal]) -> tuple[bool, int]:
     return named and said == case.refused, len(refusals) - len(fits)
 
 
-def summary(lines: Sequence[RowLine]) -> dict[str, Any]:
-    """Return the campaign as JSON."""
-    return {
-        "cases": [line.as_dict() for line in lines],
-        "passed": sum(line.verdict.passed for line in lines),
-        "total": len(lines),
-        "false_alarms": sum(line.verdict.false_alarms for line in lines),
-    }
-
-
 def print_lines(console: Console, lines: Sequence[RowLine], trainer: str) -> None:
     """Print the scorecard."""
     table = Table(title=f"faults in other people's trainers: {trainer}")
@@ -310,10 +301,4 @@ def print_lines(console: Console, lines: Sequence[RowLine], trainer: str) -> Non
         located = "exactly" if v.located else "no"
         table.add_row(line.case.id, line.case.name, said, located, line.unguarded)
     console.print(table)
-    for line in lines:
-        if line.verdict.detail:
-            console.print(f"{line.case.id}: {line.verdict.detail}", soft_wrap=True)
-    figures = summary(lines)
-    console.print(
-        f"passed {figures['passed']} of {figures['total']}, {figures['false_alarms']} false alarms"
-    )
+    print_totals(console, lines)
