@@ -92,7 +92,6 @@ ROWS = {
         Row(
             "original",
             "upper half, the first form: gate alone, half sigmoid, random start, layer by layer",
-            tokens=65536,
             solve=None,
             form={"targets": ("gate",), "mult_form": "half_sigmoid", "additive_scale": 0.1},
             as_many=True,
@@ -102,7 +101,6 @@ ROWS = {
             "lora",
             "upper half without attention, LoRA on gate, up and down, KL with the teacher",
             "lora",
-            tokens=65536,
             solve=None,
             training=Training((3e-4, 1e-3, 3e-3), hidden_weight=0.0),
         ),
