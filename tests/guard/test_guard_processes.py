@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from guarded_loops import MAX_NORM, Micro, World, assert_equal, state_of
 from several import several, values
 from torch import nn
@@ -33,7 +32,6 @@ WINDOWS: list[Windows] = [  # of process 0 and 1
 
 def accelerated(processes: Any, lost: tuple[int, ...] = ()) -> tuple[Any, list[Outcome]]:
     """Train in a loop of accelerate's; windows `lost` have a fault in every micro-batch."""
-    AcceleratorState._reset_state(True)  # of a test whose process was forked
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == processes.size
     world = World()
