@@ -243,8 +243,8 @@ class Guard:
         compute these again. Every process must call it.
 
         Returns:
-            The refusals of all processes, which the window's outcome will have too; if there are
-            none, the window is as it was.
+            The refusals of all processes, which the window's outcome will have too; without any,
+            the window is unchanged.
         """
         own = self.window.open_refusals()
         refusals = gathered(own, Refusal, self.window.processes)

@@ -33,7 +33,7 @@ class LossScale:
         self._unscaled = True
 
     def forget(self) -> None:
-        """Leave the scale as it was before a window that an error ended."""
+        """Restore the scale from before a window that ended in an error."""
         if self._unscaled:
             assert self._scaler is not None
             before = self._scaler.state_dict()

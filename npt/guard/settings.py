@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from npt.errors import ConfigError
 
@@ -46,7 +46,7 @@ class GuardSettings:
     postmortem: str | Path | None = None
 
     def __post_init__(self) -> None:
-        refuse = tuple(self.refuse) if isinstance(self.refuse, list | tuple) else (self.refuse,)
+        refuse = classes_of(self.refuse)
         wrong = [e for e in refuse if not (isinstance(e, type) and issubclass(e, Exception))]
         if wrong:
             raise ConfigError(f"refuse has {wrong[0]!r}; give classes of exceptions")
@@ -66,3 +66,8 @@ class GuardSettings:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
         if self.trace < 0:
             raise ConfigError(f"trace is {self.trace}; it must be 0 or more")
+
+
+def classes_of(refuse: Any) -> tuple[Any, ...]:
+    """Return one class of exceptions, or several, as several."""
+    return tuple(refuse) if isinstance(refuse, list | tuple) else (refuse,)

@@ -12,7 +12,6 @@ the place in the data too; optimizer and scheduler do not step.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -26,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from npt.errors import ConfigError, DataError, TooManyRefusalsError
+from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
+from npt.files import write_json
 from npt.guard.guard import Guard, Outcome
 from npt.guard.parameters import whole
-from npt.guard.settings import GuardSettings
+from npt.guard.settings import GuardSettings, classes_of
+from npt.stored import read_json
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -176,14 +177,13 @@ class TrainerMixin(Trainer):
         self._inputs, self._guarded = [], self.optimizer
         folder = Path(self.args.output_dir, "postmortem")
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
-        refuse = settings.get("refuse", (FloatingPointError,))
-        settings["refuse"] = (*(refuse if isinstance(refuse, tuple) else (refuse,)), DataError)
+        settings["refuse"] = (*classes_of(settings.get("refuse", GuardSettings.refuse)), DataError)
         norm = self.args.max_grad_norm or math.inf
         self.guard = Guard(model, self.optimizer, loss="share", max_grad_norm=norm, **settings)
         if self._resumed_from is not None:
             state = Path(self._resumed_from, STATE_FILE)
             if state.is_file():
-                self.guard.load_state_dict(json.loads(state.read_text(encoding="utf-8")))
+                self.guard.load_state_dict(read_json(state, CheckpointError))
         self._take_over(self.optimizer)
         return self.guard
 
@@ -236,8 +236,7 @@ class TrainerMixin(Trainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
             if folder.is_dir():
-                text = json.dumps(guard.state_dict())
-                (folder / STATE_FILE).write_text(text, encoding="utf-8")
+                write_json(folder / STATE_FILE, guard.state_dict())
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
