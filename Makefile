@@ -9,7 +9,7 @@ STAMP  := $(shell date +%Y%m%d-%H%M%S)
 # What pytest makes of the tests' asserts is kept in __pycache__, whatever the environment says: making it takes longer than many tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: pretrain real stability test test-slow test-all test-gpu lint clean
+.PHONY: pretrain real stability test test-slow test-all test-gpu lint docs clean
 
 # The main job on the embedded model: a 4-bit Llama becomes an NPT student, measured on held-out text.
 pretrain: $(VENV)/.core
@@ -47,6 +47,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documentation as a site, in site/: index.html opens in a browser. A dead link is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
@@ -71,10 +75,14 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 # All that .ci/run needs, by one installation.
 $(VENV)/.ci: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
-	touch $(VENV)/.test $(VENV)/.dev $@
+	touch $(VENV)/.test $(VENV)/.dev $(VENV)/.docs $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

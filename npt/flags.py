@@ -185,12 +185,12 @@ def add_settings(
             title = GROUPS[f.metadata["group"]]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
-            _add_setting(groups[title], f, _plain_type(hints[f.name]))
+            _add_setting(groups[title], f, plain_type(hints[f.name]))
 
 
 def _add_setting(group: Any, f: Field[Any], kind: type) -> None:
     name, choices = flag_of(f), f.metadata.get("choices")
-    how: dict[str, Any] = {"help": f"{f.metadata.get('help', '')} (default: {_shown(f)})"}
+    how: dict[str, Any] = {"help": f"{f.metadata.get('help', '')} (default: {shown_default(f)})"}
     if kind is bool:
         how |= {"nargs": "?", "const": True, "type": _boolean, "metavar": "BOOL"}
     elif kind is tuple:
@@ -202,8 +202,8 @@ def _add_setting(group: Any, f: Field[Any], kind: type) -> None:
         how |= {"type": kind, "choices": choices}
     else:
         how |= {"type": kind, "metavar": kind.__name__.upper()}
-    rare = not f.metadata["often"]
-    setattr(group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how), _RARE, rare)
+    action = group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how)
+    setattr(action, _RARE, is_rare(f))
     if kind is bool:
         group.add_argument(
             f"--no_{name}",
@@ -281,7 +281,7 @@ def checked_settings(
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:
         hints = hints_of(cls)
-        kinds |= {flag_of(f): _plain_type(hints[f.name]) for f in fields(cls)}
+        kinds |= {flag_of(f): plain_type(hints[f.name]) for f in fields(cls)}
     settings: dict[str, Any] = {}
     for written, value in content.items():
         name = canonical(str(written), kinds)
@@ -326,7 +326,7 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
     raise ConfigError(f"{where}: {name} is {value!r}, expected {expected}")
 
 
-def _plain_type(hint: Any) -> type:
+def plain_type(hint: Any) -> type:
     """Return int of `int | None`, tuple of `tuple[str, ...]`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
@@ -342,7 +342,13 @@ def _boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
-def _shown(f: Field[Any]) -> str:
+def is_rare(f: Field[Any]) -> bool:
+    """Return whether only `--help_all` shows a field's flag."""
+    return not f.metadata["often"]
+
+
+def shown_default(f: Field[Any]) -> str:
+    """Return a field's default, as help texts have it."""
     default = f.default if f.default is not MISSING else None
     if isinstance(default, tuple):
         return ",".join(default)

@@ -68,7 +68,8 @@ def update_from(
     Args:
         modulation: of `modulation_of`.
         alpha: above 0; at 1 every token is modulated as that one was.
-        layers, targets: of the modulation; default all.
+        layers: of the modulation; default all.
+        targets: likewise.
         record: kept in the history together with the token, alpha and the layers.
 
     Raises:

@@ -172,8 +172,10 @@ class NPTConfig(Settings):
 
     @property
     def multiplicative(self) -> bool:
+        """The adapters have M, the multiplicative term."""
         return self.modulation in ("both", "multiplicative")
 
     @property
     def additive(self) -> bool:
+        """The adapters have B, the additive term."""
         return self.modulation in ("both", "additive")

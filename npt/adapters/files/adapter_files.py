@@ -221,7 +221,9 @@ def from_pretrained(
         adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
             checkpoint, or USER/NAME on the hub.
         base_name: of the base, if not the name that the adapter knows.
-        device, device_map, attn_implementation: as for `npt.load_base`.
+        device: as for `npt.load_base`.
+        device_map: likewise.
+        attn_implementation: likewise.
         revision: of the adapter on the hub.
         check_base: False takes any base that the adapter's shapes fit.
 

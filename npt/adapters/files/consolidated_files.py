@@ -98,7 +98,8 @@ def load_consolidated(
     Args:
         model: the base that they were made on, without updates of its own.
         folder: of `save_consolidated`, or of `save_adapter` on a model with updates.
-        base, check_base: as for `npt.load_adapter`.
+        base: as for `npt.load_adapter`.
+        check_base: likewise.
 
     Raises:
         AdapterFileError: as for `npt.load_adapter`.

@@ -92,7 +92,9 @@ def export(
             and rounded to bf16 if they were packed, so that bitsandbytes is not needed; an
             unquantised base as it is. Default: as the adapter's base was loaded, with nothing
             rounded: weights of an unquantised base that 16 bit cannot hold stay fp32.
-        base_name, device, revision: as for `npt.from_pretrained`.
+        base_name: as for `npt.from_pretrained`.
+        device: likewise.
+        revision: likewise.
 
     Raises:
         ConfigError: the folder is not empty or cannot be written, or 4bit is asked of a base that

@@ -54,9 +54,11 @@ class Conversion:
 
     @property
     def quantized(self) -> bool:
+        """The file's weights are quantised, not those that the model was trained with."""
         return self.quantization not in PLAIN
 
     def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
         return asdict(self)
 
 

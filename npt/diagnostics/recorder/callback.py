@@ -28,7 +28,8 @@ class RecorderCallback(TrainerCallback):
         folder: of the files.
         steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5` or a mix.
         every: also every so many steps.
-        gradients, layers: of the `Recorder`.
+        gradients: of the `Recorder`.
+        layers: likewise.
         say: gets each line about a recorded step or its files.
 
     Raises:
@@ -52,6 +53,7 @@ class RecorderCallback(TrainerCallback):
         self._step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say which steps are recorded."""
         self._drop()  # of a training that ended in the middle of a step
         if state.is_world_process_zero:
             self._say(str(self.recording))
@@ -59,6 +61,7 @@ class RecorderCallback(TrainerCallback):
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
+        """Put hooks on the model, if this step is recorded."""
         step = state.global_step + 1
         if model is None or not state.is_world_process_zero or not self.recording.wants(step):
             return
@@ -85,6 +88,7 @@ class RecorderCallback(TrainerCallback):
     on_step_end = on_substep_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the pictures of all recorded steps."""
         self._drop()
         try:
             pictures = self.recording.draw()

@@ -55,6 +55,7 @@ class Row:
 
     @property
     def finite(self) -> bool:
+        """No element is NaN or infinite."""
         return self.nan == self.pos_inf == self.neg_inf == 0
 
     @property
@@ -80,6 +81,7 @@ class Record:
         return [row for row in self.rows if not row.finite]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold, and `from_dict` reads."""
         rows = [dict(vars(row)) for row in self.rows]
         return {"step": self.step, "micro_batch": self.micro_batch, "rows": rows}
 

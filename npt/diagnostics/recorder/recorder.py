@@ -152,7 +152,8 @@ class Recorder:
         The one moment at which the host waits for the device.
 
         Args:
-            step, micro_batch: of the record.
+            step: of the record.
+            micro_batch: likewise.
         """
         rows, skipped = self._observed.rows(), self.skipped
         self._forget()

@@ -124,8 +124,10 @@ def transplant(
 
     Args:
         model: with adapters attached.
-        ids_from, ids_to: the donor's and the receiver's tokens, start tokens included.
-        token_from, token_to: indices, from the end if negative.
+        ids_from: the donor's tokens, start tokens included.
+        ids_to: the receiver's.
+        token_from: index of the donor's token, from the end if negative.
+        token_to: of the receiver's, likewise.
 
     Raises:
         ConfigError: no such token, or ids outside the vocabulary.

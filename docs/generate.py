@@ -1,0 +1,354 @@
+"""Write the pages of docs/reference/ from the code that they are about.
+
+python docs/generate.py [--check]
+
+With --check nothing is written; the exit status is 1 if a page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
+from npt.cli.main import VERBS, make_parser  # noqa: E402
+from npt.config import GROUPS, flag_of, hints_of  # noqa: E402
+from npt.errors import EXIT_STATUSES  # noqa: E402
+from npt.flags import ALIASES, RETIRED, is_rare, plain_type, shown_default  # noqa: E402
+from npt.runs import contents  # noqa: E402
+
+FOLDER = ROOT / "docs" / "reference"
+COMMAND = "python docs/generate.py"
+HEAD = f"<!-- {COMMAND} writes this page: change the code, not the page. -->"
+
+API: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Bases": (
+        "Load a frozen base, and tell which one it is.",
+        (
+            "npt.load_base",
+            "npt.load_teacher",
+            "npt.import_base",
+            "npt.Conversion",
+            "npt.base_hash",
+            "npt.base_identity",
+            "npt.BaseIdentity",
+        ),
+    ),
+    "Adapters": (
+        "Convert layers in place, switch between student and teacher, solve the start.",
+        (
+            "npt.NPTConfig",
+            "npt.attach",
+            "npt.AttachReport",
+            "npt.detach",
+            "npt.adapters_disabled",
+            "npt.adapter_mode",
+            "npt.modulation_of",
+            "npt.calibrate",
+            "npt.Calibration",
+        ),
+    ),
+    "Training": (
+        "Distil, on one process or several.",
+        ("npt.Trainer", "npt.TrainConfig", "npt.DataConfig", "npt.TrainResult", "npt.shard_base"),
+    ),
+    "Measuring": (
+        "How near the student is to its teacher, and each of the two as a model of its own.",
+        ("npt.evaluate", "npt.Fidelity", "npt.student_view", "npt.teacher_view"),
+    ),
+    "Files": (
+        "Save, load and hand on adapters.",
+        (
+            "npt.save_adapter",
+            "npt.load_adapter",
+            "npt.from_pretrained",
+            "npt.push_to_hub",
+            "npt.export",
+            "npt.register_peft",
+        ),
+    ),
+    "Editing": (
+        "Move a token's modulation, or make it permanent.",
+        (
+            "npt.transplant",
+            "npt.transplanted",
+            "npt.consolidate",
+            "npt.update_from",
+            "npt.consolidated",
+            "npt.consolidation_disabled",
+            "npt.unconsolidate",
+            "npt.save_consolidated",
+            "npt.load_consolidated",
+        ),
+    ),
+    "Faults": (
+        "Find the operation that made the first bad number.",
+        ("npt.trace", "npt.Verdict", "npt.NPTError"),
+    ),
+    "npt.guard": (
+        "The step that no NaN poisons, for any training loop. It needs torch alone.",
+        (
+            "npt.guard.Guard",
+            "npt.guard.GuardSettings",
+            "npt.guard.MicroBatch",
+            "npt.guard.Outcome",
+            "npt.guard.Refusal",
+            "npt.guard.Finding",
+            "npt.guard.Memory",
+            "npt.guard.Postmortem",
+            "npt.guard.read_postmortem",
+            "npt.guard.protect",
+            "npt.guard.TrainerMixin",
+        ),
+    ),
+    "npt.diagnostics": (
+        "Record every tensor of a step.",
+        (
+            "npt.diagnostics.Recorder",
+            "npt.diagnostics.RecorderCallback",
+            "npt.diagnostics.Record",
+            "npt.diagnostics.Row",
+            "npt.diagnostics.explosions",
+            "npt.diagnostics.gradients",
+            "npt.diagnostics.print_record",
+        ),
+    ),
+}
+"""The public names by purpose."""
+
+SETTINGS_CLASSES = ("npt.NPTConfig", "npt.TrainConfig", "npt.DataConfig")
+"""Documented field by field under their flags."""
+
+
+def pages() -> dict[str, str]:
+    """Return each page's text by its name."""
+    return {"api.md": api_page(), "flags.md": flags_page(), "files.md": files_page()}
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, with an empty line after it."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return [*(f"| {' | '.join(line)} |" for line in cells), ""]
+
+
+def api_page() -> str:
+    lines = ["# Python", "", HEAD, ""]
+    lines += ["Settings are fields of three classes, which [flags](flags.md#settings) are made of."]
+    lines += ["A field is called as its flag; `rank` is `--adapter_rank`.", ""]
+    for title, (about, names) in API.items():
+        lines += [f"## {title}", "", about, ""]
+        for name in names:
+            lines += [f"::: {name}", ""]
+            if name in SETTINGS_CLASSES:
+                lines[-1:] = ["    options: {members: false, merge_init_into_class: false}", ""]
+    return "\n".join(lines)
+
+
+def flags_page() -> str:
+    verbs = verb_parsers()
+    lines = ["# Commands and flags", "", HEAD, ""]
+    lines += [
+        "Every verb takes `--help`, and `--debug` to show the traceback of an error. Dashes in a"
+        " flag's name do for underscores, and a flag that is true or false has a negation"
+        " (`--no_smoke_test`). `python pretrain_npt_safe.py` is `npt pretrain`.",
+        "",
+    ]
+    links = ([f"[`npt {name}`](#npt-{name})", one_line(verbs[name].description)] for name in verbs)
+    lines += table(["verb", "does"], links)
+    lines += ["## Settings", ""]
+    lines += [
+        "These flags set up a base, an adapter, data and a run, on the command line, in the YAML"
+        " file of `--config` and as fields in Python. Those in bold are shown by `--help`, all of"
+        " them by `--help_all`.",
+        "",
+    ]
+    for group, title in GROUPS.items():
+        lines += [f"### {title}", ""]
+        lines += table(["flag", "default", "value", "meaning"], settings_rows(group))
+    lines += chosen_defaults()
+    for name, parser in verbs.items():
+        lines += verb_lines(name, parser)
+    lines += ["## Other names", "", "Flags of other scripts that are taken:", ""]
+    lines += table(["name", "means"], ([f"`--{a}`", f"`--{b}`"] for a, b in ALIASES.items()))
+    lines += ["Flags that do not exist, and what to use:", ""]
+    lines += table(["name", "instead"], ([f"`--{name}`", said] for name, said in RETIRED.items()))
+    return "\n".join(lines)
+
+
+def verb_parsers() -> dict[str, argparse.ArgumentParser]:
+    (verbs,) = (
+        action
+        for action in make_parser("npt")._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return {name: verbs.choices[name] for name in VERBS}
+
+
+def settings_rows(group: str) -> Iterable[list[str]]:
+    for cls in SETTINGS:
+        hints = hints_of(cls)
+        for f in fields(cls):
+            if f.metadata["group"] != group:
+                continue
+            flag = f"`--{flag_of(f)}`"
+            value = value_words(f.metadata, plain_type(hints[f.name]))
+            said = f.metadata["help"].replace("%%", "%")
+            yield [flag if is_rare(f) else f"**{flag}**", shown_default(f), value, said]
+
+
+def value_words(metadata: Mapping[str, Any], kind: type) -> str:
+    """Return the values that a setting takes, and what it needs."""
+    bound, need = metadata["bound"], metadata["need"]
+    if metadata["choices"]:
+        words = ", ".join(metadata["choices"])
+        words = f"list of {words}" if kind is tuple else words
+    elif bound is not None:
+        words = bound.words
+        for start in ("it must be ", "it must lie ", "it is ", "a finite number of "):
+            words = words.removeprefix(start)
+    else:
+        words = {bool: "true, false", str: "text", tuple: "list", int: "whole number"}.get(
+            kind, "number"
+        )
+    return f"{words}; needs {need.words}" if need is not None else words
+
+
+def chosen_defaults() -> list[str]:
+    """Return the defaults that depend on the start and the base."""
+    cases: dict[str, dict[str, Any]] = {
+        "solved": {"model_name": "..."},
+        "solved, embedded model and text": {},
+        "random": {"model_name": "...", "init": "random"},
+        "random, embedded model and text": {"init": "random"},
+    }
+    rows = []
+    for case, given in cases.items():
+        chosen = with_defaults(given).given
+        flags = [
+            f"`--{name} {value}`"
+            for name, value in chosen.items()
+            if name not in ("model_name", "init")
+        ]
+        rows.append([case, " ".join(flags)])
+    return [
+        "### Defaults of `npt pretrain`",
+        "",
+        "`--init auto`, its default, solves the start where it can. The start decides these"
+        " defaults, which replace those above:",
+        "",
+        *table(["start", "defaults"], rows),
+    ]
+
+
+def verb_lines(name: str, parser: argparse.ArgumentParser) -> list[str]:
+    lines = [f"## npt {name}", "", one_line(parser.description), ""]
+    rows, taken = [], []
+    for group in parser._action_groups:
+        shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        if group.title in GROUPS.values():
+            taken.append(group_words(str(group.title), [action.dest for action in shown]))
+            continue
+        for action in shown:
+            if action.dest not in ("help", "help_all", "debug"):
+                rows.append([f"`{written(action)}`", help_of(action, parser)])
+    if rows:
+        lines += table(["flag", "meaning"], rows)
+    if taken:
+        lines += ["Settings: " + "; ".join(taken) + ".", ""]
+    if parser.epilog:
+        lines += [one_line(parser.epilog), ""]
+    return lines
+
+
+def group_words(title: str, names: list[str]) -> str:
+    """Return a group of settings with a link, and which of them a verb takes if not all."""
+    group = next(key for key, said in GROUPS.items() if said == title)
+    flags = [flag_of(f) for cls in SETTINGS for f in fields(cls) if f.metadata["group"] == group]
+    link = f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
+    left_out = [flag for flag in flags if flag not in names]
+    if not left_out:
+        return link
+    word, few = ("without", left_out) if len(left_out) <= len(names) else ("of which", names)
+    return f"{link}, {word} " + ", ".join(f"`--{flag}`" for flag in few)
+
+
+def written(action: argparse.Action) -> str:
+    """Return a flag, or an argument, as it is typed."""
+    name = action.option_strings[0] if action.option_strings else ""
+    choices = ",".join(map(str, action.choices or ()))
+    value = "" if action.nargs == 0 else action.metavar or choices or action.dest.upper()
+    return f"{name} {f'[{value}]' if action.nargs == '?' else value}".strip()
+
+
+def help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    said = parser._get_formatter()._expand_help(action) if action.help else ""
+    return f"{one_line(said)} (required)" if action.required and action.option_strings else said
+
+
+def one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def files_page() -> str:
+    lines = ["# Files and exit statuses", "", HEAD, ""]
+    parts = {
+        "The run folder": ("file", contents.RUN_FOLDER),
+        "Keys of metrics.jsonl": ("key", contents.METRICS),
+        "A checkpoint": ("file", contents.CHECKPOINT),
+        "A post-mortem": ("file", contents.POSTMORTEM),
+        "Exit statuses": ("status", EXIT_STATUSES),
+    }
+    notes = {
+        "Keys of metrics.jsonl": "A number that is not finite is written as null.",
+        "A checkpoint": "Safetensors and JSON: nothing that is loaded can run code.",
+        "A post-mortem": (
+            "A checkpoint's files, with adapters, moments and random state as the last window found"
+            " them, whatever their numbers; and two more."
+        ),
+        "Exit statuses": (
+            "Of `npt` and of `pretrain_npt_safe.py`. An error is one line that says what to do;"
+            " `--debug` shows its traceback."
+        ),
+    }
+    for title, (head, rows) in parts.items():
+        note = [notes[title], ""] if title in notes else []
+        lines += [f"## {title}", "", *note]
+        lines += table([head, "content" if head == "file" else "meaning"], quoted(rows))
+    return "\n".join(lines)
+
+
+def quoted(rows: Mapping[str, str]) -> Iterable[list[str]]:
+    return ([f"`{name}`", text] for name, text in rows.items())
+
+
+def stale() -> list[str]:
+    """Return the names of the pages that are not what the code says."""
+    found = []
+    for name, text in pages().items():
+        path = FOLDER / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            found.append(name)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    given = parser.parse_args()
+    for name in (names := stale()):
+        if not given.check:
+            (FOLDER / name).write_text(pages()[name], encoding="utf-8")
+        print(f"{name} is not what the code says: {COMMAND}" if given.check else f"wrote {name}")
+    return 1 if given.check and names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
