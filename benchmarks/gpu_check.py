@@ -1,11 +1,11 @@
 """Everything that only a GPU shows, in one command: PASS or FAIL a line, figures as JSON and as
-rows of RESULTS.md.
+Markdown for docs/results/gpu-check.md.
 
     python benchmarks/gpu_check.py --output FOLDER              at most ten minutes on one card
     python benchmarks/gpu_check.py --output FOLDER --only 3,5   some sections; other results stay
     python benchmarks/gpu_check.py --output FOLDER --small      tiny shapes, without a GPU too
 
-FOLDER/gpu_check.json and FOLDER/RESULTS.md are written anew as each section ends, so that a run
+FOLDER/gpu_check.json and FOLDER/gpu_check.md are written anew as each section ends, so that a run
 which is cut off leaves all that it had found. MISS is a figure that misses its target, and no
 failure. Sections that take a GPU say so without one.
 
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
         description=__doc__.split("\n", 1)[0], epilog=f"sections: {numbers}"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder for gpu_check.json and RESULTS.md"
+        "--output", type=Path, required=True, help="folder for gpu_check.json and gpu_check.md"
     )
     parser.add_argument("--small", action="store_true", help="tiny models and shapes")
     parser.add_argument("--only", help="numbers of sections, comma-separated; default all")

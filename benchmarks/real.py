@@ -152,7 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="default a file in outputs/, by the model's name")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument(
-        "--fill", type=Path, help="text that is given the table, such as benchmarks/RESULTS.md"
+        "--fill", type=Path, help="text that is given the table, such as docs/results/real-model.md"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Places in a text, such as RESULTS.md, that a benchmark fills with its tables.
+"""Places in a text, such as docs/results/speed.md, that a benchmark fills with its tables.
 
 A place lies between the line `<!-- NAME -->` and the next `<!-- end -->`.
 """

@@ -261,7 +261,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print one JSON object")
-    shown.add_argument("--markdown", action="store_true", help="print the tables of RESULTS.md")
+    shown.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--shape", default="cpu-0.2b", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=1024, help="of a step; full rows of --length")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
@@ -290,7 +290,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fill",
         type=Path,
-        help="text whose place for this shape is given the tables, such as benchmarks/RESULTS.md",
+        help="text whose place for this shape is given the tables, such as docs/results/speed.md",
     )
     return parser
 

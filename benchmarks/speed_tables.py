@@ -1,4 +1,4 @@
-"""The figures of `speed.py` as the tables of RESULTS.md and as pictures."""
+"""The figures of `speed.py` as the tables of a page and as pictures."""
 
 from __future__ import annotations
 

@@ -21,12 +21,7 @@ import pytest
 from npt.cli.main import main, make_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks" / "RESULTS.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WENT_NAN = ROOT / "docs" / "a-run-went-nan.md"
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {

@@ -31,7 +31,7 @@ NEEDS_CUDA, NEEDS_TWO, LEFT = "needs CUDA", "needs two GPUs", "not reached"
 DONE, FAILED, CUT = 0, 1, 3
 """Exit statuses: nothing failed; something did; nothing did, but not all was reached."""
 
-JSON, MARKDOWN = "gpu_check.json", "RESULTS.md"
+JSON, MARKDOWN = "gpu_check.json", "gpu_check.md"
 
 
 class UnavailableError(Exception):
@@ -295,7 +295,7 @@ class Report:
 
 
 def markdown(machine: dict[str, Any], small: bool, sections: Iterable[dict[str, Any]]) -> str:
-    """The results as a part of benchmarks/RESULTS.md."""
+    """The results as a part of docs/results/gpu-check.md."""
     ordered = list(sections)
     libraries = ", ".join(
         f"{name} {machine[name]}"

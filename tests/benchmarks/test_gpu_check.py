@@ -212,7 +212,7 @@ def test_cheap_sections_for_real(parts, tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     products = next(section for section in found["sections"] if section["number"] == 3)
     assert 0 < products["figures"]["Linear4bit error, highest"] < 2e-5
-    assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "RESULTS.md").read_text()
+    assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "gpu_check.md").read_text()
 
 
 def test_products_that_are_off_fail(parts, tmp_path, monkeypatch, capsys):

@@ -354,7 +354,9 @@ class TestCommand:
         assert "python benchmarks/fetch_model.py" in capsys.readouterr().err
 
     def test_the_results_have_a_place_for_the_table(self):
-        check_place(Path(real.__file__).with_name("RESULTS.md"), real.PLACE)
+        check_place(
+            Path(real.__file__).parents[1] / "docs" / "results" / "real-model.md", real.PLACE
+        )
 
 
 def test_a_share_needs_the_row_of_quantisation():

@@ -233,7 +233,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(parts, flags, named, cap
 
 
 def test_the_sweep_and_its_files(parts, tmp_path, capsys):
-    text, output = tmp_path / "RESULTS.md", tmp_path / "out"
+    text, output = tmp_path / "page.md", tmp_path / "out"
     text.write_text("# Before\n\n<!-- speed.py --shape small -->\nold\n<!-- end -->\n\nbehind\n")
     files = ["--output", str(output), "--fill", str(text)]
     assert (
@@ -289,8 +289,9 @@ def test_figures_are_printed_whatever_becomes_of_their_files(parts, tmp_path, mo
 
 
 def test_the_results_have_a_place_for_every_shape_that_is_measured(parts):
-    for shape in ("cpu-0.2b", "llama-3.2-1b", "llama-3.1-8b"):
-        check_place(BENCHMARKS / "RESULTS.md", parts[3].place(shape))
+    pages = {"cpu-0.2b": "speed.md", "llama-3.2-1b": "gpu-check.md", "llama-3.1-8b": "gpu-check.md"}
+    for shape, page in pages.items():
+        check_place(BENCHMARKS.parent / "docs" / "results" / page, parts[3].place(shape))
 
 
 def test_a_straight_line_is_found_straight(parts):

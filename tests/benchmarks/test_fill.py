@@ -1,0 +1,165 @@
+"""Figures in README and the documentation are those of the files that they come from."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fill
+import run_tables
+from results_file import mark
+
+FIGURES = {
+    "student": {"perplexity_ratio": 1.00331, "top1": 0.9594, "kl": -0.25},
+    "runs": [{"name": "local", "peak_bytes": 361 << 20, "seconds": [1.5, 2.5]}],
+    "tokens": 16095,
+}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder with `run.json`, known to be written; `later.json` is pending."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(FIGURES))
+    monkeypatch.setattr(fill, "PENDING", frozenset({"later"}))
+    return folder
+
+
+def checked(text, results):
+    page = results.parent / "page.md"
+    page.write_text(text)
+    return page, fill.problems(page, results)
+
+
+class TestFigures:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "a ratio of 1.0033<!-- run:student.perplexity_ratio:.4f -->.",
+            "(95.9%<!-- run:student.top1:.1% -->)",
+            "| x | −0.250<!-- run:student.kl:.3f --> |",
+            "361 MiB<!-- run:runs.local.peak_bytes/1048576:.0f MiB -->",
+            "2,500<!-- run:runs.0.seconds.1*1000:,.0f -->",
+            "16,095<!-- run:tokens:, -->",
+            "anything<!-- later:a.b:.1f -->",
+        ],
+    )
+    def test_a_figure_that_its_file_has_passes(self, text, results) -> None:
+        assert checked(f"# Page\n\n{text}\n", results)[1] == []
+
+    def test_a_stale_one_is_named_and_filled_in(self, results) -> None:
+        text = "# Page\n\nIt is 1.0049<!-- run:student.perplexity_ratio:.4f --> here.\n"
+        page, found = checked(text, results)
+        assert found == [
+            "page.md:3: has '1.0049', but run:student.perplexity_ratio:.4f says '1.0033'; run"
+            " python benchmarks/fill.py"
+        ]
+        assert fill.fill(page, results) and not fill.fill(page, results)
+        assert page.read_text() == text.replace("1.0049", "1.0033")
+
+    @pytest.mark.parametrize("written", ["21.0033", "1.00331", "1,0033", "none"])
+    def test_a_part_of_another_number_does_not_pass(self, written, results) -> None:
+        text = f"{written}<!-- run:student.perplexity_ratio:.4f -->"
+        assert len(checked(text, results)[1]) == 1
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("run:student.nothing:.1f", "it has no student.nothing (at 'nothing')"),
+            ("run:runs.other.seconds:.1f", "(at 'other')"),
+            ("run:student:.1f", "cannot be written as '.1f'"),
+            ("gone:a:.1f", "benchmarks/results has no gone.json"),
+        ],
+    )
+    def test_a_source_that_cannot_be_read_is_named(self, source, said, results) -> None:
+        (line,) = checked(f"1.0<!-- {source} -->", results)[1]
+        assert line.startswith("page.md:1: ") and said in line and source in line
+
+
+class TestTables:
+    @pytest.fixture
+    def place(self, monkeypatch):
+        made = fill.Place(("run",), lambda figures: f"{figures['tokens']:,} tokens\n", ("make it",))
+        monkeypatch.setattr(fill, "PLACES", {"run": made})
+
+    def test_a_table_is_filled_and_then_passes(self, place, results) -> None:
+        page, found = checked("# Page\n\n<!-- run -->\nold\n<!-- end -->\n\nmore\n", results)
+        assert len(found) == 1 and found[0].startswith("page.md:4: table 'run' has 'old'")
+        assert fill.fill(page, results)
+        assert (
+            page.read_text() == "# Page\n\n<!-- run -->\n\n16,095 tokens\n\n<!-- end -->\n\nmore\n"
+        )
+        assert fill.problems(page, results) == []
+
+    def test_an_unknown_table_is_named(self, place, results) -> None:
+        text = "<!-- another -->\nold\n<!-- end -->\n"
+        assert checked(text, results)[1] == ["page.md: there is no table 'another'"]
+
+
+def test_every_page_has_the_figures_of_its_files() -> None:
+    found = [line for page in fill.pages() for line in fill.problems(page)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_what_is_pending_was_not_written_and_has_a_command() -> None:
+    written = {path.stem for path in fill.RESULTS.glob("*.json")}
+    assert not fill.PENDING & written, "take it out of PENDING in benchmarks/fill.py"
+    assert fill.PENDING | {"cpu-0.2b"} <= fill.COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", list(fill.PLACES))
+def test_every_table_has_a_page(name) -> None:
+    if name not in ("tiny", "masking", "calibration") and not name.startswith("faults"):
+        assert any(mark(name) in page.read_text("utf-8") for page in fill.pages())
+
+
+def figures(kl: float) -> dict[str, float]:
+    values = {"perplexity": 11.0, "perplexity_ratio": 1 + kl, "kl": kl, "top1": 1 - kl}
+    values |= {"acceptance": 1 - kl / 2}
+    return {**values, **{f"{key}_se": 0.001 for key in values}, "tokens": 16095}
+
+
+class TestRenderers:
+    def test_fidelity(self) -> None:
+        run = {"teacher": figures(0.0), "floor": figures(0.5), "student": figures(0.004)}
+        shown = run_tables.fidelity({**run, "initial": None, "layers": {}})
+        rows = shown.splitlines()
+        assert rows[0].startswith("| held-out text, 16,095 tokens | perplexity | ratio |")
+        assert [row.split(" | ")[0] for row in rows[2:]] == [
+            "| floor: attention dropped from these layers",
+            "| student after training",
+            "| teacher: the base",
+        ]
+        assert "| 11.000 | 1.0040 ± 0.0010 | 0.0040 ± 0.0010 | 99.6 ± 0.1% |" in rows[3]
+
+    def test_masking(self) -> None:
+        arms = {"masked": figures(0.1), "ignored": figures(0.2)}
+        case = {"left_out": "prompts of text", "loss": "cross_entropy", "steps": 20, **arms}
+        shown = run_tables.masking({"cases": [case], "batch_size": 8, "samples": 96})
+        assert "| prompts of text | cross-entropy | 20 | 1.1000 ± 0.0010, 0.1000" in shown
+        assert "over 96 held-out samples" in shown
+
+    def test_calibration(self) -> None:
+        case = {"name": "upper half, D/4", "rounds": 6, "steps": 200, "seconds": 60.0}
+        solved = {**case, "calibrated": figures(0.006), "seconds": 90.0}
+        trained = {**solved, "trained": figures(0.004), "seconds_in_all": 240.0}
+        about = {"tokens": 65536, "threads": 2, "quantisation": figures(0.01)}
+        rows = run_tables.calibration({**about, "cases": [solved, trained]}).splitlines()
+        assert rows[3].endswith("| – | – | 1.5, 1.5 |") and rows[4].endswith("| 200 | 1.5, 4.0 |")
+        assert rows[-1] == "Solved on 65,536 tokens, measured on 16,095 held-out ones; 2 threads."
+
+    def test_the_fault_campaigns(self) -> None:
+        case = {"name": "NaN in a gate", "verdict": "survived", "located": True, "passed": True}
+        case |= {"unguarded": "changed"}
+        harmed = {**case, "verdict": "harmed", "located": False, "passed": False}
+        whole = {"cases": [case, harmed, case], "passed": 2, "total": 3, "false_alarms": 0}
+        shown = run_tables.campaign(whole)
+        assert shown.startswith("2 of 3 cases passed, 0 false alarms.\n\n")
+        assert "| survived | 2 | 2 | 2 |\n| harmed | 1 | 0 | 0 |\n" in shown
+        one = {"cases": [case], "passed": 1, "total": 1, "false_alarms": 0}
+        shown = run_tables.trainers(one, one, {**one, "cases": [harmed]})
+        assert "| NaN in a gate | equal | equal | harmed | changed |\n" in shown
+        rows = [{"id": "a", "name": "NaN", "ours": "survives", "clip_only": "poisoned"}]
+        assert "| planted | here | clip only |\n" in run_tables.compared(rows)
