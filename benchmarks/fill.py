@@ -17,6 +17,8 @@ follows the format's type is written as it is. The exit status of --check is 1 i
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import re
 import sys
@@ -64,10 +66,21 @@ def _printed(name: str, render: Callable[..., str], command: str) -> Place:
 _GPU = " --tokens 2048 --length 2048 --layers upper_half"
 
 PLACES: dict[str, Place] = {
-    "tiny": Place(
+    "pretrain": Place(
         ("tiny",),
         run_tables.fidelity,
         ("make pretrain", "cp outputs/pretrain-.../fidelity.json benchmarks/results/tiny.json"),
+    ),
+    "residual-keep": Place(
+        ("residual-keep",),
+        run_tables.repaired,
+        (
+            "npt pretrain --residual keep ... --output_dir RUN",  # docs/results/fidelity.md
+            "cp RUN/fidelity.json benchmarks/results/residual-keep.json",
+        ),
+    ),
+    "embedded": Place(
+        ("embedded",), run_tables.embedded, ("python -m npt.demo.build --output npt/demo/tiny",)
     ),
     "real.py": Place(
         ("real",),
@@ -84,37 +97,61 @@ PLACES: dict[str, Place] = {
     "calibration": _printed(
         "calibration", run_tables.calibration, "python benchmarks/calibration.py --json"
     ),
-    "faults": _printed("faults", run_tables.campaign, "python debug/inject_fault.py --all --json"),
-    "faults-compared": _printed(
-        "faults-compared", run_tables.compared, "python debug/inject_fault.py --compare --json"
+    "widths": Place(
+        ("widths",),
+        run_tables.widths,
+        (
+            "python benchmarks/widths.py --output FOLDER",
+            "cp FOLDER/study/trials.csv benchmarks/results/widths.csv",
+        ),
     ),
-    "faults-trainers": Place(
-        tuple(f"faults-{name}" for name in run_tables.TRAINERS),
+    "fault-campaign": _printed(
+        "faults", run_tables.campaign, "python debug/inject_fault.py --all --json"
+    ),
+    "fault-loops": _printed(
+        "fault-loops", run_tables.compared, "python debug/inject_fault.py --compare --json"
+    ),
+    "fault-trainers": Place(
+        tuple(f"fault-{name}" for name in run_tables.TRAINERS),
         run_tables.trainers,
         tuple(
             f"python debug/inject_fault.py --trainer {name} --all --json"
-            f" > benchmarks/results/faults-{name}.json"
+            f" > benchmarks/results/fault-{name}.json"
             for name in run_tables.TRAINERS
         ),
     ),
+    "guards": Place(
+        ("guards", "guard_lora"),
+        run_tables.guards,
+        tuple(
+            f"python benchmarks/{name}.py --json > benchmarks/results/{name}.json"
+            for name in ("guards", "guard_lora")
+        ),
+    ),
+    "crash": _printed("crash", run_tables.crash, "python benchmarks/crash.py --kills 100 --json"),
+    "fuzz": _printed("fuzz", run_tables.fuzz, "python benchmarks/fuzz.py --inputs 100000 --json"),
+    "tracer": _printed("tracer", run_tables.tracer, "python debug/debug_nan.py --demo --json"),
 }
 """Tables by name, as pages have them."""
 
 COMMANDS = {
     **{file: place.commands for place in PLACES.values() for file in place.files},
-    "guards": ("python benchmarks/guards.py --json > benchmarks/results/guards.json",),
-    "guard_lora": ("python benchmarks/guard_lora.py --json > benchmarks/results/guard_lora.json",),
-    "crash": ("python benchmarks/crash.py --kills 100 --json > benchmarks/results/crash.json",),
-    "fuzz": ("python benchmarks/fuzz.py --inputs 100000 --json > benchmarks/results/fuzz.json",),
     "recording": ("python benchmarks/recording.py --json > benchmarks/results/recording.json",),
 }
 """What writes each file."""
 
+ELSEWHERE = {
+    "embedded": ROOT / "npt" / "demo" / "tiny" / "build.json",
+    "widths": RESULTS / "widths.csv",
+}
+"""Files that are not JSON in benchmarks/results/."""
+
 PENDING = frozenset(
     {
-        *("tiny", "real", "masking", "calibration", "guards", "guard_lora", "crash", "fuzz"),
-        *("faults", "faults-compared", "faults-loop", "faults-accelerate", "faults-hf"),
-        *("recording", "llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
+        *("tiny", "residual-keep", "real", "masking", "calibration", "recording"),
+        *("guards", "guard_lora", "crash", "fuzz", "tracer", "faults", "fault-loops"),
+        *("fault-loop", "fault-accelerate", "fault-hf"),
+        *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
     }
 )
 """Files that were not written yet: tables and figures of theirs are left as they are."""
@@ -156,9 +193,12 @@ def read(name: str, results: Path) -> Any:
     Raises:
         SourceError: no such file.
     """
-    path = results / f"{name}.json"
+    path = ELSEWHERE.get(name, results / f"{name}.json")
     if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return (
+            list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
+        )
     if name in PENDING:
         return None
     raise SourceError(f"benchmarks/results has no {path.name}")
@@ -230,7 +270,7 @@ def tables_of(text: str, results: Path) -> Iterator[tuple[str, str, str]]:
             continue
         _, _, rest = text.partition(mark(name))
         now, wanted = rest.partition(END)[0], f"\n{place.render(*contents)}\n"
-        if now != wanted:
+        if now.strip() != wanted.strip():
             yield name, now, wanted
 
 
@@ -248,8 +288,9 @@ def problems(path: Path, results: Path = RESULTS) -> list[str]:
     except SourceError as error:
         return [*found, f"{name}: {error}"]
     for place, now, wanted in tables:
-        start = text.count("\n", 0, text.index(mark(place))) + 1
-        lines = list(zip(now.split("\n"), wanted.split("\n"), strict=False))
+        at = text.index(mark(place)) + len(mark(place))
+        start = text.count("\n", 0, at + len(now) - len(now.lstrip()))
+        lines = list(zip(now.strip().split("\n"), wanted.strip().split("\n"), strict=False))
         first = next((i for i, (a, b) in enumerate(lines) if a != b), len(lines))
         a, b = lines[first] if first < len(lines) else ("another number of lines", "")
         found.append(

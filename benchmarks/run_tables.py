@@ -1,8 +1,8 @@
-"""Figures of runs, of `masking.py`, `calibration.py` and the fault campaigns, as Markdown."""
+"""Figures of runs, of smaller benchmarks and of the fault campaigns, as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from npt.evaluation.formatting import FIGURES
@@ -22,8 +22,8 @@ _SHOWN = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *lines = [f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in (heads, *rows)]
+    return f"{head}|{'---|' * len(heads)}\n{''.join(lines)}"
 
 
 def figure(figures: Json, name: str) -> str:
@@ -47,6 +47,26 @@ def fidelity(figures: Json) -> str:
             for key, words in models.items()
         ),
     )
+
+
+def repaired(figures: Json) -> str:
+    """Return the fidelity of a run with `--residual keep`, whose floor is the 4-bit base."""
+    names = ("perplexity_ratio", "kl", "top1")
+    rows = {"floor": "the 4-bit base", "student": "repaired"}
+    heads = [f"held-out text, {figures['teacher']['tokens']:,} tokens"]
+    return table(
+        [*heads, *(FIGURES[name].short for name in names)],
+        ([words, *(figure(figures[key], name) for name in names)] for key, words in rows.items()),
+    )
+
+
+def embedded(figures: Json) -> str:
+    """Return what the embedded model's build.json says of it."""
+    rows = {
+        "gzip -9, file by file": figures["gzip_bits_per_byte"],
+        "the embedded model": figures["bits_per_byte"],
+    }
+    return table(("", "bits per byte"), ([name, f"{bits:.3f}"] for name, bits in rows.items()))
 
 
 def masking(figures: Json) -> str:
@@ -102,6 +122,80 @@ def calibration(figures: Json) -> str:
     return f"{table(heads, rows)}\n{said}"
 
 
+PARTS = {
+    "limit": "random start, alpha 0.1",
+    "limit, alpha 1": "random start, alpha 1",
+    "limit, calibrated": "solved start, before it was balanced",
+}
+"""Parts of the study of `widths.py` that seek a limit."""
+
+
+def widths(rows: Sequence[Json]) -> str:
+    """Return the largest rates that train, from the table of `widths.py`."""
+    from widths import exponent  # imports what a study needs
+
+    sizes = list(dict.fromkeys(row["arms"] for row in rows))
+    lines = []
+    for part, words in PARTS.items():
+        found = {row["arms"]: row for row in rows if row["parts"] == part}
+        cells, logs = [], []
+        for size in sizes:
+            if size not in found:
+                cells.append("")
+                continue
+            low, high = (float(found[size][key]) for key in ("limit_low", "limit_high"))
+            digits = 3 if low >= 0.01 else 4
+            cells.append(f"{low:.{digits}f}, {high:.{digits}f}")
+            logs.append((float(size.removeprefix("D ")), low))
+        lines.append([words, *cells, f"D^{exponent(logs):.2f}"])
+    return table(["trains up to, not at", *sizes, "goes as"], lines)
+
+
+def guards(own: Json, lora: Json) -> str:
+    """Return what `guards.py --json` and `guard_lora.py --json` print as a table."""
+    rows = {
+        "NPT on the embedded model": (own, own["ratio_quartiles"], own["added_synchronisations"]),
+        "`npt.guard` around a LoRA step": (lora, lora["quartiles"], "–"),
+    }
+    heads = ("step", "guarded over plain", "quartiles", "waits of the host added")
+    return table(
+        heads,
+        (
+            [name, f"{found['ratio']:.3f}", f"{low:.2f} to {high:.2f}", str(waits)]
+            for name, (found, (low, high), waits) in rows.items()
+        ),
+    )
+
+
+def counts(heads: Mapping[str, str]) -> Callable[[Json], str]:
+    """Return a renderer of one line of counts, from their keys and headings."""
+    return lambda figures: table(
+        list(heads.values()), [[f"{_count(figures[key]):,}" for key in heads]]
+    )
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, list) else value
+
+
+crash = counts(
+    {
+        "kills": "kills",
+        "resumed": "resumed",
+        "bit_equal": "equal to the uninterrupted run, bit for bit",
+        "lost": "lost",
+        "bit_flips": "bits flipped",
+        "bit_flips_found": "found",
+    }
+)
+fuzz = counts(
+    {"inputs": "inputs", "read": "read", "refused": "refused in one line", "failures": "failures"}
+)
+tracer = counts(
+    {"total": "planted", "passed": "named exactly", "false_alarms": "alarms on the clean model"}
+)
+
+
 def campaign(figures: Json) -> str:
     """Return what `inject_fault.py --all --json` prints: a line, and a table by verdict."""
     cases = figures["cases"]
@@ -123,7 +217,7 @@ def totals(figures: Json) -> str:
 
 def compared(rows: Sequence[Json]) -> str:
     """Return what `inject_fault.py --compare --json` prints as a table."""
-    heads = {"name": "planted", "ours": "here"}
+    heads = {"name": "planted", "ours": "NPT"}
     columns = [key for key in rows[0] if key != "id"]
     return table(
         [heads.get(column, column.replace("_", " ")) for column in columns],
