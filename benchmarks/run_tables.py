@@ -69,6 +69,10 @@ def embedded(figures: Json) -> str:
     return table(("", "bits per byte"), ([name, f"{bits:.3f}"] for name, bits in rows.items()))
 
 
+LOSSES = {"nmse": "NMSE, `local`", "kl": "KL, logits", "cross_entropy": "cross-entropy"}
+"""Losses of `masking.py`, by the names of its functions."""
+
+
 def masking(figures: Json) -> str:
     """Return what `masking.py --json` prints as a table."""
     rows = []
@@ -77,7 +81,7 @@ def masking(figures: Json) -> str:
             f"{figure(case[arm], 'perplexity_ratio')}, {figure(case[arm], 'kl')}"
             for arm in ("masked", "ignored")
         ]
-        rows.append([case["left_out"], case["loss"].replace("_", "-"), str(case["steps"]), *arms])
+        rows.append([case["left_out"], LOSSES[case["loss"]], str(case["steps"]), *arms])
     heads = ("what the mask leaves out", "loss", "steps", "masked: ratio, KL", "ignored: ratio, KL")
     samples, size = figures["samples"], figures["batch_size"]
     said = (

@@ -33,14 +33,51 @@ SHORT = {
     "trace": "",
     "consolidate": "--eval_samples 2 --max_length 64",
     "transplant": "",
+    "report": "",
+    "completion": "",
 }
 """Added to a printed command, so that it ends soon; of two values of a flag the last one counts."""
 FRESH = ["--init", "random", "--layers", "6,7", "--adapter_rank", "8", "--no_smoke_test"]
 """Added to a run that begins with adapters of its own. A start that is solved is no matter of a
 printed command.
 """
-FOR_MODELS = re.compile(r"--model_name (?!tiny)|--shape|--repo_id|--measure")
-"""Commands for what cannot be had here: a hub, or minutes of a machine to itself."""
+HUB, MEASURES = "needs a model hub", "takes minutes of a machine to itself, and measures"
+NOT_RUN = {
+    r"npt pretrain .*--model_name (?!tiny)": HUB,
+    r"npt push ": HUB,
+    r"python benchmarks/fetch_model\.py": HUB,
+    r"python benchmarks/gpu_check\.py .*(outputs/gpu|benchmarks/results)": "needs a GPU",
+    r"make (test|lint|docs)": "is a part of .ci/run",
+    r"make (pretrain|real)": "tests/test_presets.py",
+    r"make stability|npt sweep |npt report (STUDY|outputs/)": "tests/tools/sweep/test_cli_sweep.py",
+    r"npt doctor --data$": "tests/cli/test_cli_doctor.py",
+    r"npt doctor --plan": "tests/planning/test_plan.py",
+    r"npt doctor --products": "tests/cli/test_cli_products.py",
+    r"npt pretrain --behaviour": "tests/train/test_run_behaviour.py",
+    r"npt export ": "tests/adapters/files/test_export.py",
+    r"npt import ": "tests/cli/test_cli_import.py",
+    r"npt replay |python debug/replay_batch\.py": "tests/postmortem/test_replay.py",
+    r"torchrun |python pretrain_npt_safe\.py": "tests/distributed/test_several_processes.py",
+    r"python debug/debug_nan\.py": "tests/faults/test_tracer_demo.py",
+    r"python debug/inject_fault\.py .*--trainer": "tests/faults/test_row_cases.py",
+    r"python debug/inject_fault\.py (?!.*--trainer)": "tests/faults/test_campaign.py",
+    r"python debug/verify_fixes\.py": "tests/faults/test_fixes.py",
+    r"python debug/compare_precision\.py": "tests/precision/test_headroom.py",
+    r"python benchmarks/gpu_check\.py .*--device cpu": "tests/benchmarks/test_gpu_check.py",
+    r"python benchmarks/(crash|fuzz)\.py": "tests/benchmarks/test_endurance.py",
+    r"python benchmarks/real\.py": "tests/benchmarks/test_real.py",
+    r"python benchmarks/speed\.py": "tests/benchmarks/test_speed.py",
+    r"python benchmarks/guard_lora\.py": "tests/benchmarks/test_guard_lora.py",
+    r"python benchmarks/guards\.py": "tests/diagnostics/test_guards.py",
+    r"python benchmarks/widths\.py": "tests/tools/sweep/test_widths.py",
+    r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
+    r"python docs/generate\.py": "tests/test_site.py",
+    r"python benchmarks/(masking|calibration|recording|neighbour)\.py": MEASURES,
+    r"python -m npt\.demo\.build": MEASURES,
+}
+"""Commands that their program parses here, and no more: why, or which test runs such ones."""
+FENCES = {"python", "text", "json", "yaml", "diff", "mermaid"}
+"""Kinds of fenced blocks. Only those in Python are run, so that commands are indented."""
 
 
 def commands(page: Path) -> list[str]:
@@ -143,13 +180,37 @@ def place(short_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield folder
 
 
+def is_name(command: str) -> bool:
+    """Return whether a sentence names a verb, and is no command."""
+    return len(words(command)) == 2 and words(command)[0] == "npt"
+
+
+def not_run(command: str) -> list[str]:
+    """Return the entries of NOT_RUN that a command has."""
+    return [entry for entry in NOT_RUN if re.match(entry, " ".join(words(command)))]
+
+
 def ours(command: str) -> bool:
-    return (
-        words(command)[0] == "npt"
-        and words(command)[1] in SHORT
-        and not FOR_MODELS.search(command)
-        and len(words(command)) > 3
-    )
+    program, verb, *_ = words(command)
+    named = is_name(command) or words(command)[-1] == "--help"
+    return program == "npt" and verb in SHORT and not named and not not_run(command)
+
+
+def test_every_command_is_run_or_listed() -> None:
+    given = {command for page in PAGES for command in commands(page)}
+    rest = [c for c in given if not ours(c) and not is_name(c) and words(c)[-1] != "--help"]
+    assert [command for command in rest if len(not_run(command)) != 1] == []
+    reasons = set(NOT_RUN.values()) - {HUB, MEASURES}
+    assert [r for r in reasons if r.startswith("tests/") and not (ROOT / r).is_file()] == []
+
+
+def test_a_fenced_block_is_python_or_no_command() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^( *)```+(.*)$", page.read_text(encoding="utf-8"), flags=re.M)
+        opened = fences[::2]
+        unknown = {kind for _, kind in opened} - FENCES
+        assert not unknown, f"{page.name} has a block of kind {unknown.pop()!r}"
+        assert "python" not in {kind for indent, kind in opened if indent}, f"{page.name}: not run"
 
 
 @pytest.mark.parametrize("command", cases(ours))
