@@ -27,7 +27,7 @@ PAGES = [
     ROOT / "benchmarks" / "RESULTS.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-WENT_NAN = ROOT / "docs" / "a-run-went-nan.md"
+WENT_NAN = ROOT / "docs" / "guides" / "a-run-went-nan.md"
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {
     "pretrain": "--max_steps 1 --eval_samples 2 --max_length 64 --batch_size 2",
