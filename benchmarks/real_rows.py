@@ -51,7 +51,8 @@ class Row:
     layers: converted; `all_but_first` besides what --layers takes.
     divisor: the rank is D over it.
     tokens: that the start is solved on. Training takes all text that may be fitted, these last.
-    solve: options of npt.calibrate; None for a random start.
+    solve: options of npt.calibrate, where `rank_budget` True spends the ranks of all layers anew;
+        None for a random start.
     form: of the adapter, other than the default.
     as_many: scale the rank to the number of parameters of the default form at this rank.
     training: in the minutes that solving has left.
@@ -83,7 +84,8 @@ ROWS = {
         Row("upper-half", "upper half, D/4, solved"),
         Row(
             "best",
-            "upper half, D/4, solved, then trained",
+            "upper half, D/4 on average, solved, then trained",
+            solve={"rank_budget": True},
             training=Training((1e-5, 3e-5), hidden_weight=0.0),
         ),
         Row("all-but-first", "all layers but the first, D/4, solved", layers="all_but_first"),
@@ -184,7 +186,7 @@ class Bench:
         try:
             found = self._about(config)
             if row.solve is not None:
-                found |= self._solve(row.solve, samples)
+                found |= self._solve(self._options(config, row.solve), samples)
             if row.training is not None:
                 left = 60 * self.minutes - found.get("solve_seconds", 0.0)
                 learner = npt_learner(self.model, row.training)
@@ -228,6 +230,13 @@ class Bench:
         layers = resolve_layers(config.layers, self.model.config.num_hidden_layers)
         parameters = sum(p.numel() for p in adapter_parameters(self.model).values())
         return {"layers": format_layers(layers), "rank": config.rank, "parameters": parameters}
+
+    def _options(self, config: NPTConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of npt.calibrate, with as many ranks in all as the even ones."""
+        if not options.get("rank_budget"):
+            return dict(options)
+        layers = resolve_layers(config.layers, self.model.config.num_hidden_layers)
+        return {**options, "rank_budget": config.rank * len(layers)}
 
     def _solve(self, options: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
         """Solve the start, between two halves of a forward pass over the same tokens."""

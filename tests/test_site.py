@@ -50,7 +50,6 @@ def nav() -> list[str]:
     return list(paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
 
 
-@pytest.mark.xfail(reason="pages that are still to be written", strict=False)
 def test_the_pages_are_those_of_the_navigation() -> None:
     pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
     assert sorted(nav()) == sorted(pages)

@@ -22,7 +22,7 @@ from npt.cli.main import main, make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WENT_NAN = ROOT / "docs" / "a-run-went-nan.md"
+WENT_NAN = ROOT / "docs" / "guides" / "a-run-went-nan.md"
 PROGRAMS = ("npt", "python", "make", "torchrun")
 SHORT = {
     "pretrain": "--max_steps 1 --eval_samples 2 --max_length 64 --batch_size 2",
@@ -243,27 +243,33 @@ def test_the_printed_python_runs(tmp_path, monkeypatch) -> None:
         (ROOT / "README.md").read_text(encoding="utf-8")[:400], encoding="utf-8"
     )
     names: dict[str, Any] = {}
+
+    def run(block: str) -> None:
+        exec(block.replace("max_steps=20", "max_steps=2"), names)
+        if "npt.detach(model)" in block:  # later blocks take adapters for granted
+            names["npt"].attach(names["model"], names["npt"].NPTConfig(rank=2, layers="7"))
+
     # docs/extend changes tables of the package; tests/extend runs its pages, and undoes that
     pages = [page for page in PAGES if page.parent.name != "extend" and page != WENT_NAN]
     first, *others = [block for page in pages for block in blocks(page)]
-    exec(first.replace("max_steps=20", "max_steps=2"), names)
-    names["npt"].attach(names["model"], names["npt"].NPTConfig(rank=2, layers="7"))
+    run(first)
     ids = names["tokenizer"]("def area(width, height):\n    return", return_tensors="pt")[
         "input_ids"
     ]
     names["batch"] = {"input_ids": ids, "labels": ids}
-    names["data"] = [{"input_ids": row, "labels": row} for row in ids.repeat(4, 1)]
+    rows = [{"input_ids": row, "labels": row} for row in ids.repeat(4, 1)]
     names["args"] = TrainingArguments(
         "trained", max_steps=2, report_to="none", use_cpu=True, save_strategy="no"
     )
     for block in others:
         if "import Trainer" in block:  # which trains no 4-bit model that PEFT has not converted
             names["model"] = names["npt"].load_base("tiny")[0].requires_grad_(True)
+            names["data"] = rows
         if "import Guard" in block:
             names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=1e-4)
             names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
             names["windows"] = [[names["batch"]] * 2]
-        exec(block, names)
+        run(block)
     assert names["outcome"].applied and not names["outcome"].refused
     assert names["student"].shape == names["teacher"].shape and names["verdict"] is None
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file() and list(

@@ -1,8 +1,8 @@
 """Values for a run's flags that were measured to be good together, by the start of the run.
 
 The fields' own defaults (npt/config/) are those of single settings. Which rate, scale and
-objective are good depends on the start (docs/choosing-settings.md), and the start on what there is
-to solve it with; so the command line chooses them, and says so.
+objective are good depends on the start (docs/results/choosing-settings.md), and the start on what
+there is to solve it with; so the command line chooses them, and says so.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from npt.diagnostics import RecorderCallback
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
 
-README = Path(npt.__file__).parent.parent / "README.md"
+GUIDE = Path(npt.__file__).parent.parent / "docs" / "guides" / "watching-tensors.md"
 
 
 @pytest.fixture
@@ -205,30 +205,28 @@ def test_a_failing_recorder_is_a_warning_and_training_continues(
     )
 
 
-def readme_code(word: str) -> str:
-    section = (
-        README.read_text(encoding="utf-8").split("## Watching tensors", 1)[1].split("\n## ", 1)[0]
-    )
+def printed(word: str) -> str:
+    page = GUIDE.read_text(encoding="utf-8")
     (code,) = [
-        block for block in re.findall(r"```python\n(.*?)```", section, flags=re.S) if word in block
+        block for block in re.findall(r"```python\n(.*?)```", page, flags=re.S) if word in block
     ]
     return code
 
 
-def test_the_readmes_lines_around_a_pass_do_what_they_say(model, data, capsys) -> None:
+def test_the_guides_lines_around_a_pass_do_what_they_say(model, data, capsys) -> None:
     scope: dict[str, Any] = {
         "model": model,
         "batch": {name: torch.tensor([row[name] for row in data[:2]]) for name in data[0]},
     }
-    exec(readme_code("with Recorder(model)"), scope)
+    exec(printed("with Recorder(model)"), scope)
     assert scope["worst"] == [] and scope["steepest"][0].direction == "gradient"
     assert "step 1, micro-batch 0: all" in capsys.readouterr().out and hooks(model) == 0
 
 
-def test_the_readmes_lines_record_a_training_as_they_stand(
+def test_the_guides_lines_record_a_training_as_printed(
     model, data, tmp_path, monkeypatch, capsys
 ) -> None:
-    code = readme_code("RecorderCallback")
+    code = printed("RecorderCallback")
     lines = [
         line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#")
     ]

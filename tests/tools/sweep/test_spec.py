@@ -4,6 +4,7 @@ runs.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -268,3 +269,11 @@ def test_the_study_of_make_stability_has_its_hundred_runs() -> None:
     forms = {trial.settings.adapter.mult_form for trial in found.trials}
     assert forms == {"sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"}
     assert {trial.settings.probe.compute_dtype for trial in found.trials} >= {None, "bf16", "fp16"}
+
+
+def test_the_file_that_the_guide_prints_is_a_study(tmp_path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "guides" / "studies.md"
+    _, printed, _ = re.split(r"^```(?:yaml)?\n", page.read_text(encoding="utf-8"), flags=re.M)
+    file = tmp_path / "rates.yaml"
+    file.write_text(printed, encoding="utf-8")
+    assert list(read_design(str(file)).parts) == ["map", "draws", "edge"]
