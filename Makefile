@@ -47,7 +47,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The documentation as a site, in site/: index.html opens in a browser. A dead link is an error.
+# The documentation as a site, in site/; its search needs a server: python -m http.server -d site. A dead link is an error.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
