@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import npt.diagnostics  # noqa: E402
+import npt.guard  # noqa: E402
 from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
 from npt.cli.main import VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, hints_of  # noqa: E402
@@ -94,31 +96,11 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "npt.guard": (
         "The step that no NaN poisons, for any training loop. It needs torch alone.",
-        (
-            "npt.guard.Guard",
-            "npt.guard.GuardSettings",
-            "npt.guard.MicroBatch",
-            "npt.guard.Outcome",
-            "npt.guard.Refusal",
-            "npt.guard.Finding",
-            "npt.guard.Memory",
-            "npt.guard.Postmortem",
-            "npt.guard.read_postmortem",
-            "npt.guard.protect",
-            "npt.guard.TrainerMixin",
-        ),
+        tuple(f"npt.guard.{name}" for name in npt.guard.__all__),
     ),
     "npt.diagnostics": (
         "Record every tensor of a step.",
-        (
-            "npt.diagnostics.Recorder",
-            "npt.diagnostics.RecorderCallback",
-            "npt.diagnostics.Record",
-            "npt.diagnostics.Row",
-            "npt.diagnostics.explosions",
-            "npt.diagnostics.gradients",
-            "npt.diagnostics.print_record",
-        ),
+        tuple(f"npt.diagnostics.{name}" for name in npt.diagnostics.__all__),
     ),
 }
 """The public names by purpose."""

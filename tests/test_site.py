@@ -136,6 +136,15 @@ def test_what_is_public_is_documented() -> None:
         )
 
 
+def test_docstrings_of_public_functions_name_their_parameters() -> None:
+    for name, function in PUBLIC:
+        if inspect.isfunction(inspect.unwrap(function)):
+            parameters = inspect.signature(function).parameters
+            for parameter in parameters if len(parameters) > 1 else ():
+                said = re.search(rf"\b{parameter}\b", function.__doc__ or "")
+                assert said, f"{name} does not say of what its {parameter} is"
+
+
 class TestReference:
     def test_the_pages_are_what_the_code_says(self) -> None:
         generate = module("generate")
@@ -143,7 +152,7 @@ class TestReference:
 
     def test_every_public_name_is_listed_once(self) -> None:
         listed = [name for _, names in module("generate").API.values() for name in names]
-        assert sorted(listed) == sorted(name for name, _ in PUBLIC)
+        assert sorted(listed) == sorted(name for name, _ in PUBLIC), "API of docs/generate.py"
 
     def test_every_exit_status_is_listed(self) -> None:
         errors = (value for value in vars(npt.errors).values() if inspect.isclass(value))

@@ -135,7 +135,9 @@ def release_mode(model: PreTrainedModel, override: Override) -> None:
 
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
-    """Let every converted layer compute `mode` within the context."""
+    """Let every converted layer of the model compute `mode` within the context: `student`,
+    `teacher` or `floor`, which drops attention.
+    """
     override = override_mode(model, mode)
     try:
         yield

@@ -240,7 +240,7 @@ class TrainerMixin(Trainer):
 
 
 def protect(trainer: Any, **settings: Any) -> Any:
-    """Put a guard into a Trainer that exists; returns it.
+    """Put a guard into a `trainer` that exists; returns it.
 
     settings: as `TrainerMixin.guard_settings`.
 

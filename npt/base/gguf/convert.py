@@ -75,6 +75,10 @@ def import_base(path: str | Path, folder: str | Path) -> Conversion:
     """Write the model in a GGUF file to a new or empty folder: configuration, weights in 16 bit,
     tokenizer.
 
+    Args:
+        path: of the GGUF file.
+        folder: written whole or not at all.
+
     Raises:
         ConfigError: the folder holds something, or `gguf` is not installed.
         ModelError: no GGUF file, a damaged one, a model of another architecture, numbers that are

@@ -51,7 +51,7 @@ def growths(record: Record) -> list[Explosion]:
 
 
 def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
-    """Return the tensors whose RMS grew beyond `factor` (above 1), largest growth first.
+    """Return the tensors of a record whose RMS grew beyond `factor` (above 1), largest first.
 
     Compared are a module's output with its input, except in normalisations and embeddings, whose
     output says nothing of its size, and the residual stream from layer to layer. A module is left
