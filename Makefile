@@ -81,7 +81,7 @@ $(VENV)/.docs: $(VENV)/bin/python pyproject.toml constraints.txt
 
 # All that .ci/run needs, by one installation.
 $(VENV)/.ci: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs]'
 	touch $(VENV)/.test $(VENV)/.dev $(VENV)/.docs $@
 
 clean:
