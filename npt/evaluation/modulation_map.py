@@ -6,8 +6,8 @@ change of the MLP's output,
 
     change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
 
-for the same input x, with the modulation and without: 0 where nothing is changed, 1 where the
-change is as large as the output itself. Unlike the size of m or s alone it is the same quantity for
+for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
+as large as the output itself. Unlike the size of m or s alone it is the same quantity for
 every form, bound and scale of an adapter. Left out: the change that later layers make of it.
 
 Shapes: T tokens, L converted layers, K targets, D hidden.

@@ -9,6 +9,7 @@ from typing import Any
 
 from npt.evaluation.formatting import FIGURES
 from npt.report import history, recipe
+from npt.report.anatomy import anatomy
 from npt.report.behaviour import behaviour
 from npt.report.fidelity import fidelity, layers
 from npt.report.logs import as_mapping, as_number
@@ -34,7 +35,7 @@ SECTIONS = {
 
 def page(record: RunRecord, place: Path) -> str:
     """Return the HTML page about a run; `place` is where it will be, for its links."""
-    told = token_view([("", as_mapping(record.modulation.get("passage")))])
+    told = token_view([("", as_mapping(record.modulation.get("passage")))], small=True)
     shown = {"script": "tokens.js", "css": template_text("tokens.css") + palette()} if told else {}
     return render(
         "run.html.j2",
@@ -52,6 +53,7 @@ def page(record: RunRecord, place: Path) -> str:
         fidelity=fidelity(record),
         behaviour=behaviour(record),
         training=training(record),
+        anatomy=anatomy(record),
         layers=layers(record),
         modulation=modulation(record),
         saved=history.saved(record),

@@ -102,10 +102,14 @@ def _array(values: Any, size: tuple[int, ...]) -> np.ndarray:
     return made
 
 
-def token_view(passages: Passages) -> dict[str, Any] | None:
-    """Return what `tokens.html.j2` and `tokens.js` show; None if no passage has numbers."""
+def token_view(passages: Passages, small: bool = False) -> dict[str, Any] | None:
+    """Return what `tokens.html.j2` and `tokens.js` show; None if no passage has numbers. small:
+    fewer quantities, of two digits instead of three, for a page that is about more.
+    """
     read = [Passage(title, as_mapping(found)) for title, found in passages]
     read = [passage for passage in read if passage.shown]
+    for passage in read if small else []:
+        del passage.by["of_stream"]
     if not read:
         return None
     scales, means = dict[str, Scale](), dict[str, Scale]()
@@ -122,7 +126,7 @@ def token_view(passages: Passages) -> dict[str, Any] | None:
         "colours": range(COLOURS),
         "parts": any(passage.parts is not None for passage in read),
         "prompt": any(passage.start for passage in read),
-        "json": _json(read, scales, means),
+        "json": _json(read, scales, means, 2 if small else 3),
     }
 
 
@@ -207,7 +211,7 @@ def brief(value: float) -> str:
 
 
 def _json(
-    read: Sequence[Passage], scales: Mapping[str, Scale], means: Mapping[str, Scale]
+    read: Sequence[Passage], scales: Mapping[str, Scale], means: Mapping[str, Scale], digits: int
 ) -> Markup:
     """Return what the script needs, as JSON that cannot end the element that holds it."""
     quantities = [
@@ -225,8 +229,8 @@ def _json(
             "tokens": [clean(json.dumps(text, ensure_ascii=False), 80) for text in passage.texts],
             "layers": passage.layers,
             "start": passage.start,
-            "by": {name: _plain(passage.by[name]) for name in scales if name in passage.by},
-            **{name: _plain(values) for name, values in passage.shares.items()},
+            "by": {name: _plain(passage.by[name], digits) for name in scales if name in passage.by},
+            **{name: _plain(values, digits) for name, values in passage.shares.items()},
             **passage.firsts,
         }
         for passage in read
@@ -235,14 +239,14 @@ def _json(
     return Markup(json.dumps(found, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _plain(values: np.ndarray) -> Any:
-    """Return nested lists of numbers with three digits, None for what is not finite."""
+def _plain(values: np.ndarray, digits: int) -> Any:
+    """Return nested lists of rounded numbers, None for what is not finite."""
     if values.ndim:
-        return [_plain(each) for each in values]
+        return [_plain(each, digits) for each in values]
     value = float(values)
     if not math.isfinite(value):
         return None
-    value = float(f"{value:.3g}")
+    value = float(f"{value:.{digits}g}")
     return int(value) if value.is_integer() and abs(value) < 1e6 else value
 
 

@@ -37,7 +37,7 @@ from npt.train.tracker_samples import TrackerSamples
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
 
-PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1200
+PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1000
 """Of the text that the report shows token by token: its tokens, and tokens by layers, at most."""
 
 
