@@ -6,7 +6,9 @@ import argparse
 import itertools
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import (
@@ -23,6 +25,9 @@ from npt.errors import ConfigError, DataError
 
 SIDE_BY_SIDE = 100
 """Columns of a terminal from which on two texts are printed side by side."""
+
+_TEXTS = ("teacher", "student", "floor")
+"""Who may have written a text, in the order in which a page shows them."""
 
 EMPTY_LINES = 2
 """Empty lines in a row that are shown as they are; more are counted."""
@@ -46,6 +51,7 @@ def generate(given: dict[str, Any]) -> int:
         )
     if given["draft_tokens"] is not None and not given["assisted"]:
         raise ConfigError("--draft_tokens means nothing without --assisted; add it, or drop it")
+    page = None if given["html"] is None else _free(Path(given["html"]))
     settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
     decoding = Decoding(**settings)
     text = _prompt(given["prompt"])
@@ -60,10 +66,22 @@ def generate(given: dict[str, Any]) -> int:
         found = job.assisted(given["draft_tokens"])
     else:
         found = job.single(given["mode"] or "student")
+    if page is not None:
+        names = {"adapter": str(given["adapter"]), "base": base.model_name}
+        job.write_page(page, found, names | {"tokens": decoding.described()})
     if given["json"]:
         said = {"prompt": text, "prompt_tokens": len(ids), "settings": settings}
         print_json({**said, **found, **other})
     return 0
+
+
+def _free(page: Path) -> Path:
+    """Return the page's path, before minutes are spent on its text; ConfigError if it has none."""
+    if page.is_dir() or not page.parent.is_dir():
+        raise ConfigError(
+            f"--html {page} is no file in a folder that exists; name a file, such as page.html"
+        )
+    return page
 
 
 def _prompt(given: str | None) -> str:
@@ -167,6 +185,45 @@ class _Job:
             )
         return {**{mode: one.as_dict() for mode, one in written.items()}, **parting}
 
+    def write_page(self, page: Path, found: Mapping[str, Any], named: dict[str, str]) -> None:
+        """Write the page about the texts that a method returned.
+
+        named: adapter, base and settings.
+        """
+        from npt.evaluation.modulation_map import modulation_map
+        from npt.files import write_text
+        from npt.report.generated import page as generated_page
+
+        texts = {mode: found[mode] for mode in _TEXTS if mode in found} or {
+            "teacher": found["assisted"]
+        }
+        both, start = len(texts) > 1, len(self.ids)
+        parts = found.get("parts_at")
+        facts, passages = [("tokens of the prompt", f"{start:,}")], []
+        with self.notes.status("reading the modulation"):
+            for mode, text in texts.items():
+                facts.append((f"tokens of the {mode}", f"{text['tokens']:,}"))
+                measured = modulation_map(self.model, [*self.ids, *text["ids"]])
+                mean = float(measured.kl[start:].mean()) if text["ids"] else math.nan
+                facts.append((f"KL along the {mode}'s text, nats", f"{mean:.4f}"))
+                shown = {**measured.as_dict(self.tokenizer), "start": start}
+                shown |= {} if parts is None else {"parts": start + parts}
+                passages.append((f"The {mode}'s text" if both else "", shown))
+        layers = ", ".join(str(index) for index in measured.layers)
+        recipe = [*named.items(), ("layers", layers), ("targets", ", ".join(measured.targets))]
+        if both:
+            said = _parting_line(dict(found), self.decoding.max_new_tokens)
+        else:
+            said = f"the {next(iter(texts))} continued the prompt"
+        text_of_page = generated_page(said[0].upper() + said[1:], facts, recipe, passages)
+        try:
+            write_text(page, text_of_page)
+        except OSError as error:
+            raise ConfigError(
+                f"--html {page} cannot be written: {error.strerror}; choose another file"
+            ) from error
+        self.notes.say(f"page {page}")
+
     def _write(self, mode: Any, decoding: Any = None) -> Any:
         from npt.evaluation.generate import write
         from npt.evaluation.view import mode_view
@@ -255,5 +312,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "temperature", "0 for the most likely token", 0.0, float)
     add_number(parser, "top_p", "draw from this share of the probability", 1.0, float)
     add_number(parser, "seed", "of the draws", 0, natural)
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help=(
+            "write a page, one file, with the text token by token, coloured by the modulation in"
+            " each converted layer"
+        ),
+    )
     add_switch(parser, "raw", "ignore the tokenizer's chat template, if it has one")
     add_student(parser)

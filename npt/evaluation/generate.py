@@ -67,6 +67,14 @@ class Decoding:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def described(self) -> str:
+        """Return the choice of tokens in words."""
+        most = f"{self.max_new_tokens:,} at most"
+        if self.greedy:
+            return f"{most}, the most likely ones"
+        share = f", from {self.top_p:g} of the probability" if self.top_p < 1 else ""
+        return f"{most}, drawn at temperature {self.temperature:g}{share}, seed {self.seed}"
+
     def arguments(self) -> dict[str, Any]:
         """Return arguments for `generate` that override the model's own settings for drawing."""
         if self.greedy:

@@ -9,12 +9,14 @@ from typing import Any
 
 from npt.evaluation.formatting import FIGURES
 from npt.report import history, recipe
+from npt.report.anatomy import anatomy
 from npt.report.behaviour import behaviour
 from npt.report.fidelity import fidelity, layers
 from npt.report.logs import as_mapping, as_number
 from npt.report.modulation import modulation
-from npt.report.pages import render
+from npt.report.pages import render, template_text
 from npt.report.run import RunRecord
+from npt.report.token_view import palette, token_view
 from npt.report.training import training
 from npt.report.words import clean, number
 
@@ -33,8 +35,13 @@ SECTIONS = {
 
 def page(record: RunRecord, place: Path) -> str:
     """Return the HTML page about a run; `place` is where it will be, for its links."""
+    told = token_view([("", as_mapping(record.modulation.get("passage")))], small=True)
+    shown = {"script": "tokens.js", "css": template_text("tokens.css") + palette()} if told else {}
     return render(
         "run.html.j2",
+        **shown,
+        told=told,
+        json=told["json"] if told else "",
         title=f"{clean(record.name, 80)}: report of a run",
         sections=_sections(record),
         record=record,
@@ -46,6 +53,7 @@ def page(record: RunRecord, place: Path) -> str:
         fidelity=fidelity(record),
         behaviour=behaviour(record),
         training=training(record),
+        anatomy=anatomy(record),
         layers=layers(record),
         modulation=modulation(record),
         saved=history.saved(record),

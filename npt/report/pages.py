@@ -28,7 +28,7 @@ def render(template: str, *, script: str = "", css: str = "", **data: Any) -> st
     page's script, which reads `json` from the data. css: style that only this page has. data: what
     the template shows.
     """
-    sheet, code = style() + css, _file(script) if script else ""
+    sheet, code = style() + css, template_text(script) if script else ""
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src"
         f" '{_hash(sheet)}'"
@@ -59,13 +59,14 @@ def _environment() -> Environment:
 
 
 @cache
-def _file(name: str) -> str:
+def template_text(name: str) -> str:
+    """Return a file of the templates: a style sheet or a script."""
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def style() -> str:
     """Return the style sheet of all pages."""
-    return _file("style.css")
+    return template_text("style.css")
 
 
 def _hash(content: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
@@ -19,6 +20,7 @@ from npt.evaluation.behaviour.documents import heldout_documents
 from npt.evaluation.behaviour.measure import measure_behaviour
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.modulation import measure_modulation
+from npt.evaluation.modulation_map import modulation_map
 from npt.runs.resume import plain_settings
 from npt.runs.run_folder import BEHAVIOUR, EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, undisturbed
@@ -34,6 +36,9 @@ from npt.train.tracker_samples import TrackerSamples
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
+
+PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1000
+"""Of the text that the report shows token by token: its tokens, and tokens by layers, at most."""
 
 
 class RunWriter:
@@ -200,13 +205,29 @@ class RunWriter:
         setup, data = self._setup, self._data
         few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples, setup.pad_id)
 
+        figures: dict[str, Any] = {"step": step, "heldout": data.heldout}
+
         def measure() -> None:
             with contextlib.suppress(StoppedError):  # the report can be made without it
                 found = measure_modulation(setup.model, few, between=setup.stop.check)
-                figures = {"step": step, "heldout": data.heldout, **found.as_dict()}
+                figures.update(found.as_dict())
                 self._folder.write(MODULATION, figures)
 
+        def measure_passage() -> None:
+            figures["passage"] = self._passage()
+            self._folder.write(MODULATION, figures)
+
         self._observe(MODULATION, measure)
+        if "layers" in figures and not is_sharded(setup.model):
+            self._observe(f"the passage of {MODULATION}", measure_passage)
+
+    def _passage(self) -> dict[str, Any]:
+        """Return the modulation along the beginning of the first evaluation sample."""
+        model, sample = self._setup.model, self._data.eval_samples[0]
+        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
+        most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
+        tokenizer = self._setup.tokenizer
+        return modulation_map(model, list(ids[:most])).as_dict(tokenizer)
 
     def measure_behaviour(self, step: int) -> None:
         """Write `behaviour.json` for the report, with prompts from the evaluation samples."""

@@ -154,7 +154,13 @@ def _line(frame: FrameType) -> str:
     text = _expression(code, frame.f_lasti) or linecache.getline(code.co_filename, line)
     text = " ".join(text.split())
     text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
-    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_qualname}: {text}"
+    return f"{_file_name(code.co_filename)}:{line} in {code.co_qualname}: {text}"
+
+
+def _file_name(path: str) -> str:
+    """Return a file's name; Jupyter keeps a cell in a file that is named by a number."""
+    folder, name = os.path.split(path)
+    return "cell" if os.path.basename(folder).startswith("ipykernel_") else name
 
 
 def _expression(code: CodeType, instruction: int) -> str:

@@ -1,0 +1,87 @@
+"""`npt generate --html`: the page of what was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from made_runs import Reader
+
+import npt
+from npt.adapters.converted import adapter_parameters
+from npt.cli.main import main
+
+PROMPT = "class Stack:\n    def __init__(self"
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def base():
+    return npt.load_base("tiny", quantization="nf4", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, _ = base
+    npt.attach(model, npt.NPTConfig(rank=8, layers="6,7", residual="keep"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    folder = npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "some")
+    npt.detach(model)
+    return folder
+
+
+@pytest.fixture
+def call(adapter: Path, base, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Return status, page and JSON of a call."""
+    monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
+
+    def call(*arguments: str, html: Path | None = None):
+        page = tmp_path / "page.html" if html is None else html
+        given = ["--adapter", str(adapter), "--prompt", PROMPT, "--max_new_tokens", str(NEW)]
+        status = main(["generate", *given, "--html", str(page), *arguments])
+        npt.detach(base[0])
+        out, err = capsys.readouterr()
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+        return status, text, json.loads(out) if "--json" in arguments and out else err
+
+    return call
+
+
+def data_of(text: str):
+    return json.loads(Reader(text).data)
+
+
+def test_the_page_has_the_prompt_and_the_text(call, base) -> None:
+    _, text, found = call("--json")
+    (view,) = data_of(text)["views"]
+    ids = base[1](PROMPT)["input_ids"]
+    assert len(view["tokens"]) == len(ids) + NEW and view["start"] == len(ids)
+    assert "".join(map(json.loads, view["tokens"][1:])) == PROMPT + found["student"]["text"]
+    assert view["layers"] == ["6", "7"]
+    assert "The student continued the prompt" in Reader(text).text
+
+
+def test_a_comparison_has_both_texts_and_where_they_part(call) -> None:
+    _, text, found = call("--compare", "--json")
+    teacher, student = data_of(text)["views"]
+    assert len(teacher["tokens"]) == len(student["tokens"])
+    assert found["parts_at"] is not None
+    assert f"They part after {found['parts_at']} token" in Reader(text).text
+    assert len(Reader(text).of("span", class_="p")) == 3
+    assert all(value is not None for value in teacher["by"]["kl"][1:])
+
+
+@pytest.mark.parametrize("arguments", [["--mode", "floor"], ["--assisted"]])
+def test_other_texts_have_the_page_too(call, arguments) -> None:
+    status, text, _ = call(*arguments)
+    assert status == 0 and len(data_of(text)["views"]) == 1
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(call, tmp_path) -> None:
+    status, _, said = call(html=tmp_path / "nowhere" / "page.html")
+    assert status == 2 and "--html" in said and "tokens/s" not in said
