@@ -148,7 +148,7 @@ ELSEWHERE = {
 
 PENDING = frozenset(
     {
-        *("tiny", "residual-keep", "real", "masking", "calibration", "recording"),
+        *("residual-keep", "real", "masking", "calibration", "recording"),
         *("guards", "guard_lora", "crash", "fuzz", "tracer", "faults", "fault-loops"),
         *("fault-loop", "fault-accelerate", "fault-hf"),
         *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),

@@ -63,7 +63,14 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Measuring": (
         "How near the student is to its teacher, and each of the two as a model of its own.",
-        ("npt.evaluate", "npt.Fidelity", "npt.student_view", "npt.teacher_view"),
+        (
+            "npt.evaluate",
+            "npt.Fidelity",
+            "npt.student_view",
+            "npt.teacher_view",
+            "npt.modulation_map",
+            "npt.ModulationMap",
+        ),
     ),
     "Files": (
         "Save, load and hand on adapters.",

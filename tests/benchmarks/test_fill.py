@@ -106,7 +106,9 @@ def test_every_page_has_the_figures_of_its_files() -> None:
 def test_what_is_pending_was_not_written_and_has_a_command() -> None:
     written = {path.stem for path in fill.RESULTS.glob("*.json")}
     assert not fill.PENDING & written, "take it out of PENDING in benchmarks/fill.py"
-    assert fill.COMMANDS.keys() - fill.PENDING == {"cpu-0.2b", *fill.ELSEWHERE}
+    elsewhere = {path.stem for path in fill.RESULTS.glob("*.csv")} | fill.ELSEWHERE.keys()
+    assert fill.COMMANDS.keys() - fill.PENDING <= written | elsewhere
+    assert fill.PENDING <= fill.COMMANDS.keys()
 
 
 def test_every_table_has_a_page() -> None:
