@@ -7,7 +7,7 @@ went wrong?
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --compare            the same faults in plain loops
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
-                                                      loop, accelerate
+                                                      loop, accelerate, trl
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.
@@ -30,7 +30,8 @@ from faults.campaign import (
     summary,
 )
 from faults.row_cases import CASES as ROW_CASES
-from faults.row_runs import TRAINERS, judged, print_lines
+from faults.row_runs import judged, print_lines
+from faults.row_trainers import TRAINERS
 from npt.console import make_console
 from npt.files import to_json
 
@@ -52,8 +53,8 @@ def main() -> int:
         "--trainer",
         choices=("npt", *TRAINERS),
         default="npt",
-        help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's, or"
-        " transformers' Trainer",
+        help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's,"
+        " transformers' Trainer, or TRL's SFTTrainer",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
