@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from numbers import Real
@@ -27,7 +27,8 @@ from npt.guard.accelerated import unwrapped
 from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
-from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
+from npt.guard.parallel import unsynchronised, whole
+from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters
 from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import BatchStatistics, Draws
@@ -183,7 +184,7 @@ class Guard:
             self.window.begin()
             try:
                 kept = Kept(before, inputs, run)
-                with self._unsynchronised(), self._forensics.watching(self.window.place, kept):
+                with unsynchronised(self._model), self._forensics.watching(self.window.place, kept):
                     yield micro
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
@@ -254,7 +255,7 @@ class Guard:
             self.window.clear()
             self._rewind()
             self._forget()
-            self._aside += refusals
+            self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
 
     def skip(self, micro_batches: int | None = None) -> None:
@@ -337,11 +338,6 @@ class Guard:
         self._draws.forget()
         self._forensics.forget()
         self._before = None
-
-    def _unsynchronised(self) -> AbstractContextManager[None]:
-        """Keep DistributedDataParallel from spreading one process's NaN over all."""
-        apart = getattr(self._model, "no_sync", None)
-        return nullcontext() if apart is None else apart()
 
     def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
         counts, refused = self.counts, tuple(result.refusals)

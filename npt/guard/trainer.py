@@ -28,7 +28,7 @@ from torch import Tensor
 from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
 from npt.files import write_json
 from npt.guard.guard import Guard, Outcome
-from npt.guard.parameters import whole
+from npt.guard.parallel import whole
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
 

@@ -142,3 +142,33 @@ def unequal(processes: Any, faults: list[list[str]]) -> list[str]:
 )
 def test_processes_count_alike_with_unequal_micro_batches(faults, said) -> None:
     assert values(several(2, unequal, faults)) == [said, said]
+
+
+class Buffered(nn.Module):
+    """A model with a buffer, which DistributedDataParallel sends around in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return (self.inner(data) * self.scale).sum()
+
+
+def refused_before_a_forward(processes: Any) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Buffered())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for window in range(2):
+        with guard.micro_batch() as micro:
+            if processes.index == 1 and window == 0:
+                raise FloatingPointError("planted")
+            micro.loss = model(torch.ones(1, 3))
+            micro.loss.backward()
+        guard.step()
+    return [guard.counts.refused, guard.counts.steps]
+
+
+def test_nobody_waits_in_a_forward_for_a_refused_one() -> None:
+    assert values(several(2, refused_before_a_forward)) == [[1, 2], [1, 2]]
