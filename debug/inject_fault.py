@@ -29,7 +29,8 @@ from faults.campaign import (
     print_scorecard,
     summary,
 )
-from faults.row_cases import CASES as ROW_CASES
+from faults.row_cases import cases_of
+from faults.row_pairs import judged_by_processes
 from faults.row_runs import judged, print_lines
 from faults.row_trainers import TRAINERS
 from npt.console import make_console
@@ -100,7 +101,7 @@ def main() -> int:
 
 def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     """Run, or list, the cases of other people's trainers."""
-    console, cases = make_console(), ROW_CASES
+    console, cases = make_console(), cases_of(given.trainer)
     if given.compare:
         parser.error("--compare is part of --trainer loop --all: its last column")
     if given.case is not None:
@@ -116,7 +117,9 @@ def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
                 console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
         return 0
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    lines = [judged(case, given.trainer) for case in cases]
+    lines = [judged(case, given.trainer) for case in cases if case.processes == 1]
+    shared = [case for case in cases if case.processes > 1]
+    lines += judged_by_processes(shared, given.trainer)
     figures = summary(lines)
     if given.json:
         print(to_json(figures, indent=2))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import LlamaConfig, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -79,18 +80,21 @@ def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
     return torch.optim.AdamW, settings
 
 
-def rows_of(case: RowCase, faulty: bool) -> list[Row]:
-    """Return an epoch's rows, the bad ones with their fault or not at all."""
-    bad = case.bad
-    if faulty:
-        return [row(i, case.fault if i in bad else None) for i in range(case.rows)]
-    return [row(i) for i in range(case.rows) if i not in bad]
+def epoch_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
+    """Return an epoch's windows of a process, the bad rows with their fault or not at all."""
+    made = []
+    for start in range(0, case.rows, case.size):
+        every = range(start, min(start + case.size, case.rows))
+        if faulty or any(i not in case.bad for i in every):
+            own = every[process :: case.processes]
+            kept = [i for i in own if faulty or i not in case.bad]
+            made.append([row(i, case.fault if i in case.bad else None) for i in kept])
+    return made
 
 
-def windows_of(case: RowCase, faulty: bool) -> list[list[Row]]:
-    """Return the windows of a run; an epoch's last one may be smaller."""
-    rows = rows_of(case, faulty)
-    epoch = [rows[i : i + case.window] for i in range(0, len(rows), case.window)]
+def windows_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
+    """Return the windows of a run."""
+    epoch = epoch_of(case, faulty, process)
     steps = case.steps if faulty else case.steps - case.lost
     return [epoch[step % len(epoch)] for step in range(steps)]
 
@@ -112,24 +116,25 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
         refuse = (FloatingPointError, DataError)
         given: dict[str, Any] = {"refuse": refuse, "spike_sigmas": case.spike_sigmas}
         guard = Guard(given_model, stepped, scheduled, max_grad_norm=MAX_NORM, **given)
-    torch.manual_seed(1)
+    process = 0 if case.processes == 1 else dist.get_rank()
+    torch.manual_seed(1 + process)
     refusals: list[Refusal] = []
-    for window in windows_of(case, faulty):
+    for window in windows_of(case, faulty, process):
         total = 0
         for one in window:
             tokens = int((one["labels"][1:] != -100).sum())
             total += tokens
             if guard is None:
-                backward(_summed_loss(given_model, one))
+                backward(_summed_loss(model, one))  # its gradients are summed below
             else:
                 with guard.micro_batch(tokens) as micro:
                     refuse_bad_ids(one, model)
                     micro.loss = loss = _summed_loss(given_model, one)
                     backward(loss)
         if guard is None:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(torch.tensor(float(total)))
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            for gradient, tokens in _summed(parameters, total, case.processes):
+                gradient.div_(tokens)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             stepped.step()
             scheduled.step()
@@ -139,8 +144,24 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
     return Trained(_state(model, optimizer, scheduler), refusals)
 
 
+def _summed(
+    parameters: Iterable[nn.Parameter], total: int, processes: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield gradients with a window's tokens, both summed over the processes."""
+    tokens = torch.tensor(float(total))
+    if processes > 1:
+        dist.all_reduce(tokens)
+    for parameter in parameters:
+        if processes > 1:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        if parameter.grad is not None:
+            yield parameter.grad, tokens
+
+
 def accelerated(case: RowCase, faulty: bool, guarded: bool) -> Trained:
-    """Train in the same loop through accelerate, in one process."""
+    """Train in the same loop through accelerate."""
     AcceleratorState._reset_state(True)  # of the run before
     return loop(case, faulty, guarded, Accelerator(cpu=True))
 
@@ -154,9 +175,16 @@ def _summed_loss(model: nn.Module, one: Row) -> Tensor:
 
 
 class RowsInOrder:
-    """Mixin of Trainers that take rows in their order."""
+    """Mixin of Trainers that take rows in their order, each process its own."""
 
     train_dataset: Any
+    data_collator: Any
+
+    def get_train_dataloader(self) -> Any:
+        """Return what accelerate makes for one process, else rows that are dealt out already."""
+        if dist.is_initialized():
+            return DataLoader(self.train_dataset, batch_size=1, collate_fn=self.data_collator)
+        return super().get_train_dataloader()  # type: ignore[misc]
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -175,6 +203,12 @@ def kinds(own: type) -> tuple[type, type]:
             self.refusals = [*getattr(self, "refusals", []), *outcome.refused]
 
     return InOrder, Safe
+
+
+def rows_of(case: RowCase, faulty: bool) -> list[Row]:
+    """Return an epoch's rows of this process."""
+    process = 0 if case.processes == 1 else dist.get_rank()
+    return [one for window in epoch_of(case, faulty, process) for one in window]
 
 
 def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
