@@ -18,7 +18,7 @@ from torch import nn
 
 from npt.guard.traces import States
 from npt.random_state import kept_random_state, random_state, set_random_state
-from npt.step.window_result import Refusal
+from npt.step.window_result import MicroBatchRecord, Refusal
 
 if TYPE_CHECKING:
     from npt.diagnostics.tracer.verdict import Verdict
@@ -31,7 +31,8 @@ SUSPECTS = 4
 class Finding:
     """The tracer's answer about a refused micro-batch.
 
-    verdict: the operation that made the first bad number, None if none was found. why: then, why.
+    verdict: the operation that made the first bad number, None if none was found. why: then, why;
+    of a window that was refused for its size, which micro-batch was looked at.
     """
 
     refusal: Refusal
@@ -39,7 +40,7 @@ class Finding:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.refusal}\n{self.why if self.verdict is None else self.verdict}"
+        return "\n".join(str(part) for part in (self.refusal, self.why, self.verdict) if part)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,29 @@ class Forensics:
                 found.append(_traced(self._model, refusal, kept))
         self.findings += found
         return found
+
+    def trace_window(
+        self, refusals: Sequence[Refusal], largest: MicroBatchRecord | None
+    ) -> list[Finding]:
+        """Trace the largest micro-batch of a window whose norm overflowed or spiked.
+
+        A step that spoilt weights or moments is the optimizer's: no pass made the bad number.
+        """
+        size = next((r for r in refusals if r.kind in ("norm", "spike")), None)
+        if size is None or largest is None or len(self.findings) >= self._traces:
+            return []
+        kept = self._open.get(largest.micro_batch)
+        if kept is None or self._model is None:
+            return []
+        samples = f" (samples {', '.join(largest.sample_ids)})" if largest.sample_ids else ""
+        why = (
+            f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
+            f" {largest.grad_norm:.3g}"
+        )
+        found = _traced(self._model, size, kept)
+        said = "no number in it is bad" if found.verdict is None else ""
+        self.findings.append(replace(found, why=f"{why}; {said}" if said else why))
+        return self.findings[-1:]
 
     def settle(self, refusals: Sequence[Refusal]) -> None:
         """Set this process's refused micro-batches aside, if they are to be kept."""

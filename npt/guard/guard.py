@@ -36,7 +36,7 @@ from npt.step.gradient_window import GradientWindow
 from npt.step.guarded_update import GuardedUpdate
 from npt.step.shared_window import gathered
 from npt.step.spikes import SpikeGuard
-from npt.step.window_result import Refusal, WindowResult
+from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 
 REMEMBERED = 256
 """Refusals that are remembered for a post-mortem."""
@@ -221,6 +221,7 @@ class Guard:
             (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
+            self._found += self._forensics.trace_window(result.refusals, self._largest(result))
         if not (result.refusals or self._aside):
             self._forensics.suspects.clear()
         self._forensics.settle(result.refusals)
@@ -361,6 +362,12 @@ class Guard:
             )
             raise TooManyRefusalsError(said + self._postmortem(result, said))
         return self.outcome
+
+    def _largest(self, result: WindowResult[MicroBatch]) -> MicroBatchRecord | None:
+        """Return this process's micro-batch with the largest gradient of those that counted."""
+        own = (r for r in self.window.history if r.window == result.index)
+        counted = [r for r in own if r.micro_batch in result.places]
+        return max(counted, key=lambda r: r.grad_norm, default=None)
 
     def _postmortem(self, result: WindowResult[MicroBatch], reason: str) -> str:
         """Write it, if it is asked for; return what to say of it."""

@@ -147,6 +147,80 @@ def test_an_error_in_the_tracer_costs_the_finding_only() -> None:
     assert outcomes[0].applied
 
 
+class Grown(nn.Module):
+    """Its gradient is as large as the numbers in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.small(x.clamp(max=1.0)).sum() + self.large(x * 1.0).sum()}
+
+
+def test_of_a_window_whose_norm_overflows_the_largest_is_traced() -> None:
+    model = Grown()
+    before = copy.deepcopy(model.state_dict())
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), trace=1, loss="share")
+    for number, size in enumerate((1.0, 1.2e19, 1.1e19)):
+        with guard.micro_batch(ids=[number]) as micro:
+            micro.loss = loss = model(torch.full((1, 2), size))["loss"]
+            loss.backward()
+    outcome = guard.step()
+    assert not outcome.applied
+    assert_equal(dict(model.state_dict()), dict(before), "weights")
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor, refusal.micro_batch) == ("norm", "large.weight", None)
+    (finding,) = outcome.findings
+    assert finding.verdict is not None and finding.verdict.operation == "mul"
+    assert finding.why == "micro-batch 1 (samples 1) has the largest gradient, of norm 1.7e+19"
+    assert len(str(finding).splitlines()) > 4
+
+
+def test_of_a_spike_tensor_and_micro_batch_are_named() -> None:
+    model = Grown()
+    given = {"trace": 1, "spike_sigmas": 8.0}
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), **given)
+    for window in range(24):
+        for size in (1.0, 1e4 if window == 23 else 1.0 + window / 100):
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(torch.full((1, 2), size))["loss"]
+                loss.backward()
+        outcome = guard.step()
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor) == ("spike", "large.weight")
+    assert refusal.detail.endswith("; the largest gradient is large.weight's")
+    (finding,) = outcome.findings
+    assert finding.verdict is None
+    assert finding.why.startswith("micro-batch 1 has the largest gradient, of norm 1.41e+04")
+
+
+def test_a_step_that_spoils_a_moment_names_it_and_what_went_in() -> None:
+    model = Grown()
+
+    class Spoiling(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if len(guard.findings) == 0 and guard.counts.steps == 1:
+                self.state[model.large.weight]["exp_avg_sq"][0, 0] = math.inf
+
+    guard = Guard(model, Spoiling(model.parameters()), trace=1)
+    for _ in range(2):
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(torch.full((1, 2), 3.0))["loss"]
+            loss.backward()
+        outcome = guard.step()
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor) == ("update", "exp_avg_sq of large.weight")
+    assert not outcome.findings
+    weight = float(model.large.weight.abs().max())
+    assert refusal.detail == (
+        "exp_avg_sq of large.weight was not finite after the step; the state before it was restored"
+        " (its gradient had norm 4.24, exp_avg_sq of large.weight up to 0.009, large.weight up to"
+        f" {weight:.3g})"
+    )
+
+
 class Safe(TrainerMixin, InOrder):
     """As anybody writes it."""
 
