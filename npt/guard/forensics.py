@@ -152,7 +152,7 @@ class Forensics:
         for refusal in refusals[: max(0, self._traces - len(self.findings))]:
             kept = None if refusal.micro_batch is None else self._open.get(refusal.micro_batch)
             if kept is not None and self._model is not None:
-                found.append(_traced(self._model, refusal, kept))
+                found.append(traced(self._model, refusal, kept))
         self.findings += found
         return found
 
@@ -174,7 +174,7 @@ class Forensics:
             f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
             f" {largest.grad_norm:.3g}"
         )
-        found = _traced(self._model, size, kept)
+        found = traced(self._model, size, kept)
         said = "no number in it is bad" if found.verdict is None else ""
         self.findings.append(replace(found, why=f"{why}; {said}" if said else why))
         return self.findings[-1:]
@@ -206,7 +206,8 @@ class Forensics:
         self._now.calls.append(Call(arguments, named, autocast))
 
 
-def _traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
+def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
+    """Compute a refused micro-batch once more under the tracer; nothing of it stays in the run."""
     if kept.run is None and not kept.calls and kept.inputs is None:
         return Finding(refusal, None, "the model was not called: there is nothing to compute again")
     try:
