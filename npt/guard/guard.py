@@ -145,7 +145,7 @@ class Guard:
         if model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         keep = self.settings.postmortem is not None
-        self._forensics = Forensics(model, self.settings.trace, keep)
+        self._forensics = Forensics(model, self.settings.trace, keep, self.settings.record)
         self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         self._found: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None
@@ -216,12 +216,14 @@ class Guard:
         """
         refuse_unguarded(self.update.optimizer, self._guarded)
         if self.settings.trace:
-            self._found += self._forensics.trace(self.window.open_refusals())
+            step = self.counts.windows + 1
+            self._found += self._forensics.trace(self.window.open_refusals(), step)
         with self._window_or_nothing():
             (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
-            self._found += self._forensics.trace_window(result.refusals, self._largest(result))
+            largest, step = _largest(self.window, result), self.counts.windows + 1
+            self._found += self._forensics.trace_window(result.refusals, largest, step)
         if not (result.refusals or self._aside):
             self._forensics.suspects.clear()
         self._forensics.settle(result.refusals)
@@ -251,7 +253,7 @@ class Guard:
         own = self.window.open_refusals()
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
-            self._found += self._forensics.trace(own)
+            self._found += self._forensics.trace(own, self.counts.windows + 1)
             self._forensics.settle(own)
             self.window.clear()
             self._rewind()
@@ -363,12 +365,6 @@ class Guard:
             raise TooManyRefusalsError(said + self._postmortem(result, said))
         return self.outcome
 
-    def _largest(self, result: WindowResult[MicroBatch]) -> MicroBatchRecord | None:
-        """Return this process's micro-batch with the largest gradient of those that counted."""
-        own = (r for r in self.window.history if r.window == result.index)
-        counted = [r for r in own if r.micro_batch in result.places]
-        return max(counted, key=lambda r: r.grad_norm, default=None)
-
     def _postmortem(self, result: WindowResult[MicroBatch], reason: str) -> str:
         """Write it, if it is asked for; return what to say of it."""
         if self.settings.postmortem is None:
@@ -392,6 +388,15 @@ def _all_processes(device: torch.device) -> ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ProcessGroup()
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _largest(
+    window: GradientWindow[MicroBatch], result: WindowResult[MicroBatch]
+) -> MicroBatchRecord | None:
+    """Return this process's micro-batch with the largest gradient of those that counted."""
+    own = (r for r in window.history if r.window == result.index)
+    counted = [r for r in own if r.micro_batch in result.places]
+    return max(counted, key=lambda r: r.grad_norm, default=None)
 
 
 def _stepped_blindly(scheduler: Any) -> Any:

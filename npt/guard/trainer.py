@@ -273,7 +273,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             f"a Trainer's guard has no setting {unknown!r}; choose from {', '.join(known)} (the"
             " norm is that of TrainingArguments)"
         )
-    GuardSettings(**settings)
+    GuardSettings(**{"trace": 1, **settings})
 
 
 @contextmanager
