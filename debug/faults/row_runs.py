@@ -85,7 +85,8 @@ def compared(case: RowCase, trainer: str) -> Compared:
         if case.processes > 1:
             raise  # the others wait for this one
         fate = f"ended by {type(error).__name__}"
-    complaints, located, strangers, marks = [], False, 0, ()
+    complaints, located, strangers = [], False, 0
+    marks: tuple[str, ...] = ()
     try:
         guarded = train(case, True, True)
     except Exception as error:

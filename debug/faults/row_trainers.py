@@ -133,8 +133,8 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
                     backward(loss)
         if guard is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
-            for gradient, tokens in _summed(parameters, total, case.processes):
-                gradient.div_(tokens)
+            for gradient, divisor in _summed(parameters, total, case.processes):
+                gradient.div_(divisor)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             stepped.step()
             scheduled.step()
@@ -194,7 +194,7 @@ class RowsInOrder:
 def kinds(own: type) -> tuple[type, type]:
     """Return the Trainer with its rows in their order, without a guard and with one."""
 
-    class InOrder(RowsInOrder, own):  # type: ignore[misc]
+    class InOrder(RowsInOrder, own):
         pass
 
     class Safe(TrainerMixin, InOrder):

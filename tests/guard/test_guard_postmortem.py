@@ -178,9 +178,7 @@ def test_a_replay_of_a_loss_made_outside_is_told_how(tmp_path) -> None:
 
     found = replay(folder, world.model, loss)
     assert [f.verdict.cause for f in found if f.verdict is not None] == ["corrupt input"] * 3
-    with pytest.raises(
-        BundleError, match=r"has branch\.bias of shape \(3,\), the model has none"
-    ):
+    with pytest.raises(BundleError, match=r"has branch\.bias of shape \(3,\), the model has none"):
         replay(folder, torch.nn.Linear(2, 2))
 
 
