@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 import npt
-from faults.row_cases import CASES
+from faults.row_cases import CASES, cases_of
 from faults.row_runs import judged
 from faults.row_trainers import TRAINERS
 from npt.guard.guard import Guard
@@ -84,5 +84,5 @@ def test_the_script_lists_the_cases_of_trainers(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["inject_fault.py", "--trainer", "hf", "--list", "--json"])
     assert script().main() == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [entry["id"] for entry in listed] == [case.id for case in CASES]
+    assert [entry["id"] for entry in listed] == [case.id for case in cases_of("hf")]
     assert len(listed) >= 20 and all(entry["truth"] for entry in listed)
