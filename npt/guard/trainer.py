@@ -87,6 +87,11 @@ class TrainerMixin(Trainer):
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
         memory ran out and `auto_find_batch_size` begins again."""
+        if hasattr(self, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
+            raise ConfigError(
+                f"{type(self).__name__} makes the inputs of several micro-batches at once, and a"
+                " guard cannot compute one of them again; train it unguarded"
+            )
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
