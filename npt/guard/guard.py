@@ -2,7 +2,7 @@
 
 What a refused micro-batch would have left is undone, so that the run equals, bit for bit, the one
 that never saw it: its gradients lie in scratch and are not added, its tokens do not count, the
-random numbers that it drew are drawn again, the statistics of batch norms are put back. A window
+random numbers that it drew are drawn again, the buffers that it wrote to are put back. A window
 without survivors steps neither optimizer nor scheduler. Python's and numpy's random state, and the
 place in the data, are the loop's own.
 """
@@ -31,7 +31,7 @@ from npt.guard.parallel import unsynchronised, whole
 from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters
 from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
-from npt.guard.traces import BatchStatistics, Draws
+from npt.guard.traces import Buffers, Draws
 from npt.step.gradient_window import GradientWindow
 from npt.step.guarded_update import GuardedUpdate
 from npt.step.shared_window import gathered
@@ -149,9 +149,9 @@ class Guard:
         self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         self._found: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None
-        self._statistics = BatchStatistics(model)
+        self._buffers = Buffers(model)
         self._draws = Draws()
-        self._before: list[Tensor] | None = None  # statistics before the window
+        self._before: list[Tensor] | None = None  # buffers before the window
         self._aside: list[Refusal] = []  # of windows that began again
 
     @contextmanager
@@ -177,9 +177,9 @@ class Guard:
         refuse_unguarded(self.update.optimizer, self._guarded)
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
-        before, statistics = self._draws.begin(), self._statistics.copy()
+        before, buffers = self._draws.begin(), self._buffers.copy()
         if self._before is None:
-            self._before = statistics
+            self._before = buffers
         with self._own_place():
             self.window.begin()
             try:
@@ -189,17 +189,17 @@ class Guard:
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
                 self._draws.undo(before)
-                self._statistics.restore(statistics)
+                self._buffers.restore(buffers)
                 self.window.gradients.withdraw()
                 if not isinstance(error, self.settings.refuse):
                     raise
                 self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
                 return
             flag = self._add(micro, names)
-            # what drew nothing and changed no statistics need not wait for the device
-            if (statistics or self._draws.drew(before)) and not bool(flag):
+            self._buffers.restore(buffers, keep=flag)
+            # what drew nothing need not wait for the device
+            if self._draws.drew(before) and not bool(flag):
                 self._draws.undo(before)
-                self._statistics.restore(statistics)
             self._draws.end()
 
     def step(self) -> Outcome:
@@ -314,9 +314,13 @@ class Guard:
     @contextmanager
     def _own_place(self) -> Iterator[None]:
         """Count the other processes' micro-batches around this one's."""
-        processes = self.window.processes
+        processes, before = self.window.processes, self.window.place
         self.skip(processes.index)
-        yield
+        try:
+            yield
+        except BaseException:  # it has not happened
+            self.window.place = before
+            raise
         self.skip(processes.size - processes.index - 1)
 
     @contextmanager
@@ -332,10 +336,10 @@ class Guard:
             raise
 
     def _rewind(self) -> None:
-        """Put random numbers and statistics back to the window's beginning."""
+        """Put random numbers and buffers back to the window's beginning."""
         self._draws.rewind()
         if self._before is not None:
-            self._statistics.restore(self._before)
+            self._buffers.restore(self._before)
 
     def _forget(self) -> None:
         self._draws.forget()

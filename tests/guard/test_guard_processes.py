@@ -14,6 +14,7 @@ from guarded_loops import MAX_NORM, Micro, World, assert_equal, state_of
 from several import several, values
 from torch import nn
 
+from npt.distributed.processes import ProcessGroup
 from npt.errors import TooManyRefusalsError
 from npt.guard import Guard, Outcome
 
@@ -172,3 +173,15 @@ def refused_before_a_forward(processes: Any) -> list[int]:
 
 def test_nobody_waits_in_a_forward_for_a_refused_one() -> None:
     assert values(several(2, refused_before_a_forward)) == [[1, 2], [1, 2]]
+
+
+def test_a_micro_batch_that_an_error_ended_takes_no_place() -> None:
+    model = nn.Linear(3, 3)
+    second = ProcessGroup(1, 2, torch.device("cpu"))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), processes=second)
+    with pytest.raises(KeyError), guard.micro_batch():
+        raise KeyError
+    assert guard.window.place == 0
+    with guard.micro_batch():
+        raise FloatingPointError
+    assert [r.micro_batch for r in guard.window.open_refusals()] == [1]
