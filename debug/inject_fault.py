@@ -7,7 +7,8 @@ went wrong?
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --compare            the same faults in plain loops
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
-                                                      loop, accelerate, trl
+                                                      loop, accelerate, trl. hf and accelerate with
+                                                      two processes too
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.

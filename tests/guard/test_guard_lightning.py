@@ -16,9 +16,10 @@ lightning = pytest.importorskip("lightning")
 class Module(lightning.LightningModule):
     """Manual optimisation in windows of two."""
 
+    automatic_optimization = False
+
     def __init__(self, micros: list[Micro]):
         super().__init__()
-        self.automatic_optimization = False
         self.world, self.micros = World(), micros
         self.model = self.world.model
 
