@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from npt.guard.parallel import unsynchronised, whole
 from npt.guard.traces import States
 from npt.random_state import kept_random_state, random_state, set_random_state
 from npt.step.window_result import MicroBatchRecord, Refusal
@@ -116,7 +117,7 @@ class Forensics:
     """Notes the calls of a guarded model, and has refused micro-batches traced.
 
     Args:
-        model: None if the guard knows parameters only.
+        model: also in DistributedDataParallel; None if the guard knows parameters only.
         traces: refusals to trace.
         keep: the last refused micro-batches, for a post-mortem.
         record: what is traced.
@@ -131,7 +132,9 @@ class Forensics:
         self.findings: list[Finding] = []
         self.suspects: deque[tuple[Refusal, Kept]] = deque(maxlen=SUSPECTS)
         self._keep, self._record = keep, record
-        self._model, self._traces = model, traces
+        self._parallel = model
+        self._model = model = None if model is None else whole(model)
+        self._traces = traces
         self._open: dict[int, Kept] = {}
         self._now: Kept | None = None
         self._handle = None
@@ -187,8 +190,11 @@ class Forensics:
 
     def _traced(self, refusal: Refusal, kept: Kept, step: int) -> Finding:
         assert self._model is not None
-        found = traced(self._model, refusal, kept)
-        return replace(found, record=recorded(self._model, kept, step)) if self._record else found
+        with unsynchronised(self._parallel):  # the other processes trace nothing, or their own
+            found = traced(self._model, refusal, kept)
+            if self._record:
+                found = replace(found, record=recorded(self._model, kept, step))
+        return found
 
     def settle(self, refusals: Sequence[Refusal]) -> None:
         """Set this process's refused micro-batches aside, if they are to be kept."""

@@ -145,7 +145,7 @@ class Guard:
         if model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         keep = self.settings.postmortem is not None
-        self._forensics = Forensics(model, self.settings.trace, keep, self.settings.record)
+        self._forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
         self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         self._found: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None

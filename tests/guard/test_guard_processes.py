@@ -185,3 +185,20 @@ def test_a_micro_batch_that_an_error_ended_takes_no_place() -> None:
     with guard.micro_batch():
         raise FloatingPointError
     assert [r.micro_batch for r in guard.window.open_refusals()] == [1]
+
+
+def traced_alone(processes: Any) -> int:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Buffered())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    for bad in (False, processes.index == 1):
+        data = torch.full((1, 3), float("nan") if bad else 1.0)
+        with guard.micro_batch(run=lambda data=data: model(data).square()) as micro:
+            micro.loss = loss = model(data).square()
+            loss.backward()
+        guard.step()
+    return len(guard.findings)
+
+
+def test_a_loss_that_is_computed_again_waits_for_nobody() -> None:
+    assert values(several(2, traced_alone, timeout=5.0)) == [0, 1]
