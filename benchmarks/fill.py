@@ -150,7 +150,7 @@ PENDING = frozenset(
     {
         *("residual-keep", "real", "masking", "calibration", "recording"),
         *("guards", "guard_lora", "crash", "fuzz", "tracer", "faults", "fault-loops"),
-        *("fault-loop", "fault-accelerate", "fault-hf"),
+        *("fault-loop", "fault-accelerate", "fault-hf", "fault-trl"),
         *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
     }
 )

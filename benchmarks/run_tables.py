@@ -230,16 +230,20 @@ def compared(rows: Sequence[Json]) -> str:
 
 
 def trainers(*campaigns: Json) -> str:
-    """Return what `inject_fault.py --trainer T --all --json` prints for several T as one table."""
+    """Return what `inject_fault.py --trainer T --all --json` prints for several T as one table. A
+    trainer without a case has an empty cell.
+    """
+    by_name = [{case["name"]: case for case in figures["cases"]} for figures in campaigns]
     rows = []
-    for cases in zip(*(figures["cases"] for figures in campaigns), strict=True):
-        fates = dict.fromkeys(case["unguarded"] for case in cases)
-        passed = ["equal" if case["passed"] else case["verdict"] for case in cases]
-        rows.append([cases[0]["name"], *passed, ", ".join(fates)])
+    for name in dict.fromkeys(name for cases in by_name for name in cases):
+        found = [cases.get(name) for cases in by_name]
+        fates = dict.fromkeys(case["unguarded"] for case in found if case)
+        passed = ["" if c is None else "equal" if c["passed"] else c["verdict"] for c in found]
+        rows.append([name, *passed, ", ".join(fates)])
     heads = ("planted", *(f"guarded, {name}" for name in TRAINERS), "unguarded")
     said = [f"{name}: {totals(f)}" for name, f in zip(TRAINERS, campaigns, strict=True)]
     return f"{' '.join(said)}\n\n{table(heads, rows)}"
 
 
-TRAINERS = ("loop", "accelerate", "hf")
+TRAINERS = ("loop", "accelerate", "hf", "trl")
 """Trainers of `inject_fault.py --trainer`, in the order of their columns."""

@@ -7,7 +7,8 @@ went wrong?
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
     python debug/inject_fault.py --compare            the same faults in plain loops
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
-                                                      loop, accelerate
+                                                      loop, accelerate, trl. hf and accelerate with
+                                                      two processes too
 
 Faults are planted in copies in memory; nothing is changed on disk. The exit status is 0 when every
 case passed, else 1.
@@ -29,8 +30,10 @@ from faults.campaign import (
     print_scorecard,
     summary,
 )
-from faults.row_cases import CASES as ROW_CASES
-from faults.row_runs import TRAINERS, judged, print_lines
+from faults.row_cases import cases_of
+from faults.row_pairs import judged_by_processes
+from faults.row_runs import judged, print_lines
+from faults.row_trainers import TRAINERS
 from npt.console import make_console
 from npt.files import to_json
 
@@ -52,8 +55,8 @@ def main() -> int:
         "--trainer",
         choices=("npt", *TRAINERS),
         default="npt",
-        help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's, or"
-        " transformers' Trainer",
+        help="who trains: NPT, or under npt.guard a plain loop, one of accelerate's,"
+        " transformers' Trainer, or TRL's SFTTrainer",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
@@ -99,7 +102,7 @@ def main() -> int:
 
 def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     """Run, or list, the cases of other people's trainers."""
-    console, cases = make_console(), ROW_CASES
+    console, cases = make_console(), cases_of(given.trainer)
     if given.compare:
         parser.error("--compare is part of --trainer loop --all: its last column")
     if given.case is not None:
@@ -115,7 +118,9 @@ def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
                 console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
         return 0
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    lines = [judged(case, given.trainer) for case in cases]
+    lines = [judged(case, given.trainer) for case in cases if case.processes == 1]
+    shared = [case for case in cases if case.processes > 1]
+    lines += judged_by_processes(shared, given.trainer)
     figures = summary(lines)
     if given.json:
         print(to_json(figures, indent=2))

@@ -1,4 +1,5 @@
-"""Cases for trainers of other people: a plain loop and transformers' Trainer, under `npt.guard`.
+"""Cases for trainers of other people, such as a plain loop and transformers' Trainer, under
+`npt.guard`.
 
 Each trains LoRA of PEFT on an NF4 base three times: guarded with the fault, unguarded without the
 micro-batch, unguarded with the fault. The first two must be equal bit for bit, the third must not.
@@ -7,6 +8,7 @@ micro-batch, unguarded with the fault. The first two must be equal bit for bit, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 TENSOR = "layers.1."
 """Part of the name of the tensor that faults of single tensors spoil."""
@@ -17,8 +19,9 @@ class RowCase:
     """A fault and the rows that have it.
 
     kind: of the refusals. bad: rows in the last window of an epoch, the only one that a Trainer can
-    compute with fewer micro-batches than others. rows: of an epoch. window: micro-batches of a
-    step. steps: windows that the guarded run is given. spoilt_step: of the optimizer, counted from
+    compute with fewer micro-batches than others. rows: of an epoch, dealt out to the processes in
+    turn. window: micro-batches of a step on each process. steps: windows that the guarded run is
+    given. spoilt_step: of the optimizer, counted from
     0, that leaves a NaN in `weight` or `moment`.
     """
 
@@ -33,18 +36,33 @@ class RowCase:
     checkpointing: bool = False
     spike_sigmas: float | None = None
     spoilt_step: tuple[int, str] | None = None
+    processes: int = 1
+
+    @property
+    def size(self) -> int:
+        """Micro-batches of a window on all processes."""
+        return self.window * self.processes
 
     @property
     def bad_places(self) -> list[list[int]]:
         """The bad micro-batches of each window of a run."""
-        windows = [range(i, i + self.window) for i in range(0, self.rows, self.window)]
-        bad = [[row % self.window for row in rows if row in self.bad] for rows in windows]
+        windows = [range(i, i + self.size) for i in range(0, self.rows, self.size)]
+        bad = [[row % self.size for row in rows if row in self.bad] for rows in windows]
         return [bad[step % len(bad)] for step in range(self.steps)]
 
     @property
     def lost(self) -> int:
         """Windows that are refused as a whole."""
-        return sum(len(places) == self.window for places in self.bad_places)
+        return sum(len(places) == self.size for places in self.bad_places)
+
+    @property
+    def idle(self) -> bool:
+        """One process has nothing left of a window of which another has something."""
+        for places in self.bad_places:
+            bad = [sum(p % self.processes == i for p in places) for i in range(self.processes)]
+            if self.window in bad and min(bad) < self.window:
+                return True
+        return False
 
     @property
     def refused(self) -> list[int | None]:
@@ -98,3 +116,43 @@ CASES = [
     RowCase("spike", "a finite gradient 1e6 times too large", "spike", "huge", bad=(25,), rows=28,
             window=1, steps=28, spike_sigmas=8.0),
 ]  # fmt: skip
+
+
+def pair(
+    id: str, name: str, kind: str, fault: str | None, bad: tuple[int, ...], **rest: Any
+) -> RowCase:
+    """Return a case of two processes that share every window; odd rows are those of process 1."""
+    return RowCase(id, name, kind, fault, bad, **{"rows": 16, "processes": 2, **rest})
+
+
+PAIR_CASES = [
+    pair("pair-loss-nan", "NaN in an activation, on one process", "loss", "loss-nan", (11,)),
+    pair("pair-gradient-nan", "NaN in backward, on one process", "gradient", "gradient-nan", (13,)),
+    pair("pair-tensor-nan", "NaN in one tensor's gradient, on one process", "gradient",
+         "tensor-nan", (9,)),
+    pair("pair-tensor-1e30", "1e30 in one element, on one process", "gradient", "tensor-1e30",
+         (15,)),
+    pair("pair-recomputation", "NaN in a recomputation, on one process", "gradient",
+         "recomputation", (11,), checkpointing=True),
+    pair("pair-three", "three of four, on one process", "loss", "loss-nan", (9, 11, 13)),
+    pair("pair-all", "all of a window on one process", "gradient", "gradient-inf",
+         (9, 11, 13, 15)),
+    pair("pair-first", "all of the first window on one process", "loss", "loss-nan", (1, 3, 5, 7)),
+    pair("pair-each", "one micro-batch on each process", "gradient", "tensor-inf", (8, 13)),
+    pair("pair-every-window", "one in every window, on one process", "gradient", "tensor-nan",
+         (3,), rows=8),
+    pair("pair-both", "all of a window on both processes", "gradient", "gradient-inf",
+         tuple(range(8, 16))),
+    pair("pair-step", "a NaN in a weight after a step, on both", "update", None, (10, 11),
+         window=1, steps=8, spoilt_step=(5, "weight")),
+]  # fmt: skip
+
+
+def cases_of(trainer: str) -> list[RowCase]:
+    """Return the cases that make sense for a trainer.
+
+    A stock Trainer needs something in every window of every process: it cannot be the run that
+    never saw what one process lost whole.
+    """
+    pairs = PAIR_CASES if trainer in ("accelerate", "hf") else []
+    return CASES + [case for case in pairs if trainer != "hf" or not case.idle]

@@ -16,6 +16,7 @@ from npt.guard.forensics import Finding
 from npt.guard.guard import Guard, MicroBatch, Outcome
 from npt.guard.memory import Memory
 from npt.guard.postmortem import Postmortem, read_postmortem
+from npt.guard.replay import replay
 from npt.guard.settings import GuardSettings
 from npt.guard.trainer import TrainerMixin, protect
 from npt.step.window_result import Refusal
@@ -32,4 +33,5 @@ __all__ = [
     "TrainerMixin",
     "protect",
     "read_postmortem",
+    "replay",
 ]

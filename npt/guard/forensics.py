@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from npt.guard.parallel import unsynchronised, whole
 from npt.guard.traces import States
 from npt.random_state import kept_random_state, random_state, set_random_state
-from npt.step.window_result import Refusal
+from npt.step.window_result import MicroBatchRecord, Refusal
 
 if TYPE_CHECKING:
+    from npt.diagnostics.recorder.record import Record
     from npt.diagnostics.tracer.verdict import Verdict
 
 SUSPECTS = 4
@@ -31,15 +33,18 @@ SUSPECTS = 4
 class Finding:
     """The tracer's answer about a refused micro-batch.
 
-    verdict: the operation that made the first bad number, None if none was found. why: then, why.
+    verdict: the operation that made the first bad number, None if none was found. why: then, why;
+    of a window that was refused for its size, which micro-batch was looked at. record: of every
+    tensor, if the guard records.
     """
 
     refusal: Refusal
     verdict: Verdict | None
     why: str = ""
+    record: Record | None = None
 
     def __str__(self) -> str:
-        return f"{self.refusal}\n{self.why if self.verdict is None else self.verdict}"
+        return "\n".join(str(part) for part in (self.refusal, self.why, self.verdict) if part)
 
 
 @dataclass(frozen=True)
@@ -112,19 +117,24 @@ class Forensics:
     """Notes the calls of a guarded model, and has refused micro-batches traced.
 
     Args:
-        model: None if the guard knows parameters only.
+        model: also in DistributedDataParallel; None if the guard knows parameters only.
         traces: refusals to trace.
         keep: the last refused micro-batches, for a post-mortem.
+        record: what is traced.
 
     Attributes:
         suspects: those.
     """
 
-    def __init__(self, model: nn.Module | None, traces: int, keep: bool = False):
+    def __init__(
+        self, model: nn.Module | None, traces: int, keep: bool = False, record: bool = False
+    ):
         self.findings: list[Finding] = []
         self.suspects: deque[tuple[Refusal, Kept]] = deque(maxlen=SUSPECTS)
-        self._keep = keep
-        self._model, self._traces = model, traces
+        self._keep, self._record = keep, record
+        self._parallel = model
+        self._model = model = None if model is None else whole(model)
+        self._traces = traces
         self._open: dict[int, Kept] = {}
         self._now: Kept | None = None
         self._handle = None
@@ -145,14 +155,45 @@ class Forensics:
         finally:
             self._now = None
 
-    def trace(self, refusals: Sequence[Refusal]) -> list[Finding]:
+    def trace(self, refusals: Sequence[Refusal], step: int) -> list[Finding]:
         """Trace the first of this process's refusals; nothing of it stays in the run."""
         found = []
         for refusal in refusals[: max(0, self._traces - len(self.findings))]:
             kept = None if refusal.micro_batch is None else self._open.get(refusal.micro_batch)
             if kept is not None and self._model is not None:
-                found.append(_traced(self._model, refusal, kept))
+                found.append(self._traced(refusal, kept, step))
         self.findings += found
+        return found
+
+    def trace_window(
+        self, refusals: Sequence[Refusal], largest: MicroBatchRecord | None, step: int
+    ) -> list[Finding]:
+        """Trace the largest micro-batch of a window whose norm overflowed or spiked.
+
+        A step that spoilt weights or moments is the optimizer's: no pass made the bad number.
+        """
+        size = next((r for r in refusals if r.kind in ("norm", "spike")), None)
+        if size is None or largest is None or len(self.findings) >= self._traces:
+            return []
+        kept = self._open.get(largest.micro_batch)
+        if kept is None or self._model is None:
+            return []
+        samples = f" (samples {', '.join(largest.sample_ids)})" if largest.sample_ids else ""
+        why = (
+            f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
+            f" {largest.grad_norm:.3g}"
+        )
+        found = self._traced(size, kept, step)
+        said = "no number in it is bad" if found.verdict is None else ""
+        self.findings.append(replace(found, why=f"{why}; {said}" if said else why))
+        return self.findings[-1:]
+
+    def _traced(self, refusal: Refusal, kept: Kept, step: int) -> Finding:
+        assert self._model is not None
+        with unsynchronised(self._parallel):  # the other processes trace nothing, or their own
+            found = traced(self._model, refusal, kept)
+            if self._record:
+                found = replace(found, record=recorded(self._model, kept, step))
         return found
 
     def settle(self, refusals: Sequence[Refusal]) -> None:
@@ -182,7 +223,8 @@ class Forensics:
         self._now.calls.append(Call(arguments, named, autocast))
 
 
-def _traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
+def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
+    """Compute a refused micro-batch once more under the tracer; nothing of it stays in the run."""
     if kept.run is None and not kept.calls and kept.inputs is None:
         return Finding(refusal, None, "the model was not called: there is nothing to compute again")
     try:
@@ -200,3 +242,19 @@ def _traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
     if kept.run is None:
         why += ", or a loss made outside of the model, which micro_batch(run=...) has traced too"
     return Finding(refusal, None, why)
+
+
+def recorded(model: nn.Module, kept: Kept, step: int) -> Record | None:
+    """Compute a micro-batch once more under a Recorder; None if it ends in an error."""
+    try:
+        from npt.diagnostics.recorder.recorder import Recorder
+        from npt.diagnostics.tracer.passes import sinks_of, untouched
+
+        with kept_random_state(), untouched(model, kept.batch):
+            set_random_state(kept.random)
+            recorder = Recorder(model)
+            with recorder:
+                sinks_of(model, kept.batch, kept.compute(model))
+            return recorder.record(step)
+    except Exception:  # the tracer has met it too, and said so
+        return None

@@ -2,7 +2,7 @@
 
 What a refused micro-batch would have left is undone, so that the run equals, bit for bit, the one
 that never saw it: its gradients lie in scratch and are not added, its tokens do not count, the
-random numbers that it drew are drawn again, the statistics of batch norms are put back. A window
+random numbers that it drew are drawn again, the buffers that it wrote to are put back. A window
 without survivors steps neither optimizer nor scheduler. Python's and numpy's random state, and the
 place in the data, are the loop's own.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from numbers import Real
@@ -27,15 +27,16 @@ from npt.guard.accelerated import unwrapped
 from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
-from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters, whole
+from npt.guard.parallel import unsynchronised, whole
+from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters
 from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
-from npt.guard.traces import BatchStatistics, Draws
+from npt.guard.traces import Buffers, Draws
 from npt.step.gradient_window import GradientWindow
 from npt.step.guarded_update import GuardedUpdate
 from npt.step.shared_window import gathered
 from npt.step.spikes import SpikeGuard
-from npt.step.window_result import Refusal, WindowResult
+from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 
 REMEMBERED = 256
 """Refusals that are remembered for a post-mortem."""
@@ -144,13 +145,13 @@ class Guard:
         if model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         keep = self.settings.postmortem is not None
-        self._forensics = Forensics(model, self.settings.trace, keep)
+        self._forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
         self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         self._found: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None
-        self._statistics = BatchStatistics(model)
+        self._buffers = Buffers(model)
         self._draws = Draws()
-        self._before: list[Tensor] | None = None  # statistics before the window
+        self._before: list[Tensor] | None = None  # buffers before the window
         self._aside: list[Refusal] = []  # of windows that began again
 
     @contextmanager
@@ -176,29 +177,29 @@ class Guard:
         refuse_unguarded(self.update.optimizer, self._guarded)
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
-        before, statistics = self._draws.begin(), self._statistics.copy()
+        before, buffers = self._draws.begin(), self._buffers.copy()
         if self._before is None:
-            self._before = statistics
+            self._before = buffers
         with self._own_place():
             self.window.begin()
             try:
                 kept = Kept(before, inputs, run)
-                with self._unsynchronised(), self._forensics.watching(self.window.place, kept):
+                with unsynchronised(self._model), self._forensics.watching(self.window.place, kept):
                     yield micro
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
                 self._draws.undo(before)
-                self._statistics.restore(statistics)
+                self._buffers.restore(buffers)
                 self.window.gradients.withdraw()
                 if not isinstance(error, self.settings.refuse):
                     raise
                 self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
                 return
             flag = self._add(micro, names)
-            # what drew nothing and changed no statistics need not wait for the device
-            if (statistics or self._draws.drew(before)) and not bool(flag):
+            self._buffers.restore(buffers, keep=flag)
+            # what drew nothing need not wait for the device
+            if self._draws.drew(before) and not bool(flag):
                 self._draws.undo(before)
-                self._statistics.restore(statistics)
             self._draws.end()
 
     def step(self) -> Outcome:
@@ -215,11 +216,14 @@ class Guard:
         """
         refuse_unguarded(self.update.optimizer, self._guarded)
         if self.settings.trace:
-            self._found += self._forensics.trace(self.window.open_refusals())
+            step = self.counts.windows + 1
+            self._found += self._forensics.trace(self.window.open_refusals(), step)
         with self._window_or_nothing():
             (result,) = self.window.commit()
         if not result.applied:
             self._rewind()
+            largest, step = _largest(self.window, result), self.counts.windows + 1
+            self._found += self._forensics.trace_window(result.refusals, largest, step)
         if not (result.refusals or self._aside):
             self._forensics.suspects.clear()
         self._forensics.settle(result.refusals)
@@ -249,12 +253,12 @@ class Guard:
         own = self.window.open_refusals()
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
-            self._found += self._forensics.trace(own)
+            self._found += self._forensics.trace(own, self.counts.windows + 1)
             self._forensics.settle(own)
             self.window.clear()
             self._rewind()
             self._forget()
-            self._aside += refusals
+            self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
 
     def skip(self, micro_batches: int | None = None) -> None:
@@ -310,9 +314,13 @@ class Guard:
     @contextmanager
     def _own_place(self) -> Iterator[None]:
         """Count the other processes' micro-batches around this one's."""
-        processes = self.window.processes
+        processes, before = self.window.processes, self.window.place
         self.skip(processes.index)
-        yield
+        try:
+            yield
+        except BaseException:  # it has not happened
+            self.window.place = before
+            raise
         self.skip(processes.size - processes.index - 1)
 
     @contextmanager
@@ -328,20 +336,15 @@ class Guard:
             raise
 
     def _rewind(self) -> None:
-        """Put random numbers and statistics back to the window's beginning."""
+        """Put random numbers and buffers back to the window's beginning."""
         self._draws.rewind()
         if self._before is not None:
-            self._statistics.restore(self._before)
+            self._buffers.restore(self._before)
 
     def _forget(self) -> None:
         self._draws.forget()
         self._forensics.forget()
         self._before = None
-
-    def _unsynchronised(self) -> AbstractContextManager[None]:
-        """Keep DistributedDataParallel from spreading one process's NaN over all."""
-        apart = getattr(self._model, "no_sync", None)
-        return nullcontext() if apart is None else apart()
 
     def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
         counts, refused = self.counts, tuple(result.refusals)
@@ -389,6 +392,15 @@ def _all_processes(device: torch.device) -> ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ProcessGroup()
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _largest(
+    window: GradientWindow[MicroBatch], result: WindowResult[MicroBatch]
+) -> MicroBatchRecord | None:
+    """Return this process's micro-batch with the largest gradient of those that counted."""
+    own = (r for r in window.history if r.window == result.index)
+    counted = [r for r in own if r.micro_batch in result.places]
+    return max(counted, key=lambda r: r.grad_norm, default=None)
 
 
 def _stepped_blindly(scheduler: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from npt.errors import ConfigError
+from npt.guard.parallel import whole
 
 Trainable = nn.Module | Mapping[str, nn.Parameter] | Iterable[Any]
 """A model, parameters by name, pairs of names and parameters, or parameters."""
@@ -76,12 +77,6 @@ def _named(trainable: Trainable) -> Iterable[tuple[str, nn.Parameter]]:
     if all(isinstance(entry, tuple) for entry in entries):
         return entries
     return ((f"parameter {place}", entry) for place, entry in enumerate(entries))
-
-
-def whole(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, or the model."""
-    parallel = torch.nn.parallel.DistributedDataParallel
-    return model.module if isinstance(model, parallel) else model
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -7,8 +7,9 @@
       postmortem.json       refusals, findings, settings, versions
       manifest.json         sha256 and size of the other files
 
-It appears as a whole or not at all, and holds safetensors and JSON only. A run of NPT's own trainer
-writes another, which has its base and settings too and can be replayed (`npt.postmortem`).
+It appears as a whole or not at all, and holds safetensors and JSON only. `npt.guard.replay` traces
+its micro-batches in the model that was trained. A run of NPT's own trainer writes another, which
+has its base and settings too and can be replayed by itself (`npt.postmortem`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a micro-batch leaves besides its gradients: random numbers drawn, statistics of batch norms.
+"""What a micro-batch leaves besides its gradients: random numbers drawn, buffers written to.
 
 Both are taken before it and put back if it is refused.
 """
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from npt.random_state import random_state, set_random_state
 
 States = Mapping[str, Tensor]
+
+LARGEST_BUFFER = 2**20
+"""Numbers in a buffer that is copied before each micro-batch."""
 
 
 class Draws:
@@ -58,26 +61,44 @@ class Draws:
         self._start = self._end = None
 
 
-class BatchStatistics:
-    """The running statistics of a model's normalisation layers, which a forward changes."""
+class Buffers:
+    """The buffers that a forward may write to: running statistics, codebooks, observed ranges.
+
+    Those of normalisation layers, and all others of floating-point numbers up to a size: larger
+    ones are tables, and copying them for each micro-batch would cost too much.
+    """
 
     def __init__(self, model: nn.Module | None):
-        self._tensors = [
-            buffer
-            for module in (() if model is None else model.modules())
-            if getattr(module, "track_running_stats", False)
-            for buffer in module.buffers(recurse=False)
+        modules = () if model is None else model.modules()
+        self._held = [
+            (module._buffers, name)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and _written(module, buffer)
         ]
 
     def copy(self) -> list[Tensor]:
-        """Return copies; empty for most language models."""
-        return [tensor.clone() for tensor in self._tensors]
+        """Return copies; of a language model of a few small ones."""
+        return [held[name].detach().clone() for held, name in self._held]  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def restore(self, copies: list[Tensor]) -> None:
-        """Put copies back."""
-        for tensor, copy in zip(self._tensors, copies, strict=True):
-            tensor.copy_(copy)
+    def restore(self, copies: list[Tensor], keep: Tensor | None = None) -> None:
+        """Put copies back, unless the scalar bool `keep` is set, which is not read."""
+        for (held, name), copy in zip(self._held, copies, strict=True):
+            now = held[name]
+            if now is None or now.shape != copy.shape:
+                held[name] = copy.clone()  # assigned anew: no flag can choose
+            elif keep is None:
+                now.copy_(copy)
+            else:
+                now.copy_(torch.where(keep.to(now.device), now, copy))
+
+
+def _written(module: nn.Module, buffer: Tensor) -> bool:
+    if buffer.is_inference():
+        return False
+    statistics = getattr(module, "track_running_stats", False)
+    return statistics or (buffer.is_floating_point() and buffer.numel() <= LARGEST_BUFFER)
 
 
 def _equal(one: States, other: States) -> bool:

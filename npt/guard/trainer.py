@@ -28,7 +28,7 @@ from torch import Tensor
 from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
 from npt.files import write_json
 from npt.guard.guard import Guard, Outcome
-from npt.guard.parameters import whole
+from npt.guard.parallel import whole
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
 
@@ -56,9 +56,10 @@ class TrainerMixin(Trainer):
     guard_settings: Mapping[str, Any] = {}
     guard: Guard | None = None
 
-    # of the open window: its micro-batches, and the loss to be logged before it
+    # of the open window: its micro-batches; the loss to be logged and TRL's metrics before it
     _inputs: list[Any]
     _logged: Tensor | None = None
+    _counted: Mapping[str, Any] = {}
     _norm: float | None = None
     _resumed_from: str | None = None
     _guarded: Any = None
@@ -86,6 +87,11 @@ class TrainerMixin(Trainer):
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
         memory ran out and `auto_find_batch_size` begins again."""
+        if hasattr(self, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
+            raise ConfigError(
+                f"{type(self).__name__} makes the inputs of several micro-batches at once, and a"
+                " guard cannot compute one of them again; train it unguarded"
+            )
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
@@ -96,6 +102,7 @@ class TrainerMixin(Trainer):
         guard = self._guard_of(model)
         if not self._inputs:
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
+            self._counted = self._metrics_so_far()
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
@@ -106,6 +113,7 @@ class TrainerMixin(Trainer):
             process, processes = guard.window.processes.index, guard.window.processes.size
             own = [r.micro_batch for r in refusals if r.process == process]
             refused |= {index // processes for index in own if index is not None}
+            self._restore_metrics(self._counted)
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
         self._inputs = []
         self._norm = guard.close_window()
@@ -122,13 +130,19 @@ class TrainerMixin(Trainer):
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
         """Compute a micro-batch for the tracer: not counted, and by this process alone."""
-        counted = {name: deepcopy(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
+        counted = self._metrics_so_far()
         try:
             with alone(self.accelerator):
                 return super().training_step(whole(model), inputs, items)
         finally:
-            for name, value in counted.items():
-                setattr(self, name, value)
+            self._restore_metrics(counted)
+
+    def _metrics_so_far(self) -> Mapping[str, Any]:
+        return {name: deepcopy(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
+
+    def _restore_metrics(self, counted: Mapping[str, Any]) -> None:
+        for name, value in counted.items():
+            setattr(self, name, deepcopy(value))
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -264,7 +278,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             f"a Trainer's guard has no setting {unknown!r}; choose from {', '.join(known)} (the"
             " norm is that of TrainingArguments)"
         )
-    GuardSettings(**settings)
+    GuardSettings(**{"trace": 1, **settings})
 
 
 @contextmanager

@@ -161,7 +161,10 @@ def _check_version(path: Path, said: Mapping[str, Any]) -> None:
     """Refuse what another version wrote; the first one called its number `format`."""
     version = said.get("version", said.get("format"))
     if version == GUARD_VERSION:
-        raise BundleError(f"{path} is a guard's; read it with npt.guard.read_postmortem")
+        raise BundleError(
+            f"{path} is of a guarded loop, whose model is yours; in Python:"
+            f" print(*npt.guard.replay({str(path.parent)!r}, model), sep='\\n')"
+        )
     if version != VERSION:
         versions = said.get("versions")
         writer = versions.get("npt") if isinstance(versions, dict) else None

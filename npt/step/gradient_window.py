@@ -294,6 +294,8 @@ class GradientWindow(Generic[S]):
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
             rate = self._rates.index_select(0, step).squeeze(0)
         update = window.update = self.update(closed.go, rate, self.processes)
+        if window.norms is None and not self.update.late and not bool(update.applied):
+            window.norms = norms_of(self.gradients.sum_views)  # to name a tensor
         self._steps += update.applied
         rate = self._steps.new_tensor(math.nan, dtype=torch.float32) if rate is None else rate
         of_window = (closed.tokens, closed.loss, closed.norm, closed.finite, closed.spike)

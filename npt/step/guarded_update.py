@@ -8,9 +8,9 @@ same arithmetic in the same order: their results are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class Update:
 
     applied: scalar bool on the device. snapshot: the state before, None if it is the state now.
     names, finite: of parameters and moments, and their flags. fingerprints: [processes] of the
-    state that the step left on each process, 0 if it is not finite.
+    state that the step left on each process, 0 if it is not finite. before: of a step that was
+    taken back, if flags are read at once, the largest number of each tensor of the state.
     """
 
     applied: Tensor
@@ -37,6 +38,7 @@ class Update:
     names: Sequence[str] = ()
     finite: Tensor | None = None
     fingerprints: Tensor | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
 
     def first_bad(self) -> str:
         """Return the name of the first tensor that was not finite after the step."""
@@ -113,6 +115,8 @@ class GuardedUpdate:
             update.applied = good
             if not bool(good):
                 self._undo(update, groups)
+                names, largest = self._largest()
+                update.before = dict(zip(names, largest.tolist(), strict=True))
         return update
 
     def groups(self) -> list[dict[str, Any]]:

@@ -50,8 +50,8 @@ class ClosedWindow:
 class LaunchedWindow(Generic[S]):
     """A window without further micro-batches. halt: this process's code. fingerprint: of its data.
     limits, describe_spike: of the spike guard. reached: a survivor's backward reached a parameter,
-    as far as that is tracked. norms: [P] of the window's gradient, if it is not finite or flags are
-    late. record: on the host, in parts of `sizes`, valid once `arrived`; None if nothing ran.
+    as far as that is tracked. norms: [P] of the window's gradient, if it was not applied or flags
+    are late. record: on the host, in parts of `sizes`, valid once `arrived`; None if nothing ran.
     """
 
     index: int

@@ -10,14 +10,7 @@ from dataclasses import replace
 from npt.distributed.processes import ProcessGroup
 from npt.step.launched_window import LaunchedWindow, MicroBatchFlags
 from npt.step.shared_window import AcrossProcesses, gathered
-from npt.step.window_result import (
-    MicroBatchRecord,
-    Refusal,
-    S,
-    WindowResult,
-    describe_norms,
-    first_bad,
-)
+from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult, describe_norms, worst
 
 SCALARS = ("tokens", "loss", "norm", "finite_norm", "spike", "applied", "steps", "rate")
 """Figures of a window in its record."""
@@ -92,7 +85,7 @@ def refusal_of(
     kind, detail, tensor = "loss", f"loss is {loss}", None
     if math.isfinite(loss):
         kind, detail = "gradient", describe_norms(micro.norms, names)
-        tensor = first_bad(micro.norms, names)
+        tensor = worst(micro.norms, names)
     return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
 
 
@@ -105,10 +98,21 @@ def _window_refusal(
     if not scalars["finite_norm"]:
         assert window.norms is not None
         detail = f"gradient norm of the window is {norm}: {describe_norms(window.norms, names)}"
-        return Refusal("norm", detail, tensor=first_bad(window.norms, names))
+        return Refusal("norm", detail, tensor=worst(window.norms, names))
     if scalars["spike"]:
-        assert window.describe_spike is not None
-        return Refusal("spike", window.describe_spike(loss, norm, window.limits))
+        assert window.describe_spike is not None and window.norms is not None
+        largest = worst(window.norms, names)
+        said = window.describe_spike(loss, norm, window.limits)
+        return Refusal("spike", f"{said}; the largest gradient is {largest}'s", tensor=largest)
     bad = window.update.first_bad()
     said = f"{bad} was not finite after the step; the state before it was restored"
-    return Refusal("update", said, tensor=bad)
+    parameter = bad.rpartition(" of ")[2]
+    sizes = [
+        f"{name} up to {size:.3g}"
+        for name, size in window.update.before.items()
+        if name in (bad, parameter)
+    ]
+    if window.norms is not None:
+        norm = float(window.norms[names.index(parameter)])
+        sizes.insert(0, f"its gradient had norm {norm:.3g}")
+    return Refusal("update", f"{said} ({', '.join(sizes)})" if sizes else said, tensor=bad)

@@ -36,7 +36,7 @@ class Refusal:
     kind: `data` (refused before any computation), `loss` or `gradient`; for a whole window `norm`,
     `spike` or `update` (parameters or moments after the step). micro_batch: index in the window
     over all processes, None for a whole window. process: the process that computed it. tensor: the
-    first that was not finite, by name.
+    first that was not finite, by name, or of finite gradients that are too large the largest.
     """
 
     kind: str
@@ -142,13 +142,18 @@ def first_bad(norms: Tensor, names: Sequence[str]) -> str | None:
     )
 
 
+def worst(norms: Tensor, names: Sequence[str]) -> str:
+    """Return the first of a gradient's tensors that is not finite, or the largest; norms: [P]."""
+    return first_bad(norms, names) or names[int(norms.argmax())]
+
+
 def describe_norms(norms: Tensor, names: Sequence[str]) -> str:
     """Return which of a gradient's tensors is not finite, in words; norms: [P]."""
     values = norms.tolist()
     bad = [(n, v) for n, v in zip(names, values, strict=True) if not math.isfinite(v)]
     if not bad:
         return (
-            f"every tensor's own norm is finite (largest {max(values):.3g}), their sum of squares"
-            " overflows"
+            f"every tensor's own norm is finite (largest {max(values):.3g}, of"
+            f" {worst(norms, names)}), their sum of squares overflows"
         )
     return f"gradient of {bad[0][0]} has norm {bad[0][1]} ({len(bad)} of {len(values)} tensors)"

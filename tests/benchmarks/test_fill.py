@@ -108,7 +108,7 @@ def test_what_is_pending_was_not_written_and_has_a_command() -> None:
     assert not fill.PENDING & written, "take it out of PENDING in benchmarks/fill.py"
     elsewhere = {path.stem for path in fill.RESULTS.glob("*.csv")} | fill.ELSEWHERE.keys()
     assert fill.COMMANDS.keys() - fill.PENDING <= written | elsewhere
-    assert fill.PENDING <= fill.COMMANDS.keys()
+    assert fill.COMMANDS.keys() >= fill.PENDING
 
 
 def test_every_table_has_a_page() -> None:
@@ -180,7 +180,8 @@ class TestRenderers:
         assert "| survived | 2 | 2 | 2 |\n| harmed | 1 | 0 | 0 |\n" in shown
         assert run_tables.tracer(whole).endswith("| 3 | 2 | 0 |\n")
         one = {"cases": [case], "passed": 1, "total": 1, "false_alarms": 0}
-        shown = run_tables.trainers(one, one, {**one, "cases": [harmed]})
-        assert "| NaN in a gate | equal | equal | harmed | changed |\n" in shown
+        none = {"cases": [], "passed": 0, "total": 0, "false_alarms": 0}
+        shown = run_tables.trainers(one, one, {**one, "cases": [harmed]}, none)
+        assert "| NaN in a gate | equal | equal | harmed |  | changed |\n" in shown
         rows = [{"id": "a", "name": "NaN", "ours": "survives", "clip_only": "poisoned"}]
         assert "| planted | NPT | clip only |\n" in run_tables.compared(rows)

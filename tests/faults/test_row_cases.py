@@ -11,8 +11,9 @@ import pytest
 from torch import Tensor
 
 import npt
-from faults.row_cases import CASES
-from faults.row_runs import TRAINERS, judged
+from faults.row_cases import CASES, cases_of
+from faults.row_runs import judged
+from faults.row_trainers import TRAINERS
 from npt.guard.guard import Guard
 from npt.guard.traces import Draws
 from npt.step.flat_gradients import FlatGradients
@@ -25,9 +26,15 @@ def case(name: str):
     return next(case for case in CASES if case.id == name)
 
 
+def skip_without(trainer: str) -> None:
+    if trainer == "trl":
+        pytest.importorskip("trl")
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("name", [case.id for case in CASES])
 def test_a_fault_leaves_no_trace_and_is_located(name, trainer) -> None:
+    skip_without(trainer)
     line = judged(case(name), trainer)
     assert line.verdict.passed and line.verdict.located, line.verdict.detail
     assert line.unguarded != "equal"
@@ -45,10 +52,12 @@ def add_everything(gradients: FlatGradients, _flag: Tensor) -> None:
         ("step-weight", "loop", Draws, "rewind", lambda *_: None),
         ("row-gradient-nan", "accelerate", FlatGradients, "add", add_everything),
         ("row-tensor-nan", "hf", Guard, "begin_again", lambda *_: []),
+        ("row-tensor-nan", "trl", Guard, "begin_again", lambda *_: []),
         ("step-moment", "hf", GuardedUpdate, "restore", lambda *_: None),
     ],
 )
 def test_a_guard_that_is_broken_fails(name, trainer, where, method, sabotage, monkeypatch) -> None:
+    skip_without(trainer)
     monkeypatch.setattr(where, method, sabotage)
     assert not judged(case(name), trainer).verdict.passed
 
@@ -61,8 +70,10 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_script_runs_a_case_of_a_trainer(monkeypatch, capsys) -> None:
-    given = ["inject_fault.py", "--trainer", "loop", "--case", "row-label", "--json"]
+@pytest.mark.parametrize("trainer", ["loop", "hf", "trl"])
+def test_the_script_runs_a_case_of_a_trainer(trainer, monkeypatch, capsys) -> None:
+    skip_without(trainer)
+    given = ["inject_fault.py", "--trainer", trainer, "--case", "row-label", "--json"]
     monkeypatch.setattr("sys.argv", given)
     assert script().main() == 0
     figures = json.loads(capsys.readouterr().out)
@@ -73,5 +84,5 @@ def test_the_script_lists_the_cases_of_trainers(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["inject_fault.py", "--trainer", "hf", "--list", "--json"])
     assert script().main() == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [entry["id"] for entry in listed] == [case.id for case in CASES]
+    assert [entry["id"] for entry in listed] == [case.id for case in cases_of("hf")]
     assert len(listed) >= 20 and all(entry["truth"] for entry in listed)

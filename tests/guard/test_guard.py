@@ -247,3 +247,43 @@ def test_the_guard_needs_torch_alone() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "set()\n", ran.stderr
+
+
+class Remembering(nn.Module):
+    """A forward that writes to buffers, in the three ways that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        for name in ("written", "hidden", "assigned"):
+            self.register_buffer(name, torch.zeros(4))
+        self.register_buffer("table", torch.zeros(2, 2**20))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        output = self.inner(data)
+        mean = output.detach().mean(0)
+        with torch.no_grad():
+            self.written.mul_(0.5).add_(mean)
+        self.hidden.data.lerp_(mean, 0.5)
+        self.assigned = 0.5 * self.assigned + mean
+        return output.square().sum()
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_buffers_that_a_forward_writes_are_put_back(good) -> None:
+    """In a window with a survivor, and in one without."""
+
+    def trained(values: list[float]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Remembering()
+        guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for value in values:
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(torch.full((5, 3), value))
+                loss.backward()
+        guard.step()
+        return model.state_dict()
+
+    saw, never = trained([1.0] * good + [math.nan]), trained([1.0] * good)
+    for name, value in never.items():
+        assert torch.equal(saw[name], value), name

@@ -125,6 +125,20 @@ def test_a_copy_of_the_model_drags_no_guard_along() -> None:
     assert [call.arguments[0].sum().item() for call in kept.calls] == [2.0]
 
 
+def test_what_is_traced_is_recorded_too() -> None:
+    windows = [[Micro(1), Micro(2, fault="loss")], [Micro(3, branch=True)]]
+    recorded, plain = World(), World()
+    guard, _ = traced_run(recorded, windows, True, trace=1, record=True)
+    plain_run(plain, never_saw(windows), "sum")
+    assert_same_state(recorded, plain)
+    (finding,) = guard.findings
+    assert finding.record is not None and finding.record.step == 1
+    assert finding.record.bad[0].name == "in"  # of the model: the data
+    assert any(row.direction == "gradient" and row.stage == "weight" for row in finding.record.rows)
+    with pytest.raises(ConfigError, match="give trace=1 too"):
+        Guard(plain.model, plain.optimizer, record=True)
+
+
 def test_what_cannot_be_repeated_is_said() -> None:
     world = World()
     calls = []
@@ -145,6 +159,80 @@ def test_an_error_in_the_tracer_costs_the_finding_only() -> None:
     guard, outcomes = traced_run(world, windows, run=True, trace=1)
     assert guard.findings[0].why == "the tracer ended with FloatingPointError: planted"
     assert outcomes[0].applied
+
+
+class Grown(nn.Module):
+    """Its gradient is as large as the numbers in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.small(x.clamp(max=1.0)).sum() + self.large(x * 1.0).sum()}
+
+
+def test_of_a_window_whose_norm_overflows_the_largest_is_traced() -> None:
+    model = Grown()
+    before = copy.deepcopy(model.state_dict())
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), trace=1, loss="share")
+    for number, size in enumerate((1.0, 1.2e19, 1.1e19)):
+        with guard.micro_batch(ids=[number]) as micro:
+            micro.loss = loss = model(torch.full((1, 2), size))["loss"]
+            loss.backward()
+    outcome = guard.step()
+    assert not outcome.applied
+    assert_equal(dict(model.state_dict()), dict(before), "weights")
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor, refusal.micro_batch) == ("norm", "large.weight", None)
+    (finding,) = outcome.findings
+    assert finding.verdict is not None and finding.verdict.operation == "mul"
+    assert finding.why == "micro-batch 1 (samples 1) has the largest gradient, of norm 1.7e+19"
+    assert len(str(finding).splitlines()) > 4
+
+
+def test_of_a_spike_tensor_and_micro_batch_are_named() -> None:
+    model = Grown()
+    given = {"trace": 1, "spike_sigmas": 8.0}
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), **given)
+    for window in range(24):
+        for size in (1.0, 1e4 if window == 23 else 1.0 + window / 100):
+            with guard.micro_batch() as micro:
+                micro.loss = loss = model(torch.full((1, 2), size))["loss"]
+                loss.backward()
+        outcome = guard.step()
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor) == ("spike", "large.weight")
+    assert refusal.detail.endswith("; the largest gradient is large.weight's")
+    (finding,) = outcome.findings
+    assert finding.verdict is None
+    assert finding.why.startswith("micro-batch 1 has the largest gradient, of norm 1.41e+04")
+
+
+def test_a_step_that_spoils_a_moment_names_it_and_what_went_in() -> None:
+    model = Grown()
+
+    class Spoiling(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if len(guard.findings) == 0 and guard.counts.steps == 1:
+                self.state[model.large.weight]["exp_avg_sq"][0, 0] = math.inf
+
+    guard = Guard(model, Spoiling(model.parameters()), trace=1)
+    for _ in range(2):
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(torch.full((1, 2), 3.0))["loss"]
+            loss.backward()
+        outcome = guard.step()
+    (refusal,) = outcome.refused
+    assert (refusal.kind, refusal.tensor) == ("update", "exp_avg_sq of large.weight")
+    assert not outcome.findings
+    weight = float(model.large.weight.abs().max())
+    assert refusal.detail == (
+        "exp_avg_sq of large.weight was not finite after the step; the state before it was restored"
+        " (its gradient had norm 4.24, exp_avg_sq of large.weight up to 0.009, large.weight up to"
+        f" {weight:.3g})"
+    )
 
 
 class Safe(TrainerMixin, InOrder):
@@ -194,13 +282,18 @@ def test_metrics_do_not_count_what_the_tracer_computes(tmp_path) -> None:
         assert len(trainer.guard.findings) == trace
         return len(trainer._metrics)
 
-    assert counted(1) == counted(0) == 3
+    assert counted(1) == counted(0) == 2  # nor what was refused
 
 
 def test_the_last_refusals_of_a_lost_run_are_logged_too(tmp_path, caplog) -> None:
     model = plant(small_llama(), "loss-nan")
-    trainer = protect(trainer_of(InOrder, [row(0, "loss-nan")], tmp_path, model), max_refused=1)
+    given = {"max_refused": 1, "record": True}
+    trainer = protect(trainer_of(InOrder, [row(0, "loss-nan")], tmp_path, model), **given)
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
+    (finding,) = trainer.guard.findings
+    assert (
+        finding.record is not None and finding.record.bad[0].module == "model.layers.1.mlp.act_fn"
+    )
     said = [r.message.split(" in step 1")[0] for r in caplog.records if r.name == "npt.guard"]
     assert said == ["refused", "traced"]

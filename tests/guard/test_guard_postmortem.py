@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_loops import Micro, World, guarded_run, state_of
+from guarded_loops import Micro, World, assert_equal, guarded_run, state_of
 from guarded_trainers import InOrder, small_llama, trainer_of
 
+import npt
 from faults.row_faults import plant, row
+from npt.cli.main import main
 from npt.errors import BundleError, CheckpointError, TooManyRefusalsError
-from npt.guard import Guard, postmortem, protect, read_postmortem
-from npt.postmortem.bundle import read_bundle
+from npt.guard import Guard, postmortem, protect, read_postmortem, replay
+from npt.guard.replay import _nested
 
 
 def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[World, Path]:
@@ -140,7 +142,48 @@ def edit(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}), encoding="utf-8")
 
 
-def test_the_replay_of_runs_says_whose_it_is(tmp_path) -> None:
-    _, folder = stopped(tmp_path, list(BAD))
-    with pytest.raises(BundleError, match=r"read it with npt\.guard\.read_postmortem"):
-        read_bundle(folder)
+def test_npt_replay_says_how_to_replay_it(tmp_path, capsys) -> None:
+    world, folder = stopped(tmp_path, list(BAD))
+    assert main(["replay", str(folder)]) == BundleError.exit_status
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1
+    exec(said[said.index("print(") :], {"npt": npt, "model": world.model})
+    assert "micro-batch 0 (samples 4): gradient" in capsys.readouterr().out
+
+
+def test_a_replay_names_the_operation_and_changes_nothing(tmp_path) -> None:
+    data = [row(0, "loss-nan"), row(1, "loss-nan")]
+    model = plant(small_llama(), "loss-nan")
+    trainer = protect(trainer_of(InOrder, data, tmp_path, model), max_refused=2)
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    other = plant(small_llama(), "loss-nan").train()
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    random = torch.get_rng_state()
+    findings = replay(tmp_path / "postmortem" / "step-00000000", other)
+    assert [f.verdict.operation for f in findings if f.verdict is not None] == ["mul", "mul"]
+    assert [f.refusal.kind for f in findings] == ["loss", "loss"]
+    assert_equal(dict(other.state_dict()), before, "weights")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in other.parameters())
+
+
+def test_a_replay_of_a_loss_made_outside_is_told_how(tmp_path) -> None:
+    world, folder = stopped(tmp_path, [[Micro(i, fault="loss")] for i in (2, 3, 4)])
+
+    def loss(model: Any, inputs: Any) -> torch.Tensor:
+        return model(*inputs).square().sum()
+
+    found = replay(folder, world.model, loss)
+    assert [f.verdict.cause for f in found if f.verdict is not None] == ["corrupt input"] * 3
+    with pytest.raises(BundleError, match=r"has branch\.bias of shape \(3,\), the model has none"):
+        replay(folder, torch.nn.Linear(2, 2))
+
+
+def test_nested_inputs_are_put_together_again() -> None:
+    found = {"a.0": torch.ones(1), "a.1.b": torch.zeros(1), "text": ["one"], "none": None}
+    made = _nested(found, torch.device("cpu"))
+    assert made == {"a": (found["a.0"], {"b": found["a.1.b"]}), "text": ["one"], "none": None}
+    assert _nested({"1": 2, "0": 1}, torch.device("cpu")) == (1, 2)

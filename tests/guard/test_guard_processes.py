@@ -14,6 +14,7 @@ from guarded_loops import MAX_NORM, Micro, World, assert_equal, state_of
 from several import several, values
 from torch import nn
 
+from npt.distributed.processes import ProcessGroup
 from npt.errors import TooManyRefusalsError
 from npt.guard import Guard, Outcome
 
@@ -142,3 +143,62 @@ def unequal(processes: Any, faults: list[list[str]]) -> list[str]:
 )
 def test_processes_count_alike_with_unequal_micro_batches(faults, said) -> None:
     assert values(several(2, unequal, faults)) == [said, said]
+
+
+class Buffered(nn.Module):
+    """A model with a buffer, which DistributedDataParallel sends around in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return (self.inner(data) * self.scale).sum()
+
+
+def refused_before_a_forward(processes: Any) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Buffered())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for window in range(2):
+        with guard.micro_batch() as micro:
+            if processes.index == 1 and window == 0:
+                raise FloatingPointError("planted")
+            micro.loss = model(torch.ones(1, 3))
+            micro.loss.backward()
+        guard.step()
+    return [guard.counts.refused, guard.counts.steps]
+
+
+def test_nobody_waits_in_a_forward_for_a_refused_one() -> None:
+    assert values(several(2, refused_before_a_forward)) == [[1, 2], [1, 2]]
+
+
+def test_a_micro_batch_that_an_error_ended_takes_no_place() -> None:
+    model = nn.Linear(3, 3)
+    second = ProcessGroup(1, 2, torch.device("cpu"))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), processes=second)
+    with pytest.raises(KeyError), guard.micro_batch():
+        raise KeyError
+    assert guard.window.place == 0
+    with guard.micro_batch():
+        raise FloatingPointError
+    assert [r.micro_batch for r in guard.window.open_refusals()] == [1]
+
+
+def traced_alone(processes: Any) -> int:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Buffered())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), trace=1)
+    for bad in (False, processes.index == 1):
+        data = torch.full((1, 3), float("nan") if bad else 1.0)
+        with guard.micro_batch(run=lambda data=data: model(data).square()) as micro:
+            micro.loss = loss = model(data).square()
+            loss.backward()
+        guard.step()
+    return len(guard.findings)
+
+
+def test_a_loss_that_is_computed_again_waits_for_nobody() -> None:
+    assert values(several(2, traced_alone, timeout=5.0)) == [0, 1]

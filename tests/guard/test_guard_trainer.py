@@ -294,6 +294,14 @@ def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:
     assert type(trainer) is InOrder
 
 
+def test_a_trainer_whose_inputs_depend_on_its_calls_is_refused(tmp_path) -> None:
+    """As GRPO's of TRL; computed again, a micro-batch would be another one."""
+    trainer = protect(trainer_of(InOrder, rows(None), tmp_path))
+    trainer._buffered_inputs = None
+    with pytest.raises(ConfigError, match=r"^GuardedInOrder makes the inputs of several"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 2), (2, 1)])
 def test_two_processes_refuse_alike(accumulate, steps, tmp_path) -> None:
     """Their sum is that of one Trainer with three micro-batches, in the order of the processes."""

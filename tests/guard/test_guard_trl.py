@@ -18,6 +18,8 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 BAD = 5
+METRICS = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
+METRICS += ("rewards/margins", "rewards/accuracies", "logps/chosen", "logits/chosen")
 
 
 def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any) -> Any:
@@ -35,7 +37,11 @@ def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any)
         **rest,
     )
     trainer.train()
-    return state_of(trainer)
+    logged = [
+        {name: entry[name] for name in entry if name in METRICS}
+        for entry in trainer.state.log_history[:-1]
+    ]
+    return {**state_of(trainer), "logged": logged}
 
 
 @pytest.mark.parametrize("fault", ["loss-nan", "tensor-nan", "raises-forward"])

@@ -1,0 +1,94 @@
+"""Cases of two processes, gloo between them, that this one starts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from faults.row_cases import RowCase
+from faults.row_runs import Compared, RowLine, compared, line_of
+from faults.verdict import Verdict
+
+TIMEOUT = 60.0
+"""Seconds that a process waits for the other one."""
+
+
+def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowLine]:
+    """Yield a line for each case of several processes. After one that ends in an error all later
+    ones have crashed too: the processes are no longer at the same place.
+    """
+    if not cases:
+        return
+    (size,) = {case.processes for case in cases}
+    context = multiprocessing.get_context("spawn")  # a fork after OpenMP hangs
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, started = [], []
+        for process in range(size):
+            here, there = context.Pipe()
+            given = (there, process, size, folder, list(cases), trainer)
+            one = context.Process(target=_process, args=given, daemon=True)
+            one.start()
+            there.close()
+            pipes.append(here)
+            started.append(one)
+        try:
+            error = ""
+            for case in cases:
+                begun = time.perf_counter()
+                found = [] if error else [_received(pipe) for pipe in pipes]
+                error = error or next((said for said in found if isinstance(said, str)), "")
+                seconds = time.perf_counter() - begun
+                if error:
+                    yield RowLine(case, Verdict("crashed", False, False, detail=error), "", seconds)
+                else:
+                    yield line_of(case, [c for c in found if isinstance(c, Compared)], seconds)
+        finally:
+            for one in started:
+                one.join(5.0)
+                one.kill()
+
+
+def _received(pipe: Connection) -> Compared | str:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "a process ended"
+
+
+def _process(
+    pipe: Connection, process: int, size: int, folder: str, cases: list[RowCase], trainer: str
+) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
+    os.environ |= {  # for accelerate, which takes the group that exists
+        "RANK": str(process),
+        "LOCAL_RANK": str(process),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder, 'store').absolute()}",
+        rank=process,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    for case in cases:
+        try:
+            pipe.send(compared(case, trainer))
+        except Exception as error:
+            pipe.send(f"process {process}: {type(error).__name__}: {error}")
+            break
+    pipe.close()
+    dist.destroy_process_group()

@@ -1,0 +1,305 @@
+"""Training of other people's kind on rows with faults, guarded or not, and the state it left."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import LlamaConfig, PrinterCallback, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from faults.row_cases import RowCase
+from faults.row_faults import LENGTH, VOCABULARY, Row, plant, row
+from npt.base.load import EMBEDDED_FOLDER
+from npt.base.random_base import random_base
+from npt.errors import DataError
+from npt.guard import Guard, Refusal, TrainerMixin
+from npt.guard.trainer import refuse_bad_ids
+
+RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4
+
+State = dict[str, Any]
+
+
+@dataclass
+class Trained:
+    """The state that a run left, and the refusals of its windows."""
+
+    state: State
+    refusals: list[Refusal]
+
+
+def student(case: RowCase, faulty: bool) -> nn.Module:
+    """Return LoRA, with dropout, on a small Llama in NF4."""
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, **heads)
+    model = random_base(config, device="cpu")
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    adapted = get_peft_model(model, lora)
+    if case.checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted.enable_input_require_grads()
+    return plant(adapted, case.fault if faulty else None)
+
+
+class SpoilingAdamW(torch.optim.AdamW):
+    """AdamW whose step number `at` leaves a NaN in a weight or a moment."""
+
+    def __init__(self, parameters: Any, at: int, where: str, **settings: Any):
+        super().__init__(parameters, **settings)
+        self._left, self._where = at, where
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step, and spoil."""
+        super().step()
+        if self._left == 0:
+            parameter = self.param_groups[0]["params"][0]
+            moment = self.state[parameter]["exp_avg"]
+            (parameter.data if self._where == "weight" else moment).view(-1)[0] = math.nan
+        self._left -= 1
+
+
+def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:
+    """Return a class of optimizers and its arguments."""
+    settings = {"lr": RATE, "weight_decay": 0.01}
+    if faulty and case.spoilt_step is not None:
+        at, where = case.spoilt_step
+        return SpoilingAdamW, {"at": at, "where": where, **settings}
+    return torch.optim.AdamW, settings
+
+
+def epoch_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
+    """Return an epoch's windows of a process, the bad rows with their fault or not at all."""
+    made = []
+    for start in range(0, case.rows, case.size):
+        every = range(start, min(start + case.size, case.rows))
+        if faulty or any(i not in case.bad for i in every):
+            own = every[process :: case.processes]
+            kept = [i for i in own if faulty or i not in case.bad]
+            made.append([row(i, case.fault if i in case.bad else None) for i in kept])
+    return made
+
+
+def windows_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
+    """Return the windows of a run."""
+    epoch = epoch_of(case, faulty, process)
+    steps = case.steps if faulty else case.steps - case.lost
+    return [epoch[step % len(epoch)] for step in range(steps)]
+
+
+def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) -> Trained:
+    """Train in a loop as one writes it: summed losses, divided by the window's tokens."""
+    model = student(case, faulty).train()
+    kind, settings = optimizer_of(case, faulty)
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
+    warm = lambda step: min(1.0, (step + 1) / WARMUP)  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm)
+    given_model, stepped, scheduled = model, optimizer, scheduler
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    if accelerator is not None:
+        given_model, stepped, scheduled = accelerator.prepare(model, optimizer, scheduler)
+        backward = accelerator.backward
+    guard = None
+    if guarded:
+        refuse = (FloatingPointError, DataError)
+        given: dict[str, Any] = {"refuse": refuse, "spike_sigmas": case.spike_sigmas}
+        guard = Guard(given_model, stepped, scheduled, max_grad_norm=MAX_NORM, **given)
+    process = 0 if case.processes == 1 else dist.get_rank()
+    torch.manual_seed(1 + process)
+    refusals: list[Refusal] = []
+    for window in windows_of(case, faulty, process):
+        total = 0
+        for one in window:
+            tokens = int((one["labels"][1:] != -100).sum())
+            total += tokens
+            if guard is None:
+                backward(_summed_loss(model, one))  # its gradients are summed below
+            else:
+                with guard.micro_batch(tokens) as micro:
+                    refuse_bad_ids(one, model)
+                    micro.loss = loss = _summed_loss(given_model, one)
+                    backward(loss)
+        if guard is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            for gradient, divisor in _summed(parameters, total, case.processes):
+                gradient.div_(divisor)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            stepped.step()
+            scheduled.step()
+            stepped.zero_grad()
+        else:
+            refusals += guard.step().refused
+    return Trained(_state(model, optimizer, scheduler), refusals)
+
+
+def _summed(
+    parameters: Iterable[nn.Parameter], total: int, processes: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield gradients with a window's tokens, both summed over the processes."""
+    tokens = torch.tensor(float(total))
+    if processes > 1:
+        dist.all_reduce(tokens)
+    for parameter in parameters:
+        if processes > 1:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        if parameter.grad is not None:
+            yield parameter.grad, tokens
+
+
+def accelerated(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+    """Train in the same loop through accelerate."""
+    AcceleratorState._reset_state(True)  # of the run before
+    return loop(case, faulty, guarded, Accelerator(cpu=True))
+
+
+def _summed_loss(model: nn.Module, one: Row) -> Tensor:
+    logits = model(one["input_ids"][None]).logits
+    labels = one["labels"][None, 1:]
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="sum"
+    )
+
+
+class RowsInOrder:
+    """Mixin of Trainers that take rows in their order, each process its own."""
+
+    train_dataset: Any
+    data_collator: Any
+
+    def get_train_dataloader(self) -> Any:
+        """Return what accelerate makes for one process, else rows that are dealt out already."""
+        if dist.is_initialized():
+            return DataLoader(self.train_dataset, batch_size=1, collate_fn=self.data_collator)
+        return super().get_train_dataloader()  # type: ignore[misc]
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+@cache
+def kinds(own: type) -> tuple[type, type]:
+    """Return the Trainer with its rows in their order, without a guard and with one."""
+
+    class InOrder(RowsInOrder, own):
+        pass
+
+    class Safe(TrainerMixin, InOrder):
+        def on_refused(self, outcome: Any) -> None:
+            """Keep the refusals."""
+            self.refusals = [*getattr(self, "refusals", []), *outcome.refused]
+
+    return InOrder, Safe
+
+
+def rows_of(case: RowCase, faulty: bool) -> list[Row]:
+    """Return an epoch's rows of this process."""
+    process = 0 if case.processes == 1 else dist.get_rank()
+    return [one for window in epoch_of(case, faulty, process) for one in window]
+
+
+def hf(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+    """Train with transformers' Trainer."""
+    rows = rows_of(case, faulty)
+    return by_library(Trainer, TrainingArguments, rows, case, faulty, guarded)
+
+
+def trl(case: RowCase, faulty: bool, guarded: bool) -> Trained:
+    """Train with TRL's SFTTrainer, whose data set has lists."""
+    from datasets import Dataset
+    from datasets.utils.logging import disable_progress_bar
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    disable_progress_bar()
+    logging.set_verbosity_error()  # of special tokens, for each run
+    rows = [{name: ids.tolist() for name, ids in one.items()} for one in rows_of(case, faulty)]
+    tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
+    arguments = partial(
+        SFTConfig,
+        max_length=None,
+        bf16=False,
+        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    data = Dataset.from_list(rows)
+    return by_library(
+        SFTTrainer, arguments, data, case, faulty, guarded, processing_class=tokenizer
+    )
+
+
+def by_library(
+    kind: type,
+    arguments: Callable[..., Any],
+    data: Any,
+    case: RowCase,
+    faulty: bool,
+    guarded: bool,
+    **rest: Any,
+) -> Trained:
+    """Train with a Trainer of transformers' kind.
+
+    Args:
+        kind, rest: its class, and what it needs besides model, arguments, data and optimizer.
+        arguments: makes its arguments.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = arguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=case.window,
+            max_steps=case.steps if faulty else case.steps - case.lost,
+            learning_rate=RATE,
+            max_grad_norm=MAX_NORM,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=WARMUP,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer: Any = kinds(kind)[guarded](
+            model=student(case, faulty),
+            args=given,
+            train_dataset=data,
+            optimizer_cls_and_kwargs=optimizer_of(case, faulty),
+            **rest,
+        )
+        trainer.guard_settings = {"spike_sigmas": case.spike_sigmas}
+        trainer.remove_callback(PrinterCallback)  # standard output is the scorecard's
+        trainer.train()
+    state = _state(trainer.model, trainer.optimizer, trainer.lr_scheduler)
+    return Trained(state, getattr(trainer, "refusals", []))
+
+
+TRAINERS: dict[str, Callable[[RowCase, bool, bool], Trained]] = {
+    "loop": loop,
+    "accelerate": accelerated,
+    "trl": trl,
+    "hf": hf,
+}
+
+
+def _state(model: nn.Module, optimizer: Any, scheduler: Any) -> State:
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        "weights": weights,
+        "moments": optimizer.state_dict()["state"],
+        "schedule": (scheduler.last_epoch, scheduler.get_last_lr()),
+        "random": torch.get_rng_state(),
+    }

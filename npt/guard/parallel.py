@@ -1,0 +1,25 @@
+"""DistributedDataParallel under a guard, which sums gradients itself."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def whole(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, or the model."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
+    """Return a context in which processes compute apart.
+
+    One process's NaN is not spread over all in a backward, and none waits in its forward, where
+    buffers would be sent, for one whose micro-batch was refused before that.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    model.require_forward_param_sync = False
+    return model.no_sync()

@@ -1,0 +1,75 @@
+"""Faults on one of two processes, in trainers of other people."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from several import several, values
+
+import npt
+from faults.row_cases import PAIR_CASES, RowCase, cases_of
+from faults.row_runs import Compared, RowLine, compared, line_of
+from npt.guard import guard
+
+SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
+TRAINERS = ("accelerate", "hf")
+
+
+def compared_here(_processes: Any, case: RowCase, trainer: str) -> Compared:
+    return compared(case, trainer)
+
+
+def judged(case: RowCase, trainer: str) -> RowLine:
+    return line_of(case, values(several(2, compared_here, case, trainer)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "trainer"),
+    [
+        pytest.param(case, trainer, id=f"{case.id}-{trainer}")
+        for trainer in TRAINERS
+        for case in cases_of(trainer)
+        if case.processes > 1
+    ],
+)
+def test_a_fault_on_one_process_leaves_no_trace_on_both(case, trainer) -> None:
+    line = judged(case, trainer)
+    assert line.verdict.passed and line.verdict.located, line.verdict.detail
+    assert line.unguarded == "changed"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "where", "method", "sabotage"),
+    [
+        ("accelerate", guard, "unsynchronised", lambda _: nullcontext()),
+        ("hf", guard.Guard, "begin_again", lambda _: []),
+    ],
+)
+def test_a_guard_that_is_broken_fails(trainer, where, method, sabotage, monkeypatch) -> None:
+    monkeypatch.setattr(where, method, sabotage)
+    (case,) = [case for case in PAIR_CASES if case.id == "pair-tensor-nan"]
+    assert not judged(case, trainer).verdict.passed
+
+
+def test_a_trainer_is_given_something_on_every_process() -> None:
+    """A stock one with nothing on a process waits for ever."""
+    left_out = {case.id for case in PAIR_CASES} - {case.id for case in cases_of("hf")}
+    assert left_out == {"pair-all", "pair-first"}
+    assert all(case.processes == 1 for case in cases_of("loop") + cases_of("trl"))
+
+
+def test_the_script_starts_two_processes(monkeypatch, capsys) -> None:
+    spec = importlib.util.spec_from_file_location("inject_fault", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    given = ["inject_fault.py", "--trainer", "accelerate", "--case", "pair-all", "--json"]
+    monkeypatch.setattr("sys.argv", given)
+    assert script.main() == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 1, 0)

@@ -1,0 +1,62 @@
+"""Lightning's manual optimisation under a guard; skipped if Lightning is not installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from guarded_loops import MAX_NORM, Micro, World, assert_equal, plain_run
+
+from npt.guard import Guard
+
+lightning = pytest.importorskip("lightning")
+
+
+class Module(lightning.LightningModule):
+    """Manual optimisation in windows of two."""
+
+    automatic_optimization = False
+
+    def __init__(self, micros: list[Micro]):
+        super().__init__()
+        self.world, self.micros = World(), micros
+        self.model = self.world.model
+
+    def configure_optimizers(self) -> Any:
+        return [self.world.optimizer], [self.world.scheduler]
+
+    def on_fit_start(self) -> None:
+        self.guard = Guard(
+            self.model, self.optimizers(), self.lr_schedulers(), max_grad_norm=MAX_NORM
+        )
+
+    def training_step(self, place: int, index: int) -> None:
+        micro = self.micros[place]
+        if index == 0:  # a data loader draws a seed when it begins
+            torch.set_rng_state(self.world.random)
+        with self.guard.micro_batch(micro.tokens, [micro.seed]) as told:
+            told.loss = loss = self.model(micro.data(torch.float32), micro.branch).square().sum()
+            self.manual_backward(loss)
+        if index % 2:
+            self.guard.step()
+        self.world.random = torch.get_rng_state()
+
+
+def test_manual_optimisation_leaves_no_trace_of_a_refused_batch(tmp_path) -> None:
+    micros = [Micro(1), Micro(2, fault="loss"), Micro(3, fault="loss"), Micro(4, fault="loss")]
+    micros += [Micro(5), Micro(6)]
+    module = Module(micros)
+    trainer = lightning.Trainer(
+        default_root_dir=tmp_path, max_epochs=1, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(range(len(micros)), batch_size=None))
+    plain = World()
+    plain_run(plain, [[Micro(1)], [Micro(5), Micro(6)]], "sum")
+    assert_equal(dict(module.model.state_dict()), dict(plain.model.state_dict()), "weights")
+    assert_equal(module.world.optimizer.state_dict(), plain.optimizer.state_dict(), "moments")
+    assert module.world.scheduler.state_dict() == plain.scheduler.state_dict()
+    assert torch.equal(module.world.random, plain.random)
+    assert (trainer.global_step, module.guard.counts.refused) == (2, 3)
+    assert module.guard.memory().undo > 0
