@@ -16,7 +16,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ LINES = {QUANTIZATION_ROW: ("--", "cost of NF4 itself"), "floor": (":", "without
 
 COLOURS = (charts.LINE, charts.SECOND, charts.GOOD, charts.BAD)
 MARKERS = ("o", "s", "D", "^")
-WIDTH, HEIGHT = 640, 400
+WIDTH, HEIGHT, SHOWN = 480, 400, 1.5  # drawn for a phone, and shown larger where there is room
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def plot(models: Sequence[Measured]) -> str:
     lines = [x for m in models for name in LINES if (x := m.line(name)) and math.isfinite(x)]
     label = f"KL(teacher, student) of {len(points)} students by their trainable parameters."
     with charts.picture(HEIGHT, label, WIDTH) as made:
-        axes = made.axes(44, HEIGHT - 44 - 46, 62, 130)
+        axes = made.axes(44, HEIGHT - 44 - 46, 44, 104)
         charts.scale(axes, "x", [p.parameters for p in points], log=True)
         charts.scale(axes, "y", [*(p.kl for p in points), *lines], log=True)
         low, high = axes.get_xlim()
@@ -161,16 +161,15 @@ def _paint(axes: Any, measured: Measured, colour: str, marker: str) -> None:
                       transform=axes.get_yaxis_transform(), fontsize=10)  # fmt: skip
 
 
-def _sides(points: Iterable[Point]) -> list[tuple[int, str]]:
-    """Return the side of each name: the left one if a point with as many parameters lies near."""
+def _sides(points: Sequence[Point]) -> list[tuple[int, str]]:
+    """Return the side of each name: the left one if its place on the right is another point's."""
     found: list[tuple[int, str]] = []
-    before: Point | None = None
-    for point in points:
-        near = before is not None and point.parameters < 1.3 * before.parameters
-        near = near and before is not None and 0.6 < point.kl / before.kl < 1.7
-        left = near and found[-1][1] == "left"
-        found.append((-9, "right") if left else (9, "left"))
-        before = point
+    for place, point in enumerate(points):
+        taken = any(
+            0.75 < other.kl / point.kl < 1.34 and other.parameters < 6 * point.parameters
+            for other in points[place + 1 :]
+        )
+        found.append((-9, "right") if taken else (9, "left"))
     return found
 
 
@@ -187,7 +186,9 @@ def _own_file(svg: str) -> str:
         r"^:root \{.*?\}$|^@media \(prefers-color-scheme.*?^\}$", style(), re.M | re.S
     )
     rules = "\n".join(blocks).replace("<", "")
-    size = f'xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+    size = (
+        f'xmlns="http://www.w3.org/2000/svg" width="{SHOWN * WIDTH:g}" height="{SHOWN * HEIGHT:g}"'
+    )
     opening = re.sub(r' width="[^"]*"', "", svg[: svg.index(">")]).replace(
         "<svg", f"<svg {size}", 1
     )

@@ -80,7 +80,7 @@ def test_the_picture_is_a_file_of_its_own(file, tmp_path, capsys) -> None:
     assert main([str(file), "--out", str(out)]) == 0
     text = out.read_text(encoding="utf-8")
     root = ET.fromstring(text)
-    assert root.tag.endswith("svg") and root.get("width") == "640"
+    assert root.tag.endswith("svg") and root.get("width") == "720"
     shown = "".join(root.itertext())
     assert "upper-half" in shown and "best" in shown and "prefers-color-scheme: dark" in shown
     assert "without attention" in shown and "http" not in text.replace("http://www.w3.org", "")
