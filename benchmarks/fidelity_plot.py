@@ -36,7 +36,7 @@ LINES = {QUANTIZATION_ROW: ("--", "cost of NF4 itself"), "floor": (":", "without
 
 COLOURS = (charts.LINE, charts.SECOND, charts.GOOD, charts.BAD)
 MARKERS = ("o", "s", "D", "^")
-WIDTH, HEIGHT, SHOWN = 480, 400, 1.5  # drawn for a phone, and shown larger where there is room
+WIDTH, HEIGHT, SHOWN = 480, 400, 1.5  # drawn for a phone, and shown larger elsewhere
 
 
 @dataclass(frozen=True)
