@@ -20,6 +20,7 @@ CHECKED = (
     "debug",
     "docs",
     "examples",
+    "notebooks",
     "README.md",
     "CONTRIBUTING.md",
 )

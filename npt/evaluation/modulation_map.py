@@ -260,9 +260,9 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text of each token within its text, special tokens included.
 
     A token may be a part of a character: its text is then U+FFFD, and the character belongs to the
-    token that ends it. Without a tokenizer it is the id.
+    token that ends it. Without a tokenizer that decodes it is the id.
     """
-    if tokenizer is None:
+    if not hasattr(tokenizer, "decode"):
         return [str(token) for token in ids]
     found = []
     for place, token in enumerate(ids):
@@ -277,11 +277,11 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
     if not ids:
         return ""
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(ids)
 
 
 def _names(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
-    if tokenizer is None:
+    if not hasattr(tokenizer, "decode"):
         return [None if token < 0 else str(token) for token in ids]
     return [None if token < 0 else _decoded(tokenizer, [token]) for token in ids]
 

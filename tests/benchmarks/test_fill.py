@@ -182,6 +182,6 @@ class TestRenderers:
         one = {"cases": [case], "passed": 1, "total": 1, "false_alarms": 0}
         none = {"cases": [], "passed": 0, "total": 0, "false_alarms": 0}
         shown = run_tables.trainers(one, one, {**one, "cases": [harmed]}, none)
-        assert "| NaN in a gate | equal | equal | harmed |  | changed |\n" in shown
+        assert "| NaN in a gate | equal | equal | harmed | | changed |\n" in shown
         rows = [{"id": "a", "name": "NaN", "ours": "survives", "clip_only": "poisoned"}]
         assert "| planted | NPT | clip only |\n" in run_tables.compared(rows)

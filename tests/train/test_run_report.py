@@ -46,6 +46,7 @@ def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
     found = json.loads((folder / "modulation.json").read_text())
     assert (found["step"], found["heldout"], list(found["layers"])) == (3, True, ["1", "3"])
     assert text(folder).count(">verified<") == 2
+    assert found["passage"]["layers"] == [1, 3] and "Token by token" in text(folder)
     before = text(folder)
     write_report(folder)
     assert text(folder) == before  # the folder alone is enough
@@ -155,6 +156,19 @@ def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatc
         for folder in (one, other)
     )
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_passage_that_cannot_be_measured_takes_nothing_with_it(here, monkeypatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(trainer_module, "modulation_map", fail)
+    folder = here.run("run", max_steps=2).folder
+    (said,) = warnings(folder)
+    assert said.startswith("the passage of modulation.json could") and "no ink" in said
+    found = json.loads((folder / "modulation.json").read_text())
+    assert "passage" not in found and list(found["layers"]) == ["1", "3"]
+    assert "Token by token" not in text(folder)
 
 
 def test_a_second_signal_does_not_wait_for_a_report(here) -> None:

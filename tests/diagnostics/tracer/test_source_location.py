@@ -117,6 +117,15 @@ def test_the_line_is_the_first_of_no_library_and_shows_the_expression() -> None:
     assert found[0].place.source.endswith(": activation(torch.ones(2))")
 
 
+def test_the_cell_of_a_notebook_is_called_so() -> None:
+    """Jupyter keeps it in a file named by a number, in a folder of the process."""
+    path = "/x/ipykernel_2718/314159265.py"
+    code = compile("\n\nfound = read_stack(sys._getframe(), {})", path, "exec")
+    scope = {"read_stack": read_stack, "sys": sys}
+    exec(code, scope)
+    assert scope["found"].place.source.startswith("cell:3 in <module>")
+
+
 def test_an_expression_is_joined_into_one_line_and_cut_if_too_long() -> None:
     found = helper(3, lambda: read_stack(sys._getframe(1), {}))
     assert found.place.source.endswith("in helper: read()")
