@@ -148,8 +148,8 @@ ELSEWHERE = {
 
 PENDING = frozenset(
     {
-        *("residual-keep", "real", "masking", "calibration", "recording"),
-        *("guards", "guard_lora", "crash", "fuzz", "tracer", "faults", "fault-loops"),
+        *("real", "calibration", "recording"),
+        *("guards", "guard_lora", "crash", "fuzz"),
         *("fault-loop", "fault-accelerate", "fault-hf", "fault-trl"),
         *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
     }

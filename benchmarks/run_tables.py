@@ -50,13 +50,16 @@ def fidelity(figures: Json) -> str:
 
 
 def repaired(figures: Json) -> str:
-    """Return the fidelity of a run with `--residual keep`, whose floor is the 4-bit base."""
+    """Return how far base and student of a run are from the unquantised teacher."""
     names = ("perplexity_ratio", "kl", "top1")
-    rows = {"floor": "the 4-bit base", "student": "repaired"}
+    rows = {"unquantized_to_4bit": "the 4-bit base", "unquantized_to_npt": "repaired"}
     heads = [f"held-out text, {figures['teacher']['tokens']:,} tokens"]
     return table(
         [*heads, *(FIGURES[name].short for name in names)],
-        ([words, *(figure(figures[key], name) for name in names)] for key, words in rows.items()),
+        (
+            [words, *(figure(figures["attribution"][key], name) for name in names)]
+            for key, words in rows.items()
+        ),
     )
 
 

@@ -136,7 +136,8 @@ class TestRenderers:
         assert "| 11.000 | 1.0040 ± 0.0010 | 0.0040 ± 0.0010 | 99.6 ± 0.1% |" in rows[3]
 
     def test_a_repaired_base(self) -> None:
-        run = {"teacher": figures(0.0), "floor": figures(0.5), "student": figures(0.004)}
+        against = {"unquantized_to_4bit": figures(0.5), "unquantized_to_npt": figures(0.004)}
+        run = {"teacher": figures(0.0), "attribution": against}
         rows = run_tables.repaired(run).splitlines()
         assert rows[2].startswith("| the 4-bit base | 1.5000") and len(rows) == 4
 
