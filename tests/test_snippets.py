@@ -71,6 +71,8 @@ NOT_RUN = {
     r"python benchmarks/guards\.py": "tests/diagnostics/test_guards.py",
     r"python benchmarks/widths\.py": "tests/tools/sweep/test_widths.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
+    r"python benchmarks/fidelity_plot\.py": "tests/benchmarks/test_fidelity_plot.py",
+    r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
     r"python docs/generate\.py": "tests/test_site.py",
     r"python benchmarks/(masking|calibration|recording|neighbour)\.py": MEASURES,
     r"python -m npt\.demo\.build": MEASURES,

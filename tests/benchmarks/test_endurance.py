@@ -129,7 +129,7 @@ def test_nothing_forks_a_process_that_computes() -> None:
     fork, and have one thread.
     """
     forks = re.compile(
-        r"os\.fork|preexec_fn|ProcessPoolExecutor|DataLoader\(|multiprocessing\.(Process|Pool|Queue)|get_context\((?!\"forkserver\"|\"spawn\")"
+        r"os\.fork|preexec_fn|ProcessPoolExecutor|num_workers=(?!0)|multiprocessing\.(Process|Pool|Queue)|get_context\((?!\"forkserver\"|\"spawn\")"
     )
     root = BENCHMARKS.parent
     files = [
