@@ -66,12 +66,12 @@ def generate(given: dict[str, Any]) -> int:
         found = job.assisted(given["draft_tokens"])
     else:
         found = job.single(given["mode"] or "student")
-    if page is not None:
-        names = {"adapter": str(given["adapter"]), "base": base.model_name}
-        job.write_page(page, found, names | {"tokens": decoding.described()})
     if given["json"]:
         said = {"prompt": text, "prompt_tokens": len(ids), "settings": settings}
         print_json({**said, **found, **other})
+    if page is not None:
+        names = {"adapter": str(given["adapter"]), "base": base.model_name}
+        job.write_page(page, found, names | {"tokens": decoding.described()})
     return 0
 
 

@@ -19,6 +19,7 @@ def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
     One process's NaN is not spread over all in a backward, and none waits in its forward, where
     buffers would be sent, for one whose micro-batch was refused before that.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
     model.require_forward_param_sync = False

@@ -77,25 +77,29 @@ class Buffers:
             if buffer is not None and _written(module, buffer)
         ]
 
-    def copy(self) -> list[Tensor]:
-        """Return copies; of a language model of a few small ones."""
-        return [held[name].detach().clone() for held, name in self._held]  # type: ignore[union-attr]
+    def copy(self) -> list[Tensor | None]:
+        """Return copies, None of a buffer that is not there; of a language model of a few small ones."""
+        found = [held.get(name) for held, name in self._held]
+        return [None if each is None else each.detach().clone() for each in found]
 
     @torch.no_grad()
-    def restore(self, copies: list[Tensor], keep: Tensor | None = None) -> None:
+    def restore(self, copies: list[Tensor | None], keep: Tensor | None = None) -> None:
         """Put copies back, unless the scalar bool `keep` is set, which is not read."""
         for (held, name), copy in zip(self._held, copies, strict=True):
-            now = held[name]
-            if now is None or now.shape != copy.shape:
-                held[name] = copy.clone()  # assigned anew: no flag can choose
+            now = held.get(name)
+            if copy is None or now is None or now.shape != copy.shape or now.device != copy.device:
+                if now is not copy and (keep is None or not bool(keep)):  # assigned anew, and rare
+                    held[name] = None if copy is None else copy.clone()
             elif keep is None:
-                now.copy_(copy)
+                now.data.copy_(copy)  # .data: a graph of an earlier forward may hold the buffer
             else:
-                now.copy_(torch.where(keep.to(now.device), now, copy))
+                now.data.copy_(torch.where(keep.to(now.device), now, copy))
 
 
 def _written(module: nn.Module, buffer: Tensor) -> bool:
-    if buffer.is_inference():
+    if buffer.is_inference() or buffer.layout != torch.strided:
+        return False
+    if torch._debug_has_internal_overlap(buffer) == 1:  # expanded: nothing can be written to it
         return False
     statistics = getattr(module, "track_running_stats", False)
     return statistics or (buffer.is_floating_point() and buffer.numel() <= LARGEST_BUFFER)

@@ -16,7 +16,10 @@ from npt.report.words import clean
 BOXES = 32
 """Micro-batches of a window that are drawn."""
 
-_TENSOR = re.compile(r"gradient of (\S{1,200}) has norm|^(\S{1,200}) was not finite after the step")
+_TENSOR = re.compile(
+    r"gradient of (\S{1,200}) has norm|^((?:\S{1,40} of )?\S{1,200}) was not finite after the step"
+)
+"""A tensor's name in the text of an event that has no entry for it."""
 
 _FAULTS = {
     "data": "found in the data, before anything was computed",
@@ -77,6 +80,9 @@ def _kind(refusal: Event) -> str:
 
 
 def _tensor(refusal: Event) -> str | None:
+    named = refusal.details.get("tensor")
+    if isinstance(named, str) and named:
+        return named[:240]
     found = _TENSOR.search(str(refusal.details.get("detail", ""))[:1000])
     return next(filter(None, found.groups()), None) if found else None
 

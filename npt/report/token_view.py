@@ -96,7 +96,8 @@ def _array(values: Any, size: tuple[int, ...]) -> np.ndarray:
     made = np.full(size, math.nan)
     if not size:
         value = as_number(values)
-        return made if value is None else np.array(value)
+        in_fp32 = value is not None and (value == 0 or 1e-38 < abs(value) < 1e38)
+        return np.array(value) if in_fp32 else made
     for place, each in enumerate(values[: size[0]] if isinstance(values, list) else []):
         made[place] = _array(each, size[1:])
     return made

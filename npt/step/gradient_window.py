@@ -295,7 +295,8 @@ class GradientWindow(Generic[S]):
             rate = self._rates.index_select(0, step).squeeze(0)
         update = window.update = self.update(closed.go, rate, self.processes)
         if window.norms is None and not self.update.late and not bool(update.applied):
-            window.norms = norms_of(self.gradients.sum_views)  # to name a tensor
+            clipped = torch.clamp(self.max_grad_norm / (closed.norm + 1e-6), max=1.0)
+            window.norms = norms_of(self.gradients.sum_views) / clipped  # to name a tensor
         self._steps += update.applied
         rate = self._steps.new_tensor(math.nan, dtype=torch.float32) if rate is None else rate
         of_window = (closed.tokens, closed.loss, closed.norm, closed.finite, closed.spike)

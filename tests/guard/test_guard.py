@@ -287,3 +287,62 @@ def test_buffers_that_a_forward_writes_are_put_back(good) -> None:
     saw, never = trained([1.0] * good + [math.nan]), trained([1.0] * good)
     for name, value in never.items():
         assert torch.equal(saw[name], value), name
+
+
+def grows(model: nn.Module) -> None:
+    model.register_buffer("held", torch.ones(16, 1), persistent=False)
+
+
+def empties(model: nn.Module) -> None:
+    model.held = None
+
+
+def deletes(model: nn.Module) -> None:
+    if "held" in model._buffers:
+        del model.held
+
+
+@pytest.mark.parametrize("change", [grows, empties, deletes])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_buffer_that_an_accepted_forward_replaces_stays(change, between) -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("held", torch.ones(8, 1))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        if between:
+            change(model)
+        with guard.micro_batch() as micro:
+            if not between:
+                change(model)
+            micro.loss = loss = model(torch.ones(1, 3)).sum()
+            loss.backward()
+        assert guard.step().applied
+    expected = nn.Module()
+    expected.register_buffer("held", None)
+    change(expected)
+    found, wanted = model._buffers.get("held"), expected._buffers.get("held")
+    assert ("held" in model._buffers) == ("held" in expected._buffers)
+    assert (found is None) == (wanted is None) and (found is None or found.shape == wanted.shape)
+
+
+def test_buffers_that_cannot_be_written_are_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    model.register_buffer("expanded", torch.zeros(1).expand(5))
+    model.register_buffer("sparse", torch.sparse_coo_tensor([[0]], [1.0], (3,)))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with guard.micro_batch() as micro:
+        micro.loss = loss = model(torch.ones(1, 3)).sum()
+        loss.backward()
+    assert guard.step().applied
+
+
+def test_a_graph_from_before_the_micro_batches_keeps_its_buffers() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.ones(4))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    encoded = model(torch.ones(4, 4)) * model.scale
+    for rows in encoded.split(2):
+        with guard.micro_batch() as micro:
+            micro.loss = loss = rows.sum()
+            loss.backward(retain_graph=True)
+    assert guard.step().applied

@@ -175,6 +175,23 @@ def test_nobody_waits_in_a_forward_for_a_refused_one() -> None:
     assert values(several(2, refused_before_a_forward)) == [[1, 2], [1, 2]]
 
 
+def refused_of_a_compiled_model(processes: Any) -> list[list[Any]]:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    compiled = torch.compile(model, backend="eager")
+    guard = Guard(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    for bad in (False, processes.index == 1):
+        with guard.micro_batch() as micro:
+            data = torch.full((3, 4), float("nan") if bad else 1.0)
+            micro.loss = loss = compiled(data).sum()
+            loss.backward()
+    return [[r.kind, r.process] for r in guard.step().refused]
+
+
+def test_a_compiled_model_spreads_no_nan_over_the_processes() -> None:
+    assert values(several(2, refused_of_a_compiled_model)) == [[["loss", 1]]] * 2
+
+
 def test_a_micro_batch_that_an_error_ended_takes_no_place() -> None:
     model = nn.Linear(3, 3)
     second = ProcessGroup(1, 2, torch.device("cpu"))

@@ -63,10 +63,9 @@ def test_a_window_without_survivors_steps_not_at_all(tmp_path) -> None:
 
 def test_what_was_restored_is_said(tmp_path) -> None:
     detail = "exp_avg of layers.0.npt.A was not finite after the step; the state before it was"
-    said = detail.replace("exp_avg of ", "")
-    found = found_in(run_of(tmp_path, refusal(5, "update", said, micro_batch=None)))
+    found = found_in(run_of(tmp_path, refusal(5, "update", detail, micro_batch=None)))
     assert "restored" in found["kept_out"]
-    assert dict(found["facts"])["tensor"] == "layers.0.npt.A"
+    assert dict(found["facts"])["tensor"] == "exp_avg of layers.0.npt.A"
 
 
 def test_refusals_of_one_step_may_be_of_several_windows(tmp_path) -> None:

@@ -112,6 +112,7 @@ def test_without_numbers_there_is_no_view(found) -> None:
         {"targets": None, "teacher_first": 7, "student_first": [3]},
         {"tokens": ["a", 7, None], "layers": ["x" * 900, {}, []]},
         {"change": [[1e300, -5, 0.0], [None, 0.5, 2]], "start": "x", "parts": -1},
+        {"change": [[1e308, 1e307, 0.0], [0, -1e308, 1e308]], "kl": [None, 5e-324]},
     ],
 )
 def test_wrong_values_are_left_out(changed) -> None:
