@@ -11,7 +11,7 @@ Json = Mapping[str, Any]
 
 MODELS = {
     "floor": "floor: attention dropped from these layers",
-    "initial": "student before training",
+    "initial": "student at its start",
     "student": "student after training",
     "teacher": "teacher: the base",
 }

@@ -43,7 +43,7 @@ printed command.
 """
 HUB, MEASURES = "needs a model hub", "takes minutes of a machine to itself, and measures"
 NOT_RUN = {
-    r"npt pretrain .*--model_name (?!tiny)": HUB,
+    r"npt pretrain .*--(model_name (?!tiny)|config (llama|qwen|mistral))": HUB,
     r"npt push ": HUB,
     r"python benchmarks/fetch_model\.py": HUB,
     r"python benchmarks/gpu_check\.py .*(outputs/gpu|benchmarks/results)": "needs a GPU",
