@@ -78,7 +78,7 @@ class Buffers:
         ]
 
     def copy(self) -> list[Tensor | None]:
-        """Return copies, None for a buffer that is missing; a language model has a few small ones."""
+        """Return copies, None for a missing buffer; a language model has a few small ones."""
         found = [held.get(name) for held, name in self._held]
         return [None if each is None else each.detach().clone() for each in found]
 
