@@ -150,7 +150,6 @@ PENDING = frozenset(
     {
         *("real", "calibration", "recording"),
         *("guards", "guard_lora", "crash", "fuzz"),
-        *("fault-loop", "fault-accelerate", "fault-hf", "fault-trl"),
         *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
     }
 )
