@@ -151,7 +151,7 @@ class Guard:
         self.outcome: Outcome | None = None
         self._buffers = Buffers(model)
         self._draws = Draws()
-        self._before: list[Tensor] | None = None  # buffers before the window
+        self._before: list[Tensor | None] | None = None  # buffers before the window
         self._aside: list[Refusal] = []  # of windows that began again
 
     @contextmanager

@@ -5,7 +5,7 @@ Both are taken before it and put back if it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class Buffers:
         return [None if each is None else each.detach().clone() for each in found]
 
     @torch.no_grad()
-    def restore(self, copies: list[Tensor | None], keep: Tensor | None = None) -> None:
+    def restore(self, copies: Sequence[Tensor | None], keep: Tensor | None = None) -> None:
         """Put copies back, unless the scalar bool `keep` is set, which is not read."""
         for (held, name), copy in zip(self._held, copies, strict=True):
             now = held.get(name)

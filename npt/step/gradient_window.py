@@ -34,7 +34,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
 from npt.step.flat_gradients import FlatGradients
-from npt.step.guarded_update import EXACT, GuardedUpdate, norms_of
+from npt.step.guarded_update import EXACT, GuardedUpdate, clip_scale, norms_of
 from npt.step.launched_window import (
     ClosedWindow,
     LaunchedWindow,
@@ -278,11 +278,10 @@ class GradientWindow(Generic[S]):
                 window.norms = norms_of(self.gradients.sum_views)
             clip_grads_with_norm_(reached, self.max_grad_norm, norm)
             return norm.to(self._home, torch.float32)
-        norms = window.norms = norms_of(self.gradients.sum_views)
-        norm = torch.linalg.vector_norm(norms)
-        scale = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        window.norms = norms_of(self.gradients.sum_views)
+        norm = torch.linalg.vector_norm(window.norms)
         for flat in self.gradients.sums:
-            flat.mul_(scale.to(flat.device))
+            flat.mul_(clip_scale(norm, self.max_grad_norm).to(flat.device))
         return norm
 
     def _step(self, window: LaunchedWindow[S], closed: ClosedWindow) -> None:
@@ -295,8 +294,8 @@ class GradientWindow(Generic[S]):
             rate = self._rates.index_select(0, step).squeeze(0)
         update = window.update = self.update(closed.go, rate, self.processes)
         if window.norms is None and not self.update.late and not bool(update.applied):
-            clipped = torch.clamp(self.max_grad_norm / (closed.norm + 1e-6), max=1.0)
-            window.norms = norms_of(self.gradients.sum_views) / clipped  # to name a tensor
+            scale = clip_scale(closed.norm, self.max_grad_norm)  # norms are from before it
+            window.norms = norms_of(self.gradients.sum_views) / scale
         self._steps += update.applied
         rate = self._steps.new_tensor(math.nan, dtype=torch.float32) if rate is None else rate
         of_window = (closed.tokens, closed.loss, closed.norm, closed.finite, closed.spike)

@@ -223,6 +223,11 @@ class GuardedUpdate:
             parameter.grad = None
 
 
+def clip_scale(norm: Tensor, limit: float) -> Tensor:
+    """Return the factor that clips gradients of this norm, as torch's `clip_grad_norm_` has it."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
 def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
     """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
     home = tensors[0].device
