@@ -148,7 +148,7 @@ ELSEWHERE = {
 
 PENDING = frozenset(
     {
-        *("real", "calibration", "recording"),
+        "recording",
         *("guards", "guard_lora", "crash", "fuzz"),
         *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
     }
