@@ -129,7 +129,8 @@ def _paint(axes: Any, measured: Measured, colour: str, marker: str) -> None:
         value = measured.line(name)
         if value is not None and math.isfinite(value) and value > 0:
             axes.axhline(value, color=colour, linestyle=dash, linewidth=1.3)
-            axes.text(1.01, value, f"{measured.model}\n{said}", color=colour, va="center",
+            model = measured.model if len(measured.model) < 14 else f"{measured.model[:12]}…"
+            axes.text(1.01, value, f"{model}\n{said}", color=colour, va="center",
                       transform=axes.get_yaxis_transform(), fontsize=10)  # fmt: skip
 
 
