@@ -149,7 +149,7 @@ ELSEWHERE = {
 PENDING = frozenset(
     {
         "recording",
-        *("guards", "guard_lora", "crash", "fuzz"),
+        *("crash", "fuzz"),
         *("llama-3.2-1b", "llama-3.1-8b", "gpu_check"),
     }
 )
