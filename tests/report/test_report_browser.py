@@ -4,35 +4,20 @@ readable at every width and by keyboard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, find
 from made_runs import event, fidelity, make_run, metrics, modulation, refusal
 
 from npt.report.page import page
 from npt.report.run import read_run
 
-PROGRAM = find()
 HOSTILE = (
     '</script><script>document.title = "taken"</script><img src=x onerror="document.title ='
     " 'taken'\">"
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        PROGRAM is None, reason="NO BROWSER: the report was not looked at in one; install chromium"
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert PROGRAM is not None
-    with Browser(PROGRAM) as made:
-        yield made
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -4,34 +4,32 @@ the screen.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from browser import Browser, find
+from browser import Browser
 from made_study import table
 
 from npt.tools.sweep.page import Study, page
 
-pytestmark = pytest.mark.skipif(find() is None, reason="no browser on this machine")
-
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
-def test_a_studys_page_is_shown_without_complaint(tmp_path, width, dark) -> None:
-    program = find()
-    assert program is not None
+def test_a_studys_page_is_shown_without_complaint(
+    browser: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
     place = tmp_path / "report.html"
     place.write_text(page(Study("made", table())), encoding="utf-8")
-    with Browser(program) as browser:
-        browser.open(place, width=width, dark=dark)
-        assert browser.complaints == []
-        widths = browser.evaluate(
-            "[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width)"
-        )
-        assert len(widths) >= 8 and min(widths) > 0.85 * min(width, 480)
-        heights = browser.evaluate(
-            "[...document.querySelectorAll('svg text')].map(x => x.getBoundingClientRect().height)"
-        )
-        assert min(heights) >= 10  # of a line of letters: what is smaller is not read on a phone
-        ink = browser.evaluate(
-            "getComputedStyle(document.querySelector('svg text[font-weight]')).fill"
-        )
-        assert (sum(map(int, ink[4:-1].split(","))) > 384) == dark
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    browser.complaints.clear()
+    browser.open(place, width=width, dark=dark)
+    assert browser.complaints == []
+    widths = browser.evaluate(
+        "[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width)"
+    )
+    assert len(widths) >= 8 and min(widths) > 0.85 * min(width, 480)
+    heights = browser.evaluate(
+        "[...document.querySelectorAll('svg text')].map(x => x.getBoundingClientRect().height)"
+    )
+    assert min(heights) >= 10  # of a line of letters: what is smaller is not read on a phone
+    ink = browser.evaluate("getComputedStyle(document.querySelector('svg text[font-weight]')).fill")
+    assert (sum(map(int, ink[4:-1].split(","))) > 384) == dark
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, find
+from browser import Browser
 from made_runs import make_run, modulation, refusal
 from test_token_view import HOSTILE, TOKENS_SHOWN, made, passage
 
 from npt.report.page import page
 from npt.report.run import read_run
 
-PROGRAM = find()
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        PROGRAM is None, reason="NO BROWSER: the view was not looked at in one; install chromium"
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert PROGRAM is not None
-    with Browser(PROGRAM) as found:
-        yield found
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
