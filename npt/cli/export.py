@@ -49,8 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--base_precision",
         choices=BASE_PRECISIONS,
         help=(
-            "of the base's weights on disk: 4bit as they were packed, or 16bit, rounded if they"
-            " were not (default: as it was loaded)"
+            "of the base's weights on disk: 4bit keeps them packed, 16bit rounds them to 16 bit if"
+            " need be (default: that of the loaded base)"
         ),
     )
     parser.add_argument(

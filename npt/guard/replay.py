@@ -24,7 +24,8 @@ def replay(
 
     Args:
         folder: of the post-mortem.
-        model: as it was trained, in the same mode; its own weights are put back afterwards.
+        model: the one that was trained, in the same mode (`train` or `eval`). Its current
+            weights are restored afterwards.
         loss: makes the loss from the model and the stored inputs; default
             `model(**inputs)`, which is enough if the model returns its loss.
 
