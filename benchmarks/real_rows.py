@@ -85,8 +85,9 @@ ROWS = {
         Row(
             "best",
             "upper half, D/4 on average, solved, then trained",
-            solve={"rank_budget": True},
-            training=Training((1e-5, 3e-5), hidden_weight=0.0),
+            tokens=49152,
+            solve={"rank_budget": True, "rounds": 3},
+            training=Training((3e-5,), hidden_weight=0.0),
         ),
         Row("all-but-first", "all layers but the first, D/4, solved", layers="all_but_first"),
         Row("upper-half-small", "upper half, D/16, solved", divisor=16),

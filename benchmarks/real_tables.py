@@ -104,8 +104,8 @@ def markdown(figures: Mapping[str, Any]) -> str:
             f" {sizes['vocab']:,}; samples of {text['length']} tokens at most,"
             f" {text['fitted_tokens']:,} tokens may be fitted. Times are in minutes, and in passes"
             " (x): forward passes of the whole base over the tokens that the row's start is solved"
-            " on, or over as many as `best` has if a rival has no such start, timed in the same"
-            " process."
+            " on, or over as many as `upper-half` has if a rival has no such start, timed in the"
+            " same process."
         ),
         "",
         f"| {' | '.join(COLUMNS)} |",
