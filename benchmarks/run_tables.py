@@ -132,7 +132,7 @@ def calibration(figures: Json) -> str:
 PARTS = {
     "limit": "random start, alpha 0.1",
     "limit, alpha 1": "random start, alpha 1",
-    "limit, calibrated": "solved start, before it was balanced",
+    "limit, calibrated": "solved start",
 }
 """Parts of the study of `widths.py` that seek a limit."""
 

@@ -35,7 +35,7 @@ class TestStart:
         expected = {
             "init": "calibrated",
             "additive_scale": 1.0,
-            "learning_rate": 3e-4,
+            "learning_rate": 3e-5,
             "strategy": "end_to_end",
             "logit_kl_weight": 1.0,
         }
@@ -43,7 +43,7 @@ class TestStart:
         (line,) = found.said
         assert (
             "the start is solved" in line
-            and "--learning_rate 0.0003" in line
+            and "--learning_rate 3e-05" in line
             and "--init random" in line
         )
         assert "adapter_rank" not in found.given and "max_steps" not in found.given
@@ -90,7 +90,12 @@ class TestStart:
     def test_the_embedded_model_ends_in_minutes(self):
         assert (
             with_defaults({}).given.items()
-            >= {"adapter_rank": 48, "max_steps": 150, "calibration_tokens": 32768}.items()
+            >= {
+                "adapter_rank": 48,
+                "max_steps": 150,
+                "calibration_tokens": 32768,
+                "learning_rate": 3e-4,
+            }.items()
         )
         assert with_defaults({"init": "random"}).given["max_steps"] == 600
         assert "max_steps" not in with_defaults({"dataset_name": "mine.jsonl"}).given
