@@ -89,7 +89,13 @@ ROWS = {
             solve={"rank_budget": True, "rounds": 3},
             training=Training((3e-5,), hidden_weight=0.0),
         ),
-        Row("all-but-first", "all layers but the first, D/4, solved", layers="all_but_first"),
+        Row(
+            "all-but-first",
+            "all layers but the first, D/4, solved",
+            layers="all_but_first",
+            tokens=49152,
+            solve={"rounds": 3},
+        ),
         Row("upper-half-small", "upper half, D/16, solved", divisor=16),
         Row("linear", "upper half, D/4, the linear closed form alone", solve={"rounds": 0}),
         Row(
