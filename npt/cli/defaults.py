@@ -71,28 +71,34 @@ def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict
 
 
 def with_defaults(
-    given: Mapping[str, Any], before: Mapping[str, Any] | None = None, *, solvable: bool = True
+    given: Mapping[str, Any],
+    before: Mapping[str, Any] | None = None,
+    *,
+    model_name: str | None = None,
+    solvable: bool = True,
 ) -> Chosen:
     """Return the flags of a run with values for those that are not given.
 
     Args:
         given: by flag name; `init` may be `auto`, which is its default.
         before: those of the run that is resumed, if any, which come before any default.
+        model_name: of the base, where flags do not say it: an adapter knows its own.
         solvable: False if a start was found not to be solvable.
     """
     asked = given.get("init", AUTO)
+    embedded = given.get("model_name", model_name or EMBEDDED) == EMBEDDED
     adapter = given.get("adapter") is not None
     flags = dict(given)
     if not adapter or asked == AUTO:
         flags.pop("init", None)
     said: list[str] = []
     if adapter:
-        chosen = _near(flags)
+        chosen = _near(flags, embedded)
     else:
         against = _why_random(flags) if solvable else "too little text to solve one"
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
-        chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
-        if _on_embedded_text(flags):
+        chosen = {"init": init, **(_near(flags, embedded) if init == "calibrated" else {})}
+        if embedded and _on_embedded_text(flags):
             chosen |= _missing(_EMBEDDED[init], flags)
         if asked == AUTO and init == "random":
             said.append(f"--init auto: a random start, because of {against}")
@@ -111,11 +117,10 @@ def with_defaults(
     return Chosen({**flags, **chosen}, tuple(said), fallback)
 
 
-def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _near(flags: Mapping[str, Any], embedded: bool) -> dict[str, Any]:
     """Return defaults for a student that is near its teacher from the first step on."""
     objective = {"stages", "loss", *_WHOLE}
     whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
-    embedded = flags.get("model_name", EMBEDDED) == EMBEDDED
     form = dict(_NEAR_EMBEDDED if embedded else _NEAR)
     if flags.get("adapter") is not None:
         del form["additive_scale"]
@@ -147,11 +152,7 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
 
 
 def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
-    return (
-        flags.get("dataset_mix") is None
-        and flags.get("model_name", EMBEDDED) == EMBEDDED
-        and flags.get("dataset_name", BUILTIN) == BUILTIN
-    )
+    return flags.get("dataset_mix") is None and flags.get("dataset_name", BUILTIN) == BUILTIN
 
 
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:

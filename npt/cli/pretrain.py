@@ -52,7 +52,7 @@ def pretrain(given: dict[str, Any]) -> int:
     any_base = given.pop("any_base", False)
     found = with_data(given, base.model_name)
     given = found.given
-    chosen = with_defaults(given, _resumed_flags(given))
+    chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
     settings = _settings(base, chosen.given, any_base)
     training, start = settings.training, settings.start
     if start is not None and (idle is not None or training.rank_budget is not None):
@@ -93,7 +93,7 @@ def pretrain(given: dict[str, Any]) -> int:
                     if processes.size > 1 or not chosen.fallback:
                         raise
                     # only the trackers have started
-                    chosen = with_defaults(given, solvable=False)
+                    chosen = with_defaults(given, model_name=base.model_name, solvable=False)
                     console.say(*chosen.said)
                     settings = _settings(base, chosen.given, any_base)
                     checked = _check(processes, settings)

@@ -123,6 +123,12 @@ class TestStart:
             and found["learning_rate"] == 3e-4
         )
 
+    def test_the_rate_is_of_the_base_that_an_adapter_knows(self):
+        found = with_defaults({"adapter": "RUN"}, model_name="some/llama").given
+        assert found["learning_rate"] == 3e-5
+        named = {"adapter": "RUN", "model_name": "tiny"}
+        assert with_defaults(named, model_name="tiny").given["learning_rate"] == 3e-4
+
 
 class TestData:
     def test_the_embedded_text_is_of_the_embedded_model_alone(self):

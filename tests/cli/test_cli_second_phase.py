@@ -78,6 +78,19 @@ def test_a_second_phase_is_resumed_from_its_own_checkpoint(adapter, tmp_path):
     )
 
 
+def test_the_default_rate_is_of_the_base_that_the_adapter_knows(tmp_path):
+    model, tokenizer = npt.load_base("tiny", device="cpu")
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "llama")
+    model, _ = npt.load_base(str(tmp_path / "llama"), device="cpu")
+    npt.attach(model, npt.NPTConfig(rank=2, layers="7"))
+    adapter = npt.save_adapter(model, tmp_path / "first")
+    run = ["pretrain", "--adapter", str(adapter), "--output_dir", str(tmp_path / "run"), *SHORT]
+    assert main([*run, "--dataset_name", "builtin"]) == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["settings"]["learning_rate"] == 3e-5
+
+
 REFUSED = {
     "another rank": (["--adapter_rank", "4"], "--adapter_rank is 4, but --adapter", "has 3"),
     "another form": (["--safe_mode"], "--modulation is additive, but --adapter", "has both"),
