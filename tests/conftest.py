@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -142,6 +143,19 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def obeyed_signals() -> Iterator[None]:
+    """SIGINT and SIGHUP as in a terminal, also in a suite that inherits them ignored, as it does
+    under nohup and in the background of a script: those who test that they stop work.
+    """
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

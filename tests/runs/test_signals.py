@@ -43,7 +43,7 @@ def handlers() -> dict[int, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _handlers_are_put_back() -> Iterator[None]:
+def _handlers_are_put_back(obeyed_signals: None) -> Iterator[None]:
     before = handlers()
     yield
     assert handlers() == before

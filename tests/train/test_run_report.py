@@ -171,6 +171,7 @@ def test_a_passage_that_cannot_be_measured_takes_nothing_with_it(here, monkeypat
     assert "Token by token" not in text(folder)
 
 
+@pytest.mark.usefixtures("obeyed_signals")
 def test_a_second_signal_does_not_wait_for_a_report(here) -> None:
     def twice(count: int, batch: Any) -> None:
         if count == 3:

@@ -1082,6 +1082,7 @@ def test_tokenising_goes_on_while_a_step_is_computed(build, monkeypatch, tokeniz
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("obeyed_signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_saving(build, monkeypatch, number, status) -> None:
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}

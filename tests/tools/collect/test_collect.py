@@ -366,6 +366,7 @@ def test_more_prompts_are_added_to_those_that_are_done(student, tokenizer, whole
     assert gather(student, tokenizer, tmp_path / "part.jsonl", num_prompts=3).progress.prompts == 9
 
 
+@pytest.mark.usefixtures("obeyed_signals")
 def test_a_signal_ends_it_after_the_batch(student, tokenizer, whole, tmp_path) -> None:
     number = signal.SIGINT
     result = gather(

@@ -272,6 +272,7 @@ def test_a_killed_study_continues_and_repeats_nothing(
     assert json.loads(capsys.readouterr().out)["trials"] == 4 and (folder / "report.html").is_file()
 
 
+@pytest.mark.usefixtures("obeyed_signals")
 @pytest.mark.slow
 def test_a_signal_ends_a_study_and_its_trials_wait_again_at_once(
     spec, tmp_path, forked_workers
