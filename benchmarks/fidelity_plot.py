@@ -120,9 +120,12 @@ def _paint(axes: Any, measured: Measured, colour: str, marker: str) -> None:
     axes.errorbar(x, y, [0 if math.isnan(p.error) else p.error for p in students], fmt="none",
                   ecolor=colour, elinewidth=2)  # fmt: skip
     axes.plot(x, y, marker, color=colour, markersize=7, linestyle="none", label=measured.model)
+    lines = [value for name in LINES if (value := measured.line(name))]
     for point, (across, side) in zip(students, _sides(students), strict=True):
+        crossed = any(0.83 < line / point.kl < 1.2 for line in lines)  # the line through its name
         axes.annotate(
-            point.name, (point.parameters, point.kl), xytext=(across, 0), ha=side, va="center",
+            point.name, (point.parameters, point.kl), xytext=(across, -9 if crossed else 0),
+            ha=side, va="center",
             textcoords="offset points", color=charts.INK,
         )  # fmt: skip
     for name, (dash, said) in LINES.items():

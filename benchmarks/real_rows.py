@@ -81,7 +81,7 @@ ROWS = {
     for row in (
         Row("nf4", "NF4 against the 16-bit model", "quantization"),
         Row("floor", "upper half without attention, nothing in its place", "floor"),
-        Row("upper-half", "upper half, D/4, solved"),
+        Row("upper-half", "upper half, D/4, solved", solve={"rounds": 4}),
         Row(
             "best",
             "upper half, D/4 on average, solved, then trained",
@@ -96,7 +96,13 @@ ROWS = {
             tokens=49152,
             solve={"rounds": 3},
         ),
-        Row("upper-half-small", "upper half, D/16, solved", divisor=16),
+        Row(
+            "upper-half-small",
+            "upper half, D/16 on average, solved, then trained",
+            divisor=16,
+            solve={"rank_budget": True, "rounds": 4},
+            training=Training((2e-4,), hidden_weight=0.0),
+        ),
         Row("linear", "upper half, D/4, the linear closed form alone", solve={"rounds": 0}),
         Row(
             "original",
@@ -111,7 +117,7 @@ ROWS = {
             "upper half without attention, LoRA on gate, up and down, KL with the teacher",
             "lora",
             solve=None,
-            training=Training((3e-4, 1e-3, 3e-3), hidden_weight=0.0),
+            training=Training((1e-3, 3e-3, 1e-2), hidden_weight=0.0),
         ),
     )
 }
