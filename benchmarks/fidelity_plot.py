@@ -46,6 +46,11 @@ class Point:
     kl: float
     error: float
 
+    @property
+    def drawn(self) -> bool:
+        """True if a logarithmic axis has a place for it."""
+        return math.isfinite(self.kl) and self.kl > 0
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -56,12 +61,17 @@ class Measured:
     points: list[Point]
 
     def line(self, name: str) -> float | None:
-        """Return the KL of a row without parameters, None if it was not measured."""
-        return next((point.kl for point in self.points if point.name == name), None)
+        """Return the KL of a row without parameters, None if there is none to draw."""
+        return next((p.kl for p in self.points if p.name == name and p.drawn), None)
+
+    @property
+    def lines(self) -> dict[str, float]:
+        """Of LINES, the KL of those that are drawn."""
+        return {name: kl for name in LINES if (kl := self.line(name)) is not None}
 
     @property
     def students(self) -> list[Point]:
-        return [p for p in self.points if p.parameters > 0 and math.isfinite(p.kl) and p.kl > 0]
+        return [p for p in self.points if p.parameters > 0 and p.drawn]
 
 
 def of_json(found: Mapping[str, Any]) -> Measured:
@@ -95,7 +105,7 @@ def plot(models: Sequence[Measured]) -> str:
     points = [point for measured in models for point in measured.students]
     if not points:
         raise ConfigError("no row has trainable parameters and a KL: there is nothing to draw")
-    lines = [x for m in models for name in LINES if (x := m.line(name)) and math.isfinite(x)]
+    lines = [kl for measured in models for kl in measured.lines.values()]
     label = f"KL(teacher, student) of {len(points)} students by their trainable parameters."
     with charts.picture(HEIGHT, label, WIDTH) as made:
         axes = made.axes(44, HEIGHT - 44 - 46, 44, 104)
@@ -120,21 +130,20 @@ def _paint(axes: Any, measured: Measured, colour: str, marker: str) -> None:
     axes.errorbar(x, y, [0 if math.isnan(p.error) else p.error for p in students], fmt="none",
                   ecolor=colour, elinewidth=2)  # fmt: skip
     axes.plot(x, y, marker, color=colour, markersize=7, linestyle="none", label=measured.model)
-    lines = [value for name in LINES if (value := measured.line(name))]
+    lines = measured.lines
     for point, (across, side) in zip(students, _sides(students), strict=True):
-        crossed = any(0.83 < line / point.kl < 1.2 for line in lines)  # the line through its name
+        crossed = any(0.83 < line / point.kl < 1.2 for line in lines.values())
+        beside = (across, -9 if crossed else 0)  # below a line that would strike it through
         axes.annotate(
-            point.name, (point.parameters, point.kl), xytext=(across, -9 if crossed else 0),
-            ha=side, va="center",
+            point.name, (point.parameters, point.kl), xytext=beside, ha=side, va="center",
             textcoords="offset points", color=charts.INK,
         )  # fmt: skip
-    for name, (dash, said) in LINES.items():
-        value = measured.line(name)
-        if value is not None and math.isfinite(value) and value > 0:
-            axes.axhline(value, color=colour, linestyle=dash, linewidth=1.3)
-            model = measured.model if len(measured.model) < 14 else f"{measured.model[:12]}…"
-            axes.text(1.01, value, f"{model}\n{said}", color=colour, va="center",
-                      transform=axes.get_yaxis_transform(), fontsize=10)  # fmt: skip
+    for name, line in lines.items():
+        dash, said = LINES[name]
+        axes.axhline(line, color=colour, linestyle=dash, linewidth=1.3)
+        model = measured.model if len(measured.model) < 14 else f"{measured.model[:12]}…"
+        axes.text(1.01, line, f"{model}\n{said}", color=colour, va="center",
+                  transform=axes.get_yaxis_transform(), fontsize=10)  # fmt: skip
 
 
 def _sides(points: Sequence[Point]) -> list[tuple[int, str]]:
