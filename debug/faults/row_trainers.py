@@ -25,7 +25,7 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.base.random_base import random_base
 from npt.errors import DataError
 from npt.guard import Guard, Refusal, TrainerMixin
-from npt.guard.trainer import refuse_bad_ids
+from npt.guard.ids import refuse_bad_ids
 
 RATE, MAX_NORM, WARMUP = 0.01, 0.1, 4
 
@@ -127,8 +127,7 @@ def loop(case: RowCase, faulty: bool, guarded: bool, accelerator: Any = None) ->
             if guard is None:
                 backward(_summed_loss(model, one))  # its gradients are summed below
             else:
-                with guard.micro_batch(tokens) as micro:
-                    refuse_bad_ids(one, model)
+                with guard.micro_batch(tokens) as micro, refuse_bad_ids(one, model):
                     micro.loss = loss = _summed_loss(given_model, one)
                     backward(loss)
         if guard is None:

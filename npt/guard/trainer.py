@@ -28,6 +28,7 @@ from torch import Tensor
 from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
 from npt.files import write_json
 from npt.guard.guard import Guard, Outcome
+from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.parallel import whole
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
@@ -38,7 +39,6 @@ else:
     Trainer = object  # the mixin needs none of transformers
 
 STATE_FILE = "guard.json"
-IGNORED = -100
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
 _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
@@ -122,11 +122,19 @@ class TrainerMixin(Trainer):
     def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
         loss = torch.zeros((), device=self.args.device)
         again = partial(self._once_more, model, inputs, items)
-        with guard.micro_batch(inputs=inputs, run=again) as micro:
-            refuse_bad_ids(inputs, self.model)
-            with alone(self.accelerator):
-                micro.loss = loss = super().training_step(model, inputs, items)
+        with (
+            guard.micro_batch(inputs=inputs, run=again) as micro,
+            refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
+            alone(self.accelerator),
+        ):
+            micro.loss = loss = super().training_step(model, inputs, items)
         return loss
+
+    def _labels_are_tokens(self) -> bool:
+        """Return whether the loss is a stock one, in which a label is a token or -100."""
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            return False
+        return type(self).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
 
     def _once_more(self, model: Any, inputs: Any, items: Any) -> Tensor:
         """Compute a micro-batch for the tracer: not counted, and by this process alone."""
@@ -138,11 +146,11 @@ class TrainerMixin(Trainer):
             self._restore_metrics(counted)
 
     def _metrics_so_far(self) -> Mapping[str, Any]:
-        return {name: deepcopy(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
+        return {name: _mark(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
 
     def _restore_metrics(self, counted: Mapping[str, Any]) -> None:
-        for name, value in counted.items():
-            setattr(self, name, deepcopy(value))
+        for name, mark in counted.items():
+            setattr(self, name, _back_to(getattr(self, name), mark))
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -225,9 +233,12 @@ class TrainerMixin(Trainer):
         return self._norm
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        """Log with the number of refusals so far, `refused`."""
+        """Log with the number of refusals so far, `refused`.
+
+        It enters the caller's own dict, as all that a Trainer adds: the caller reads it afterwards.
+        """
         if self.guard is not None:
-            logs = {**logs, "refused": self.guard.counts.refused}
+            logs["refused"] = self.guard.counts.refused
         super().log(logs, *arguments, **named)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -298,37 +309,31 @@ def alone(accelerator: Any) -> Iterator[None]:
             delattr(accelerator, name)
 
 
-def refuse_bad_ids(inputs: Any, model: Any) -> None:
-    """Raise DataError if a token id or label is unknown to the model, before a GPU asserts it.
-
-    Labels are checked if the model predicts tokens; nothing is if its sizes cannot be told.
-    """
-    found = []
-    for name, part in (("input_ids", "get_input_embeddings"), ("labels", "get_output_embeddings")):
-        ids, size = inputs.get(name), _rows_of(model, part)
-        if ids is None or size is None or ids.is_floating_point() or not ids.numel():
-            continue
-        below = ids < 0 if name == "input_ids" else (ids < 0) & (ids != IGNORED)
-        found.append((name, ids, size, (ids >= size) | below))
-    # read once for both
-    if not found or not bool(torch.stack([bad.any() for *_, bad in found]).any()):
-        return
-    name, ids, size, bad = next(entry for entry in found if bool(entry[-1].any()))
-    raise DataError(f"{name} has {int(ids[bad][0])}, and the model knows ids from 0 to {size - 1}")
-
-
-def _rows_of(model: Any, part: str) -> int | None:
-    """Return the number of tokens that an embedding or head has a row for, also inside PEFT's."""
-    find = getattr(model, part, None)
-    module = None if find is None else find()
-    inner = module
-    while inner is not None:  # a LoRA's own sizes are others
-        module, inner = inner, getattr(inner, "base_layer", None)
-        inner = getattr(module, "original_module", None) if inner is None else inner
-    return getattr(module, "num_embeddings", getattr(module, "out_features", None))
-
-
 def _blank(inputs: Any) -> Any:
     """Return a micro-batch of which no label counts."""
+    if not isinstance(inputs, Mapping):
+        return inputs
     names = [name for name in ("labels", "shift_labels") if name in inputs]
     return {**inputs, **{name: torch.full_like(inputs[name], IGNORED) for name in names}}
+
+
+def _mark(value: Any) -> Any:
+    """Return what `_back_to` needs: the lengths of lists, which only grow, and other values."""
+    if isinstance(value, dict):
+        return {key: _mark(item) for key, item in value.items()}
+    return len(value) if isinstance(value, list) else deepcopy(value)
+
+
+def _back_to(value: Any, mark: Any) -> Any:
+    """Undo in place what was added since the mark; return the value."""
+    if isinstance(value, dict):
+        for key in list(value):
+            if key in mark:
+                value[key] = _back_to(value[key], mark[key])
+            else:
+                del value[key]
+        return value
+    if isinstance(value, list):
+        del value[mark:]
+        return value
+    return deepcopy(mark)

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 from faults.row_faults import plant, row
 from npt.errors import ConfigError, DataError, TooManyRefusalsError
 from npt.guard import TrainerMixin, protect
-from npt.guard.trainer import refuse_bad_ids
+from npt.guard.ids import refuse_bad_ids
 
 
 class Safe(TrainerMixin, InOrder):
@@ -269,15 +269,20 @@ def test_ids_are_compared_with_what_the_model_has_rows_for() -> None:
     llama = small_llama()
     tokens = {"target_modules": ["embed_tokens", "q_proj"]}, {"trainable_token_indices": [1]}
     wrapped = [get_peft_model(small_llama(), LoraConfig(r=2, **one)) for one in tokens]
-    top = row(0)["input_ids"] * 0 + llama.config.vocab_size
+    top = row(0)["input_ids"][None] * 0 + llama.config.vocab_size
+
+    def forward(model: Any, **inputs: Any) -> None:
+        with refuse_bad_ids(inputs, model):
+            model(**inputs)
+
     for model in (llama, *wrapped):
-        refuse_bad_ids({"input_ids": top - 1, "labels": top - 1}, model)
+        forward(model, input_ids=top - 1, labels=top - 1)
         for name in ("input_ids", "labels"):
-            with pytest.raises(DataError, match=f"^{name} has {int(top[0])}, and the model knows"):
-                refuse_bad_ids({"input_ids": top - 1, "labels": top - 1, name: top}, model)
-    llama.lm_head = None
-    refuse_bad_ids({"input_ids": top - 1, "labels": top}, llama)  # of no vocabulary
-    refuse_bad_ids({"input_ids": top}, torch.nn.Linear(2, 2))
+            with pytest.raises(DataError, match=f"^{name} has {int(top[0, 0])}, and the model"):
+                forward(model, **{"input_ids": top - 1, "labels": top - 1, name: top})
+        assert not model.get_input_embeddings()._forward_pre_hooks
+    with refuse_bad_ids({"input_ids": top}, torch.nn.Linear(2, 2)):
+        pass
 
 
 def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:

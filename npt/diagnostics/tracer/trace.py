@@ -307,12 +307,16 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         return None
     entries = vars(batch) if isinstance(batch, Batch) else batch
     entries = entries if isinstance(entries, Mapping) else {}
+    if "pixel_values" in entries or "input_features" in entries:
+        return None  # placeholders beyond the vocabulary are replaced before they are looked up
     for name, called, operation, ignored in (
         ("input_ids", "token", "embedding", None),
         ("labels", "label", "cross_entropy", IGNORE_INDEX),
     ):
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
+            continue
+        if name == "labels" and not _predicts_tokens(model):
             continue
         finding = target_fault(ids, vocabulary, ignored, name=called)
         if finding is not None:
@@ -332,6 +336,16 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
                 sample=sample,
             )
     return None
+
+
+def _predicts_tokens(model: nn.Module) -> bool:
+    """Return whether labels are tokens, with -100 as the one that is ignored: a language model of
+    transformers. Losses of other models ignore what they like.
+    """
+    find: Any = getattr(model, "get_base_model", None)
+    inner = model if find is None else find()
+    ours = type(inner).__module__.startswith(("transformers.", "npt."))
+    return ours and hasattr(inner, "lm_head")
 
 
 def _outside_of_torch(sink: Sink) -> Verdict:

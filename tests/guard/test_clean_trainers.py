@@ -1,0 +1,164 @@
+"""A guard changes nothing of a Trainer's clean run: whatever its model, batches and losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from guarded_loops import assert_equal
+from guarded_trainers import InOrder, small_llama, state_of, trainer_of
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from faults.row_faults import VOCABULARY, row
+from npt.guard import protect
+from npt.guard.ids import refuse_bad_ids
+from npt.guard.trainer import _back_to, _mark
+
+
+class Config(PreTrainedConfig):
+    model_type = "points"
+
+
+class Points(PreTrainedModel):
+    """A model of no tokens, as of images: `get_input_embeddings` raises."""
+
+    config_class = Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.line = nn.Linear(3, 2)
+        self.post_init()
+
+    def forward(self, values: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        scores = self.line(values)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def points() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"values": torch.randn(3, generator=generator), "labels": torch.tensor(i % 2)}
+        for i in range(8)
+    ]
+
+
+def both(data: list[Any], folder: Any, model: Any, kind: Any = InOrder, **rest: Any) -> list[Any]:
+    """Train plain and guarded; return both trainers."""
+    trainers = []
+    for prepared in (lambda trainer: trainer, protect):
+        torch.manual_seed(0)
+        trainer = prepared(trainer_of(kind, data, folder, model(), **rest))
+        trainer.train()
+        trainers.append(trainer)
+    plain, guarded = trainers
+    assert_equal(state_of(guarded), state_of(plain), "state")
+    assert guarded.guard.counts.refused == 0
+    return trainers
+
+
+def test_a_model_without_a_token_embedding_trains(tmp_path) -> None:
+    both(points(), tmp_path, lambda: Points(Config()))
+
+
+class Adding(InOrder):
+    """Adds a figure to the log in place, as TRL's trainers do, and reads its own dict again."""
+
+    def log(self, logs: dict[str, float], *rest: Any) -> None:
+        logs["own"] = 1.0
+        super().log(logs, *rest)
+        self.read = dict(logs)
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        self.evaluated = super().evaluate(*arguments, **named)
+        return self.evaluated
+
+
+def test_what_a_trainer_adds_to_its_log_reaches_its_caller(tmp_path) -> None:
+    plain, guarded = both(
+        [row(i) for i in range(8)],
+        tmp_path,
+        small_llama,
+        Adding,
+        include_num_input_tokens_seen="all",
+    )
+    for trainer in (plain, guarded):
+        trainer.evaluate([row(0)])
+    assert set(guarded.evaluated) == set(plain.evaluated) | {"refused"}
+    assert {"own", "epoch", "num_input_tokens_seen"} < set(guarded.evaluated)
+
+
+class Tuples(InOrder):
+    """Its batches are tuples, as data of one's own may be."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(inputs[0], inputs[1])["loss"]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
+
+
+def test_a_batch_that_is_no_mapping_passes_through(tmp_path, monkeypatch) -> None:
+    def collate(rows: list[Any]) -> tuple[Tensor, Tensor]:
+        return tuple(torch.stack([each[name] for each in rows]) for name in ("values", "labels"))
+
+    monkeypatch.setattr(Tuples, "_get_collator_with_removed_columns", lambda self, c, *_, **__: c)
+
+    def trainer_with(*arguments: Any, **named: Any) -> Any:
+        return Tuples(*arguments, **named, data_collator=collate)
+
+    both(points(), tmp_path, lambda: Points(Config()), trainer_with)
+
+
+class OwnLoss(InOrder):
+    """Ignores labels of -1, which the model is not given."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        labels = inputs["labels"][:, 1:].reshape(-1)
+        return nn.functional.cross_entropy(
+            logits[:, :-1].reshape(len(labels), -1), labels, ignore_index=-1
+        )
+
+
+def test_labels_of_a_loss_of_ones_own_are_its_own_affair(tmp_path) -> None:
+    rows = [row(i) for i in range(8)]
+    for each in rows:
+        each["labels"] = torch.where(each["labels"] < 0, -1, each["labels"])
+        each["labels"][3] = -1
+    both(rows, tmp_path, small_llama, OwnLoss)
+
+
+class Replacing(nn.Module):
+    """Replaces placeholders before it looks ids up, as models of images and text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 2)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        known = (input_ids >= 0) & (input_ids < 8)
+        return self.table(torch.where(known, input_ids, 0))
+
+
+@pytest.mark.parametrize("placeholder", [-200, 9, VOCABULARY])
+def test_placeholders_that_are_never_looked_up_are_good(placeholder) -> None:
+    model, ids = Replacing(), torch.tensor([[1, placeholder]])
+    with refuse_bad_ids({"input_ids": ids}, model):
+        model(ids)
+    assert not model.table._forward_pre_hooks
+
+
+def test_metrics_are_put_back_by_their_lengths() -> None:
+    metrics = {"train": {"loss": [1.0, 2.0]}, "tokens": 5}
+    held = metrics["train"]["loss"]
+    mark = _mark(metrics)
+    held.append(3.0)
+    metrics["train"]["entropy"] = [1.0]
+    metrics["tokens"] = 7
+    assert _back_to(metrics, mark) == {"train": {"loss": [1.0, 2.0]}, "tokens": 5}
+    assert metrics["train"]["loss"] is held
