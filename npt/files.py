@@ -47,8 +47,14 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically: a temporary file next to it, synced, then renamed."""
+    """Replace `path` by `content` atomically: a temporary file next to it, synced, then renamed.
+
+    Raises:
+        OSError: it could not be written, or `path` is a device, a pipe or a folder.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file():  # a rename would destroy /dev/null as gladly as a file
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -80,6 +86,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     the old one under another name: `clean` removes the one and restores the other.
     """
     path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise OSError(errno.ENOTDIR, "not a folder", str(path))
     made = _make_parents(path.parent)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent))
     try:

@@ -246,10 +246,10 @@ def yaml_content(path: str, where: str) -> Any:
     """Return the content of a YAML file, which messages call `where`.
 
     Raises:
-        ConfigError: unreadable, or not YAML.
+        ConfigError: unreadable, not YAML, a key twice in one mapping, or an alias.
     """
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{where} cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -260,6 +260,38 @@ def yaml_content(path: str, where: str) -> Any:
         raise ConfigError(
             f"{where} is not valid YAML: {place}{getattr(error, 'problem', error)}"
         ) from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        # out of PyYAML: an impossible date or number, thousands of digits, of nested lists
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{where} holds a value that cannot be read: {reason}") from error
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses what loses or multiplies settings: a key twice, of which the last would win, and
+    aliases, of which ten lines can make a list of a billion entries.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor} is an alias; write the value itself", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None,
+                        None,
+                        f"{key.value} is given twice; drop one of the two",
+                        key.start_mark,
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def checked_settings(

@@ -362,3 +362,18 @@ def test_a_removed_folder_is_gone_as_a_whole(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError):
         remove_folder(tmp_path / "folder")
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path) -> None:
+    """As root, a rename onto /dev/null would leave the machine without one."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    file.write_text("kept")
+    for path in (pipe, link, tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            write_bytes(path, b"x")
+    with pytest.raises(OSError, match="not a folder"), new_folder(file):
+        pass
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and link.is_symlink() and file.read_text() == "kept"
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]

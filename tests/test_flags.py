@@ -168,6 +168,12 @@ def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:
         ("dataset_name: {a: 1}\n", "expected str"),
         ("- 1\n- 2\n", "holds a list"),
         ("a: [1\nb: 2\n", "not valid YAML: line 2"),
+        ("max_steps: 1\nmax_steps: 2\n", "line 2, column 1: max_steps is given twice"),
+        ("max_steps: 2001-99-99\n", "holds a value that cannot be read: month must be"),
+        ("max_steps: !!int abc\n", "holds a value that cannot be read: invalid literal"),
+        (f"max_steps: {'9' * 6000}\n", "holds a value that cannot be read: Exceeds the limit"),
+        (f"layers: {'[' * 2000}{']' * 2000}\n", "cannot be read: nested too deeply"),
+        ("run_name: &a [x]\nlayers: [*a, *a]\n", "line 2, column 10: *a is an alias"),
     ],
 )
 def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
