@@ -15,6 +15,9 @@ from npt.guard.parallel import whole
 Trainable = nn.Module | Mapping[str, nn.Parameter] | Iterable[Any]
 """A model, parameters by name, pairs of names and parameters, or parameters."""
 
+IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
+"""Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""
+
 
 def stepped_parameters(
     trainable: Trainable, optimizer: torch.optim.Optimizer
@@ -31,6 +34,11 @@ def stepped_parameters(
                 f"{type(optimizer).__name__} {why}; a guard needs an optimizer whose step takes"
                 " dense gradients from .grad, such as AdamW or SGD"
             )
+    if not IN_BACKWARD.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps inside backward, before a guard can look at the"
+            " gradient; use its form that is not layerwise, or AdamW"
+        )
     stepped = _stepped(optimizer)
     names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
     for name, parameter in _named(trainable):

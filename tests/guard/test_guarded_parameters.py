@@ -109,3 +109,13 @@ def test_a_window_that_reached_no_parameter_is_not_applied() -> None:
     outcome = guard.step()
     assert (outcome.applied, outcome.refused, outcome.steps) == (False, (), 0)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["Lomo", "AdaLomo", "LayerWiseDummyOptimizer"])
+def test_an_optimizer_that_steps_in_backward_is_refused(name: str) -> None:
+    model = nn.Linear(3, 3)
+    kind = type(name, (torch.optim.SGD,), {})
+    for own in (kind, type("Own", (kind,), {})):
+        said = f"^{own.__name__} steps inside backward, before .*; use .* not layerwise, or AdamW$"
+        with pytest.raises(ConfigError, match=said):
+            Guard(model, own(model.parameters(), lr=0.1))
