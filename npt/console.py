@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import os
-import sys
+import re
+from typing import Any
 
 from rich.console import Console
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""All but tab and newline; with what turns the direction of text around."""
+
+
+def printable(text: str, one_line: bool = False) -> str:
+    """Return text with its control characters written out, as Python writes them.
+
+    Names, records and templates come from outside, and a terminal obeys what it is sent: an escape
+    could hide a line, a newline forge one.
+
+    Args:
+        one_line: newlines are written out too.
+    """
+    text = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return text.replace("\n", "\\n") if one_line else text
+
 
 class QuietConsole(Console):
-    """A console that falls silent when nobody reads it any more, as in `npt pretrain | head`:
-    printing never ends a run. (rich ends the program on a broken pipe.)
+    """A console that falls silent when nobody reads it any more, as in `npt pretrain | head`, or
+    its disk is full: printing never ends a run. (rich ends the program on a broken pipe.)
     """
+
+    def print(self, *objects: Any, **named: Any) -> None:
+        """Print; see `printable` for what becomes of text."""
+        objects = tuple(printable(each) if isinstance(each, str) else each for each in objects)
+        try:
+            super().print(*objects, **named)
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        # Python flushes stdout at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Python flushes it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
     def say(self, *lines: str) -> None:
         """Print each line as it is: neither wrapped nor read as markup."""

@@ -20,7 +20,7 @@ from npt.cli.arguments import (
     print_json,
     with_base,
 )
-from npt.console import make_console
+from npt.console import make_console, printable
 from npt.errors import ConfigError, DataError
 
 SIDE_BY_SIDE = 100
@@ -100,7 +100,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from npt.console import printable
 from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except (NPTError, StoppedError) as error:
         if debug:
             raise
-        print(f"{speaker}: error: {error}", file=sys.stderr)
+        print(f"{speaker}: error: {printable(str(error), one_line=True)}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print(f"{speaker}: interrupted", file=sys.stderr)
@@ -132,4 +133,4 @@ def _show_warning(
     message: Warning | str, category: type[Warning], *_: object, **__: object
 ) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {printable(str(message), one_line=True)}", file=sys.stderr)
