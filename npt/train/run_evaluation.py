@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from npt.data.batch import batches
+from npt.errors import DataError
 from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.evaluate import Fidelity, evaluate
 from npt.train.memory_fit import MemoryFit
@@ -18,10 +19,19 @@ class RunEvaluator:
         self._reference: Reference | None = None  # a separate teacher's outputs
 
     def __call__(self) -> Fidelity:
-        """Measure the student as it is, with no more samples at once than in training."""
+        """Measure the student as it is, with no more samples at once than in training.
+
+        Raises:
+            DataError: there is no sample to evaluate on.
+        """
         setup, splitter = self._setup, self._memory.evaluation
         splitter.samples = min(splitter.samples, setup.splitter.samples)
         samples = self._data.eval_samples
+        if not samples:  # training has some, so all of them were left out for their ids
+            raise DataError(
+                "no sample to evaluate on: every one has ids outside the vocabulary"
+                f" [0, {setup.model.config.vocab_size}); is this the tokenizer of the model?"
+            )
         largest = next(batches(samples, splitter.samples, setup.pad_id))
 
         def measure() -> Fidelity:
