@@ -224,7 +224,8 @@ def pad_id_of(tokenizer: object) -> int:
 def find_fault(batch: Batch, vocab_size: int) -> str | None:
     """Return the first fault of a batch on the host, located, or None.
 
-    Ids must lie in [0, V), labels too unless they are -100, and every row needs a valid token.
+    Ids must lie in [0, V), labels too unless they are -100, the mask must hold zeros and ones, and
+    every row needs a valid token.
     """
     ids, mask = batch.input_ids, batch.attention_mask
     if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:
@@ -239,6 +240,11 @@ def find_fault(batch: Batch, vocab_size: int) -> str | None:
                 f"{name} {int(found[row, column])} outside the vocabulary [0, {vocab_size}) at row"
                 f" {row}, position {column} of sample {batch.sample_ids[row]}"
             )
+    for row, column in ((mask != 0) & (mask != 1)).nonzero().tolist():
+        return (
+            f"attention mask {mask[row, column].item()} at row {row}, position {column} of sample"
+            f" {batch.sample_ids[row]}, expected 0 or 1"
+        )
     for row in (mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
         return f"no valid token in row {row}, sample {batch.sample_ids[row]}"
     return None

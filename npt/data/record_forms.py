@@ -237,6 +237,12 @@ def given_ids(name: str, record: Record, *_: Any) -> Content:
         if values is not None and len(values) != len(ids):
             has = f"{len(ids)} input_ids but {what} of {len(values)}"
             raise DataError(f"record {name} has {has}; the two belong together")
+    other = next((value for value in mask or () if value not in (0, 1)), None)
+    if other is not None:
+        raise DataError(
+            f"record {name} has {other} in its attention_mask, expected 0 (padding) or 1 (a token);"
+            " give packed documents as records of their own"
+        )
     if mask is not None:
         keep = [i for i, real in enumerate(mask) if real]
         ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]

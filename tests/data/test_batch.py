@@ -231,6 +231,13 @@ class TestFindFault:
         assert find_fault(self.changed("input_ids", 0, 0, 0), 10) is None
         assert find_fault(self.changed("input_ids", 0, 0, 9), 10) is None
 
+    @pytest.mark.parametrize("value", [2, -1])
+    def test_a_mask_of_other_values_is_located(self, value):
+        fault = find_fault(self.changed("attention_mask", 1, 2, value), 10)
+        assert (
+            fault == f"attention mask {value} at row 1, position 2 of sample b@8, expected 0 or 1"
+        )
+
     def test_a_row_without_a_valid_token_is_named(self):
         mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
         batch = batch_from_tensors(self.GOOD.input_ids, mask, ("a@0", "b@8"))

@@ -356,6 +356,10 @@ class TestGivenIds:
                 {"attention_mask": [1]},
                 "record 0 has 3 input_ids but an attention_mask of 1; the two belong together",
             ),
+            (
+                {"attention_mask": [1, 2, 2]},
+                "record 0 has 2 in its attention_mask, expected 0 .padding. or 1 .a token.",
+            ),
             ({"labels": [5, 6, 1.5]}, "record 0 has labels that are no list of 64-bit integers"),
             ({"labels": "abc"}, "record 0 has labels that are no list of 64-bit integers"),
         ],
