@@ -37,6 +37,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("tools",),
     ("__init__",),
     ("cli", "demo"),
+    ("__main__",),
 )
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

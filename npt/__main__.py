@@ -1,0 +1,7 @@
+"""`python -m npt`."""
+
+import sys
+
+from npt.cli.main import main
+
+sys.exit(main())
