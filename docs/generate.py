@@ -99,7 +99,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Faults": (
         "Find the operation that made the first bad number.",
-        ("npt.trace", "npt.Verdict", "npt.NPTError"),
+        ("npt.trace", "npt.Verdict", "npt.NPTError", "npt.TooManyRefusalsError"),
     ),
     "npt.guard": (
         "The step that no NaN poisons, for any training loop. It needs torch alone.",

@@ -35,6 +35,7 @@ from npt.diagnostics.tracer.trace import trace as trace
 from npt.diagnostics.tracer.verdict import Verdict as Verdict
 from npt.distributed.sharded_base import shard_base as shard_base
 from npt.errors import NPTError as NPTError
+from npt.errors import TooManyRefusalsError as TooManyRefusalsError
 from npt.evaluation.evaluate import Fidelity as Fidelity
 from npt.evaluation.evaluate import evaluate as evaluate
 from npt.evaluation.modulation_map import ModulationMap as ModulationMap

@@ -12,6 +12,7 @@ The step is that of the distillation trainer (`npt.step`): one implementation. N
 more than torch.
 """
 
+from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import Finding
 from npt.guard.guard import Guard, MicroBatch, Outcome
 from npt.guard.memory import Memory
@@ -30,6 +31,7 @@ __all__ = [
     "Outcome",
     "Postmortem",
     "Refusal",
+    "TooManyRefusalsError",
     "TrainerMixin",
     "protect",
     "read_postmortem",
