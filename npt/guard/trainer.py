@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -92,10 +93,19 @@ class TrainerMixin(Trainer):
                 f"{type(self).__name__} makes the inputs of several micro-batches at once, and a"
                 " guard cannot compute one of them again; train it unguarded"
             )
+        adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
+        if adapters and adapters.is_attached(self.model) and self.args.save_strategy != "no":
+            raise ConfigError(
+                "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
+                " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
+            )
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
-        return super()._inner_training_loop(*arguments, **named)
+        result = super()._inner_training_loop(*arguments, **named)
+        if self.guard is not None:
+            self.guard.close()  # its buffers are twice the gradients
+        return result
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
@@ -205,7 +215,13 @@ class TrainerMixin(Trainer):
         if self._resumed_from is not None:
             state = Path(self._resumed_from, STATE_FILE)
             if state.is_file():
-                self.guard.load_state_dict(read_json(state, CheckpointError))
+                try:
+                    self.guard.load_state_dict(read_json(state, CheckpointError))
+                except (KeyError, TypeError) as error:
+                    raise CheckpointError(
+                        f"{state} is not a guard's state ({error}); restore it from the original,"
+                        " or remove it to count anew"
+                    ) from error
         self._take_over(self.optimizer)
         return self.guard
 
@@ -258,10 +274,12 @@ class TrainerMixin(Trainer):
             )
             return
         super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-            if folder.is_dir():
-                write_json(folder / STATE_FILE, guard.state_dict())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the guard's state too, before the Trainer removes older checkpoints."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save and self.guard is not None:
+            write_json(Path(output_dir, STATE_FILE), self.guard.state_dict())
 
 
 def protect(trainer: Any, **settings: Any) -> Any:

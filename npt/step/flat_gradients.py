@@ -94,10 +94,12 @@ class FlatGradients:
         self.withdraw()
 
     def close(self) -> None:
-        """Leave the parameters as they were found, without a gradient."""
-        self.clear()
+        """Leave the parameters as they were found, without a gradient, and free the buffers."""
+        for parameter in self.parameters:
+            parameter.grad = None
         for handle in self._handles:
             handle.remove()
+        self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []
 
 
 def _note(reached: set[int], place: int, _parameter: Tensor) -> None:

@@ -11,7 +11,9 @@ from guarded_trainers import InOrder, small_llama, state_of, trainer_of
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import npt
 from faults.row_faults import VOCABULARY, row
+from npt.errors import CheckpointError, ConfigError
 from npt.guard import protect
 from npt.guard.ids import refuse_bad_ids
 from npt.guard.trainer import _back_to, _mark
@@ -55,6 +57,7 @@ def both(data: list[Any], folder: Any, model: Any, kind: Any = InOrder, **rest: 
     plain, guarded = trainers
     assert_equal(state_of(guarded), state_of(plain), "state")
     assert guarded.guard.counts.refused == 0
+    assert guarded.guard.window.gradients.sums == [] and not guarded.model._forward_pre_hooks
     return trainers
 
 
@@ -162,3 +165,32 @@ def test_metrics_are_put_back_by_their_lengths() -> None:
     metrics["tokens"] = 7
     assert _back_to(metrics, mark) == {"train": {"loss": [1.0, 2.0]}, "tokens": 5}
     assert metrics["train"]["loss"] is held
+
+
+def test_the_guards_state_is_written_before_older_ones_go(tmp_path, monkeypatch) -> None:
+    def rotate(output_dir: str, **_: Any) -> None:
+        seen.append({path.name for path in tmp_path.glob("checkpoint-*/guard.json")})
+
+    seen: list[set[str]] = []
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", rotate)
+    trainer = protect(
+        trainer_of(
+            InOrder, points(), tmp_path, Points(Config()), save_strategy="steps", save_steps=3
+        )
+    )
+    trainer.train()
+    assert seen == [{"guard.json"}]
+    (state,) = tmp_path.glob("checkpoint-*/guard.json")
+    state.write_text("{}")
+    again = protect(trainer_of(InOrder, points(), tmp_path, Points(Config()), max_steps=4))
+    with pytest.raises(CheckpointError, match="is not a guard's state"):
+        again.train(resume_from_checkpoint=str(state.parent))
+
+
+def test_a_student_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path) -> None:
+    model = small_llama()
+    npt.attach(model, npt.NPTConfig(rank=2, layers="all"))
+    data = [row(0)] * 8
+    with pytest.raises(ConfigError, match="cannot hold an NPT student; pass save_strategy='no'"):
+        protect(trainer_of(InOrder, data, tmp_path, model, save_strategy="steps")).train()
+    protect(trainer_of(InOrder, data, tmp_path, model)).train()
