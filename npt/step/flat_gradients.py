@@ -27,6 +27,7 @@ class FlatGradients:
         self.sums, self.sum_views = _flat_like(self.parameters)
         self.reached: set[int] | None = set() if track else None
         """Places of the parameters that the micro-batch's backward reached; None: not tracked."""
+        self._stale = False
         self._handles = []
         if self.reached is not None:
             self._handles = [
@@ -75,6 +76,7 @@ class FlatGradients:
 
         In place, for a third tensor of this size would be the guard's largest.
         """
+        self._renew()
         for total, scratch in zip(self.sums, self.scratch, strict=True):
             nothing = torch.zeros((), dtype=scratch.dtype, device=scratch.device)
             torch.where(flag.to(scratch.device), scratch, nothing, out=scratch)
@@ -82,16 +84,23 @@ class FlatGradients:
 
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""
+        self._renew()
         for parameter, view in zip(self.parameters, self.sum_views, strict=True):
             parameter.grad = view
         for place in unreached:
             self.parameters[place].grad = None
 
     def clear(self) -> None:
-        """Forget the window."""
-        for flat in self.sums:
-            flat.zero_()
+        """Forget the window, by nothing that could fail: its step may be made already."""
+        self._stale = True
         self.withdraw()
+
+    def _renew(self) -> None:
+        """Let the sums be zero if they are still a forgotten window's."""
+        if self._stale:
+            for flat in self.sums:
+                flat.zero_()
+            self._stale = False
 
     def close(self) -> None:
         """Leave the parameters as they were found, without a gradient, and free the buffers."""

@@ -22,7 +22,6 @@ left, and a step that differs or is not finite on one of them is taken back on a
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
@@ -39,9 +38,9 @@ from npt.step.launched_window import (
     ClosedWindow,
     LaunchedWindow,
     MicroBatchFlags,
+    send_record,
     sent,
     stacked,
-    to_host,
 )
 from npt.step.shared_window import sum_over_processes, unreached_of
 from npt.step.spikes import SpikeGuard
@@ -286,34 +285,19 @@ class GradientWindow(Generic[S]):
 
     def _step(self, window: LaunchedWindow[S], closed: ClosedWindow) -> None:
         """Step, verify, restore, and send the record: all on the device."""
-        home, ran = self._home, window.ran
         rate = None
         if self._rates is not None:
             # Not indexed by the step: indexing with a scalar tensor reads it.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
             rate = self._rates.index_select(0, step).squeeze(0)
         update = window.update = self.update(closed.go, rate, self.processes)
-        if window.norms is None and not self.update.late and not bool(update.applied):
-            scale = clip_scale(closed.norm, self.max_grad_norm)  # norms are from before it
-            window.norms = norms_of(self.gradients.sum_views) / scale
-        self._steps += update.applied
-        rate = self._steps.new_tensor(math.nan, dtype=torch.float32) if rate is None else rate
-        of_window = (closed.tokens, closed.loss, closed.norm, closed.finite, closed.spike)
-        scalars = (*of_window, update.applied, self._steps, rate)
-        norm_of_each = stacked([torch.linalg.vector_norm(m.norms) for m in ran], home)
-        reports = [m.sums.report.detach().to(home, torch.float64) for m in ran]
-        parts = [
-            torch.stack([scalar.to(torch.float64) for scalar in scalars]),
-            closed.flags,
-            closed.losses,
-            norm_of_each,
-            torch.cat(reports) if reports else closed.flags.new_zeros(0),
-            closed.across,
-            closed.flags.new_zeros(0) if update.fingerprints is None else update.fingerprints,
-        ]
-        window.sizes = [part.numel() for part in parts]
-        record = torch.cat([part.to(torch.float64) for part in parts])
-        window.record, window.arrived = to_host(record)
+        with self.update.undone_on_error(update):
+            steps = self._steps + update.applied
+            if window.norms is None and not self.update.late and not bool(update.applied):
+                scale = clip_scale(closed.norm, self.max_grad_norm)  # norms are from before it
+                window.norms = norms_of(self.gradients.sum_views) / scale
+            send_record(window, closed, update, steps, rate)
+        self._steps = steps
 
     def _unread(self) -> int:
         """Return how many of the newest results to leave unread."""
@@ -337,14 +321,18 @@ class GradientWindow(Generic[S]):
                 if window.arrived is not None:
                     self.processes.wait_for(window.arrived)
             except ProcessError:
-                self._take_back(window)
+                self._take_back()
                 if known:
                     break
                 raise
+            try:
+                result = read_record(
+                    window, self.update.names, self.known_steps, self.processes, self.history
+                )
+            except BaseException:
+                self._take_back()
+                raise
             self._launched.popleft()
-            result = read_record(
-                window, self.update.names, self.known_steps, self.processes, self.history
-            )
             self.known_steps = result.steps
             if result.applied and self.spikes is not None:
                 assert result.loss is not None and result.grad_norm is not None
@@ -352,9 +340,10 @@ class GradientWindow(Generic[S]):
             results.append(result)
         return results
 
-    def _take_back(self, window: LaunchedWindow[S]) -> None:
-        """Restore the state before a window that was launched with a process now lost."""
+    def _take_back(self) -> None:
+        """Restore the state before the oldest window whose result is not known."""
+        for window in reversed(self._launched):
+            if window.update is not None:
+                self.update.take_back(window.update)
         self._launched.clear()
-        if window.update is not None and window.update.snapshot is not None:
-            self.update.restore(window.update.snapshot)
         self._steps.fill_(self.known_steps)

@@ -8,7 +8,8 @@ same arithmetic in the same order: their results are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Update:
     """The outcome of a guarded update.
 
     applied: scalar bool on the device. snapshot: the state before, None if it is the state now.
+    groups: settings of the optimizer's parameter groups before.
     names, finite: of parameters and moments, and their flags. fingerprints: [processes] of the
     state that the step left on each process, 0 if it is not finite. before: of a step that was
     taken back, if flags are read at once, the largest number of each tensor of the state.
@@ -35,6 +37,7 @@ class Update:
 
     applied: Tensor
     snapshot: Snapshot | None = None
+    groups: Sequence[dict[str, Any]] = ()
     names: Sequence[str] = ()
     finite: Tensor | None = None
     fingerprints: Tensor | None = None
@@ -92,32 +95,41 @@ class GuardedUpdate:
         """
         if not self.late and not bool(go):
             return Update(go)
-        if rate is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate if self.late else float(rate)
         if not self.undo:
-            self.optimizer.step()
+            self._step(go, rate)
             return Update(go)
-        groups = self.groups()
-        update = Update(go, self.snapshot())
-        if self.late:
-            self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
-        try:
-            self.optimizer.step()
+        update = Update(go, self.snapshot(), self.groups())
+        with self.undone_on_error(update):
+            self._step(go, rate)
             good = self._verify(update, processes)
-        except BaseException:
-            self._undo(update, groups)
-            raise
-        if self.late:
-            self._select(good, update.snapshot or {})
-            update.applied = go & good
-        else:
-            update.applied = good
-            if not bool(good):
-                self._undo(update, groups)
-                names, largest = self._largest()
-                update.before = dict(zip(names, largest.tolist(), strict=True))
+            if self.late:
+                self._select(good, update.snapshot or {})
+                update.applied = go & good
+            else:
+                update.applied = good
+                if not bool(good):
+                    self.take_back(update)
+                    names, largest = self._largest()
+                    update.before = dict(zip(names, largest.tolist(), strict=True))
         return update
+
+    @contextmanager
+    def undone_on_error(self, update: Update) -> Iterator[None]:
+        """Take the update back if an error ends what depends on it."""
+        try:
+            yield
+        except BaseException:
+            self.take_back(update)
+            raise
+
+    def take_back(self, update: Update) -> None:
+        """Put back the state before an update, and the settings of the optimizer's groups."""
+        if update.snapshot is None:
+            return
+        self.restore(update.snapshot)
+        update.snapshot = None
+        for group, settings in zip(self.optimizer.param_groups, update.groups, strict=True):
+            group.update(settings)  # some optimizers count there
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the settings of the optimizer's parameter groups, without the parameters."""
@@ -150,12 +162,13 @@ class GuardedUpdate:
             else:
                 self.optimizer.state.pop(parameter, None)
 
-    def _undo(self, update: Update, groups: list[dict[str, Any]]) -> None:
-        """Put back the state before the step, and the settings of the optimizer's groups."""
-        self.restore(update.snapshot or {})
-        update.snapshot = None
-        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(settings)  # some optimizers count there
+    def _step(self, go: Tensor, rate: Tensor | None) -> None:
+        if rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate if self.late else float(rate)
+        if self.late:
+            self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+        self.optimizer.step()
 
     def first_bad(self) -> str | None:
         """Return the name of the first tensor of the state that is not finite, or None."""

@@ -94,3 +94,31 @@ def to_host(record: Tensor) -> tuple[Tensor, Any]:
     # the current device may be another one
     arrived.record(torch.cuda.current_stream(record.device))
     return pinned, arrived
+
+
+def send_record(
+    window: LaunchedWindow[S],
+    closed: ClosedWindow,
+    update: Update,
+    steps: Tensor,
+    rate: Tensor | None,
+) -> None:
+    """Send the record of a window that was stepped: all on the device, without waiting."""
+    home = closed.flags.device
+    rate = steps.new_tensor(math.nan, dtype=torch.float32) if rate is None else rate
+    of_window = (closed.tokens, closed.loss, closed.norm, closed.finite, closed.spike)
+    scalars = (*of_window, update.applied, steps, rate)
+    norm_of_each = stacked([torch.linalg.vector_norm(m.norms) for m in window.ran], home)
+    reports = [m.sums.report.detach().to(home, torch.float64) for m in window.ran]
+    parts = [
+        torch.stack([scalar.to(torch.float64) for scalar in scalars]),
+        closed.flags,
+        closed.losses,
+        norm_of_each,
+        torch.cat(reports) if reports else closed.flags.new_zeros(0),
+        closed.across,
+        closed.flags.new_zeros(0) if update.fingerprints is None else update.fingerprints,
+    ]
+    window.sizes = [part.numel() for part in parts]
+    record = torch.cat([part.to(torch.float64) for part in parts])
+    window.record, window.arrived = to_host(record)

@@ -263,7 +263,7 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
 
     after = []
     with mock.patch(
-        "npt.step.gradient_window.to_host", lambda record: (record, Arrival(happened=True))
+        "npt.step.launched_window.to_host", lambda record: (record, Arrival(happened=True))
     ):
         for _ in range(2):
             add_filled(transaction, fill)

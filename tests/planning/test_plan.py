@@ -25,7 +25,7 @@ from npt.planning.memory import PHASES
 from npt.planning.plan import Planner, remedies
 from npt.planning.timing import StepTime, measure, predict_time
 from npt.planning.workload import Depth, Workload
-from npt.step import gradient_window
+from npt.step import launched_window
 from npt.step.gradient_window import IN_FLIGHT
 from npt.step.splitting import MicroBatchSplitter
 from npt.step.train_step import TrainStep
@@ -196,7 +196,7 @@ def test_a_measurement_has_as_many_windows_in_flight_as_a_run(monkeypatch) -> No
         call()
         return Peak(0, 1)
 
-    monkeypatch.setattr(gradient_window, "to_host", to_host)
+    monkeypatch.setattr(launched_window, "to_host", to_host)
     monkeypatch.setattr(
         trial, "TrainStep", lambda *a, **k: made.append(TrainStep(*a, late=True, **k)) or made[-1]
     )

@@ -24,7 +24,7 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch
 from npt.errors import NoMemoryError, TooManyRefusalsError
-from npt.step import gradient_window as module
+from npt.step import launched_window as module
 from npt.step.gradient_window import IN_FLIGHT, GradientWindow
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep
