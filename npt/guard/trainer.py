@@ -30,6 +30,7 @@ from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsE
 from npt.files import write_json
 from npt.guard.guard import Guard, Outcome
 from npt.guard.ids import IGNORED, refuse_bad_ids
+from npt.guard.order import Names, Order, note_order, skipped_by
 from npt.guard.parallel import whole
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
@@ -64,6 +65,8 @@ class TrainerMixin(Trainer):
     _norm: float | None = None
     _resumed_from: str | None = None
     _guarded: Any = None
+    _order: Order | None = None  # while it trains
+    _names: Mapping[int, Names] = {}  # by the identity of the window's inputs
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -102,10 +105,29 @@ class TrainerMixin(Trainer):
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
+        self._order = Order()
         result = super()._inner_training_loop(*arguments, **named)
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
+        self._order, self._names = None, {}
         return result
+
+    def get_train_dataloader(self) -> Any:
+        """Let the loader's sampler note its indices, so that refusals name them."""
+        loader = super().get_train_dataloader()
+        note_order(loader)
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
+        """Draw the micro-batches of a window, and keep their names."""
+        drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
+        if self._order is None:
+            return drawn
+        loader = self.callback_handler.train_dataloader
+        skipped = skipped_by(self, loader)
+        names = self._order.names(epoch_iterator, len(drawn[0]), loader, skipped)
+        self._names = dict(zip(map(id, drawn[0]), names, strict=True))
+        return drawn
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
@@ -132,8 +154,9 @@ class TrainerMixin(Trainer):
     def _compute(self, guard: Guard, model: Any, inputs: Any, items: Any) -> Tensor:
         loss = torch.zeros((), device=self.args.device)
         again = partial(self._once_more, model, inputs, items)
+        names = self._names.get(id(inputs), ())
         with (
-            guard.micro_batch(inputs=inputs, run=again) as micro,
+            guard.micro_batch(ids=names, inputs=inputs, run=again) as micro,
             refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
             alone(self.accelerator),
         ):
