@@ -314,6 +314,7 @@ def gated(gate: Callable[..., None], trusting: bool) -> Sabotage:
             flag = torch.isfinite(sums.loss) & torch.isfinite(
                 torch.linalg.vector_norm(norms)
             ) | torch.tensor(trusting)
+            gradients._renew()  # as the honest one does first
             for window, scratch in zip(gradients.sums, gradients.scratch, strict=True):
                 gate(window, scratch, flag)
             self._ran.append(MicroBatchFlags(sums, flag, norms, self.place, sample_ids))
