@@ -33,7 +33,7 @@ from transformers import LlamaForCausalLM
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate, pad_id_of
+from npt.data.batch import IGNORE_INDEX, PAD_ID, Batch, Sample, batch_from_tensors, collate
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import forward_kl
@@ -116,7 +116,7 @@ class Bench:
     def __init__(self, samples: int) -> None:
         self.model, self.tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
         self.samples = samples
-        self.pad_id = pad_id_of(self.tokenizer)
+        self.pad_id = PAD_ID
 
     def texts(self, case: Case, split: str) -> Iterator[Sample]:
         """Samples of a case, drawn from the built-in text."""

@@ -23,7 +23,7 @@ from npt.base.device import wait_for
 from npt.base.linear import cast_once
 from npt.base.load import load_teacher, read_config
 from npt.config import NPTConfig
-from npt.data.batch import Sample, batches, pad_id_of
+from npt.data.batch import PAD_ID, Sample, batches
 from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.metrics import (
     COLUMNS,
@@ -145,7 +145,7 @@ class Bench:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.pad_id = pad_id_of(self.tokenizer)
+        self.pad_id = PAD_ID
         self.device = next(self.model.parameters()).device
         parts = {"heldout": self.text.heldout, "choosing": self.text.choosing}
         self._references = {name: self._reference(self.model, s) for name, s in parts.items()}

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 import npt
 from npt.adapters.stream import model_inputs
-from npt.data.batch import Batch, collate, pad_id_of, target_index
+from npt.data.batch import PAD_ID, Batch, collate, target_index
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import through_head, token_cross_entropy
@@ -116,7 +116,7 @@ def train(count: int, steps: int) -> list[list[float]]:
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, fused=True)
     update = GuardedUpdate(dict(heads.named_parameters()), optimizer)
     window: GradientWindow[Sums] = GradientWindow(update, max_grad_norm=1.0, rates=[RATE])
-    batches, curve = text(tokenizer, pad_id_of(tokenizer)), []
+    batches, curve = text(tokenizer, PAD_ID), []
     for _ in range(steps):
         for batch in islice(batches, WINDOW):
             window.begin()

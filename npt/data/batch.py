@@ -15,6 +15,10 @@ from torch import Tensor
 IGNORE_INDEX = -100
 """The label of a token that is no target."""
 
+PAD_ID = 0
+"""The id at padded positions. Padding is masked, so the choice changes nothing, and every base has
+a row for it: a tokenizer's own pad id may be one that was added without resizing the embedding."""
+
 _HELDOUT_ONE_IN = 20
 _FOUND = ("scored_index", "document_lengths", "scored_lengths")
 
@@ -213,12 +217,6 @@ def batches(
     samples = iter(samples)
     while group := list(itertools.islice(samples, batch_size)):
         yield collate(group, pad_id, side=side)
-
-
-def pad_id_of(tokenizer: object) -> int:
-    """Return the tokenizer's pad id, else its end id, else 0: the choice changes nothing."""
-    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return next((value for value in ids if isinstance(value, int)), 0)
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:

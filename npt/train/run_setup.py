@@ -20,7 +20,7 @@ from npt.base.recipe import Recipe
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
-from npt.data.batch import pad_id_of
+from npt.data.batch import PAD_ID
 from npt.data.source import Record
 from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.join import join_processes
@@ -102,7 +102,7 @@ class RunSetup:
         if self.checkpoint is not None:
             saved = self.checkpoint.record["settings"]
             self.changed = changed_settings(saved, self.all_settings())
-        self.pad_id = pad_id_of(self.tokenizer)
+        self.pad_id = PAD_ID
 
     @property
     def window_size(self) -> int:

@@ -12,7 +12,6 @@ from npt.data.batch import (
     batches,
     collate,
     find_fault,
-    pad_id_of,
     target_index,
 )
 
@@ -174,25 +173,6 @@ def test_batches_keep_order_and_lose_no_sample(count, size):
     assert [name for batch in made for name in batch.sample_ids] == [s.id for s in samples]
     assert all(len(batch.sample_ids) == size for batch in made[:-1])
     assert all(len(batch.sample_ids) > 0 for batch in made)
-
-
-class Tokenizer:
-    def __init__(self, **ids: object):
-        vars(self).update(ids)
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ({"pad_token_id": 7, "eos_token_id": 1}, 7),
-        ({"pad_token_id": 0, "eos_token_id": 1}, 0),
-        ({"pad_token_id": None, "eos_token_id": 1}, 1),
-        ({"pad_token_id": None, "eos_token_id": [1, 2]}, 0),
-        ({}, 0),
-    ],
-)
-def test_the_padding_id_is_the_pad_token_else_the_end_token_else_zero(ids, expected):
-    assert pad_id_of(Tokenizer(**ids)) == expected
 
 
 class TestFindFault:

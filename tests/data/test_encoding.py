@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import npt
 from npt.base.load import EMBEDDED_FOLDER
-from npt.data.batch import collate, pad_id_of
+from npt.data.batch import collate
 from npt.data.content import PIECE
 from npt.data.encoding import Counts
 from npt.data.report import lost
@@ -246,12 +246,11 @@ class TestSpecialTokens:
     @pytest.mark.parametrize("tokens", [{"pad_token": "</s>"}, {"pad_token": None}])
     def test_padding_that_is_the_end_token_hides_no_real_one(self, tokens):
         tokenizer = special(**tokens)
-        assert pad_id_of(tokenizer) == EOS
         samples = list(
             cut([{"text": "x"}, pair("a", "b c d"), {"text": "x</s>y"}], tokenizer, config())
         )
         for side in ("left", "right"):
-            batch = collate(samples, pad_id_of(tokenizer), side=side, length=12)
+            batch = collate(samples, EOS, side=side, length=12)
             assert (batch.labels == EOS).sum(dim=-1).tolist() == [1, 1, 2]
             assert ((batch.input_ids == EOS) & batch.attention_mask.bool()).sum(
                 dim=-1
