@@ -21,7 +21,7 @@ import torch
 import npt
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, silent_console
-from npt.data.batch import IGNORE_INDEX, PAD_ID, Sample, batches
+from npt.data.batch import IGNORE_INDEX, Sample, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source, own_heldout
 from npt.evaluation.heldout import evaluation_samples
@@ -94,7 +94,7 @@ class Bench:
         full, _ = npt.load_base("tiny", quantization=None)
         parts = []
         with torch.no_grad():
-            for host_batch in batches(self.heldout, 8, PAD_ID):
+            for host_batch in batches(self.heldout, 8):
                 batch = host_batch.to(self.model.device)
                 inputs = {
                     "input_ids": batch.input_ids,

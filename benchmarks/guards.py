@@ -30,7 +30,7 @@ import npt
 from host_waits import count_waits
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
-from npt.data.batch import PAD_ID, Batch, batch_from_tensors, batches
+from npt.data.batch import Batch, batch_from_tensors, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.local import MicroBatch
@@ -126,7 +126,7 @@ def builtin_bench(
     data = npt.DataConfig(max_length=length)
     samples = Samples(open_source(data), tokenizer, data, seed=0)
     full = (s for s in samples.epoch(0) if len(s.input_ids) == length)
-    stream = batches(full, batch_size, PAD_ID)
+    stream = batches(full, batch_size)
     return Bench(model, [[next(stream) for _ in range(accumulation)] for _ in range(windows)])
 
 

@@ -33,7 +33,7 @@ from transformers import LlamaForCausalLM
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.stream import model_inputs
-from npt.data.batch import IGNORE_INDEX, PAD_ID, Batch, Sample, batch_from_tensors, collate
+from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import forward_kl
@@ -116,7 +116,6 @@ class Bench:
     def __init__(self, samples: int) -> None:
         self.model, self.tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
         self.samples = samples
-        self.pad_id = PAD_ID
 
     def texts(self, case: Case, split: str) -> Iterator[Sample]:
         """Samples of a case, drawn from the built-in text."""
@@ -138,10 +137,8 @@ class Bench:
 
     def batch(self, case: Case, samples: Sequence[Sample], masked: bool) -> Batch:
         if case.prompt is not None:
-            return collate(
-                samples if masked else [replace(s, labels=None) for s in samples], self.pad_id
-            )
-        batch = collate(samples, self.pad_id, side=case.side, length=ROW)
+            return collate(samples if masked else [replace(s, labels=None) for s in samples])
+        batch = collate(samples, side=case.side, length=ROW)
         return (
             batch
             if masked

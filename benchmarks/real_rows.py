@@ -23,7 +23,7 @@ from npt.base.device import wait_for
 from npt.base.linear import cast_once
 from npt.base.load import load_teacher, read_config
 from npt.config import NPTConfig
-from npt.data.batch import PAD_ID, Sample, batches
+from npt.data.batch import Sample, batches
 from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.metrics import (
     COLUMNS,
@@ -145,7 +145,6 @@ class Bench:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.pad_id = PAD_ID
         self.device = next(self.model.parameters()).device
         parts = {"heldout": self.text.heldout, "choosing": self.text.choosing}
         self._references = {name: self._reference(self.model, s) for name, s in parts.items()}
@@ -283,7 +282,6 @@ class Bench:
             learner,
             row.training,
             samples,
-            self.pad_id,
             lambda: self.measure(learner.student, "choosing")["figures"]["kl"],
             seconds,
         )
@@ -309,7 +307,7 @@ class Bench:
         wait_for(self.device)
         started = time.perf_counter()
         with evaluating(self.model), adapters_disabled(self.model), cast_once(self.model.lm_head):
-            for batch in batches(samples, BATCH, self.pad_id):
+            for batch in batches(samples, BATCH):
                 states = final_states(self.model, batch.to(self.device))
                 for rows in states.split(256):  # as logits of all would fill the memory
                     self.model.lm_head(rows)
@@ -338,7 +336,7 @@ class Bench:
         sums: list[Tensor] = []
         done = 0
         with evaluating(self.model), student():
-            for host in batches(samples, BATCH, self.pad_id):
+            for host in batches(samples, BATCH):
                 batch = host.to(self.device)
                 predicted = predicting(batch)
                 taught = torch.cat(reference.states[done : done + len(predicted)])
@@ -355,7 +353,7 @@ class Bench:
         return by_document(torch.cat(sums), samples)
 
     def _reference(self, model: Any, samples: Sequence[Sample]) -> Reference:
-        return reference_outputs(model, samples, batch_size=BATCH, pad_id=self.pad_id)
+        return reference_outputs(model, samples, batch_size=BATCH)
 
 
 def by_document(per_sample: Tensor, samples: Sequence[Sample]) -> dict[str, Any]:

@@ -95,7 +95,6 @@ def train(
     learner: Learner,
     settings: Training,
     samples: Sequence[Sample],
-    pad_id: int,
     choosing_kl: Callable[[], float],
     seconds: float,
 ) -> Trained:
@@ -105,7 +104,6 @@ def train(
         learner: the student.
         settings: of the optimizer.
         samples: taken in order, over and over.
-        pad_id: of the tokenizer.
         choosing_kl: the student's KL on the documents that choose.
         seconds: in all, trials and checks included. At least one step is made.
 
@@ -118,7 +116,7 @@ def train(
     for rate in settings.rates if len(settings.rates) > 1 else ():
         try:
             kls, _, _ = _run(
-                learner, settings, rate, samples, pad_id, choosing_kl, TRIAL * seconds, checks=1
+                learner, settings, rate, samples, choosing_kl, TRIAL * seconds, checks=1
             )
             trials[f"{rate:g}"] = kls[-1] if math.isfinite(kls[-1]) else math.inf
         except NumericalError:
@@ -128,9 +126,7 @@ def train(
         _write(learner, start)
     nearest = min(settings.rates, key=lambda rate: trials.get(f"{rate:g}", 0.0))
     left = seconds - (time.perf_counter() - started)
-    kls, steps, tokens = _run(
-        learner, settings, nearest, samples, pad_id, choosing_kl, left, CHECKS
-    )
+    kls, steps, tokens = _run(learner, settings, nearest, samples, choosing_kl, left, CHECKS)
     return Trained(nearest, trials, steps, tokens, kls, kls.index(min(kls)))
 
 
@@ -139,7 +135,6 @@ def _run(
     settings: Training,
     rate: float,
     samples: Sequence[Sample],
-    pad_id: int,
     choosing_kl: Callable[[], float],
     seconds: float,
     checks: int,
@@ -153,7 +148,7 @@ def _run(
     )
     found, best = [choosing_kl()], _copies(learner)
     steps = tokens = 0
-    rows = _forever(samples, settings.batch_size, pad_id)
+    rows = _forever(samples, settings.batch_size)
     passed = 0.0
     while passed < 1.0:
         # in thousandths of the time, of which the schedule's steps are made
@@ -191,9 +186,9 @@ def _write(learner: Learner, values: list[Tensor]) -> None:
         parameter.copy_(value)
 
 
-def _forever(samples: Sequence[Sample], batch_size: int, pad_id: int) -> Iterator[Batch]:
+def _forever(samples: Sequence[Sample], batch_size: int) -> Iterator[Batch]:
     while True:
-        yield from batches(samples, batch_size, pad_id)
+        yield from batches(samples, batch_size)
 
 
 def npt_learner(model: Any, settings: Training) -> Learner:

@@ -25,7 +25,7 @@ from torch import nn
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.data.batch import PAD_ID, Batch, batches
+from npt.data.batch import Batch, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.diagnostics import Recorder
@@ -49,7 +49,7 @@ class Bench:
         data = npt.DataConfig(max_length=length)
         samples = Samples(open_source(data), tokenizer, data, seed=0)
         full = (s for s in samples.epoch(0) if len(s.input_ids) == length)
-        stream = batches(full, batch_size, PAD_ID)
+        stream = batches(full, batch_size)
         self.batches = [next(stream).to(self.device) for _ in range(4)]
         self.recording = Recording(folder)
         self.rows = 0

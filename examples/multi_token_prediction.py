@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 import npt
 from npt.adapters.stream import model_inputs
-from npt.data.batch import PAD_ID, Batch, collate, target_index
+from npt.data.batch import Batch, collate, target_index
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import through_head, token_cross_entropy
@@ -99,13 +99,13 @@ def forward_backward(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch)
     return Sums(loss.detach(), sum(counts), report)
 
 
-def text(tokenizer: object, pad_id: int) -> Iterator[Batch]:
+def text(tokenizer: object) -> Iterator[Batch]:
     """Yield batches of built-in text: whole pieces of LENGTH tokens and shorter ones, padded."""
     data = npt.DataConfig(max_length=LENGTH)
     samples = Samples(open_source(data), tokenizer, data, seed=0)
     pieces = iter(samples.epoch(0))
     while group := list(islice(pieces, BATCH_SIZE)):
-        yield collate(group, pad_id)
+        yield collate(group)
 
 
 def train(count: int, steps: int) -> list[list[float]]:
@@ -116,7 +116,7 @@ def train(count: int, steps: int) -> list[list[float]]:
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, fused=True)
     update = GuardedUpdate(dict(heads.named_parameters()), optimizer)
     window: GradientWindow[Sums] = GradientWindow(update, max_grad_norm=1.0, rates=[RATE])
-    batches, curve = text(tokenizer, PAD_ID), []
+    batches, curve = text(tokenizer), []
     for _ in range(steps):
         for batch in islice(batches, WINDOW):
             window.begin()

@@ -24,7 +24,7 @@ from npt.adapters.stream import Stream, open_stream
 from npt.base.load import read_config
 from npt.base.precision import quantization_of
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, PAD_ID, Batch, batches
+from npt.data.batch import IGNORE_INDEX, Batch, batches
 from npt.data.source import check_source, open_source, own_heldout
 from npt.diagnostics.variants import REFERENCE, VARIANTS, load_variant
 from npt.distill.hidden_losses import nmse_per_token
@@ -104,7 +104,7 @@ def compare_precision(
     samples, heldout = evaluation_samples(
         source, tokenizer, data, count, model.config.vocab_size, own
     )
-    reference = reference_outputs(model, batches(samples, batch_size, PAD_ID))
+    reference = reference_outputs(model, batches(samples, batch_size))
     measured = [measure(model, reference, REFERENCE)]
     for variant in dict.fromkeys(variants):
         if variant != REFERENCE:

@@ -32,7 +32,7 @@ from npt.calibration.tail import Parameters, check_layer_readable
 from npt.calibration.walks import Walks, steps
 from npt.config import CALIBRATION_INPUTS, NPTConfig
 from npt.console import silent_console
-from npt.data.batch import PAD_ID, Sample
+from npt.data.batch import Sample
 from npt.data.source import Record
 from npt.errors import ConfigError, NotSupportedError, TooLittleTextError
 from npt.random_state import kept_random_state
@@ -103,7 +103,7 @@ def calibrate(
     if rank_budget is not None:
         check_budget(rank_budget, len(layers), model.config.hidden_size)
     samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
-    parts = split(samples, batch_size, PAD_ID)
+    parts = split(samples, batch_size)
     ranks = config.ranks_of(len(layers))
     if rank_budget is not None:
         ranks = (-(-rank_budget // len(layers)),) * len(layers)

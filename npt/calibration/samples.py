@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.batch import Batch, Sample, batches
+from npt.data.batch import PAD_ID, Batch, Sample, batches
 from npt.data.samples import Permutation, cut, within
 from npt.data.source import Record
 from npt.errors import TooLittleTextError
@@ -85,7 +85,7 @@ def _shortened(sample: Sample, length: int) -> Sample:
     return replace(sample, input_ids=sample.input_ids[:length], labels=labels, lengths=documents)
 
 
-def split(samples: list[Sample], batch_size: int, pad_id: int) -> Parts:
+def split(samples: list[Sample], batch_size: int, pad_id: int = PAD_ID) -> Parts:
     """Batch the samples, and put last those that are held out: about an eighth of the tokens, in
     whole documents if they come to half of that, else in single samples. A row of several packed
     documents counts as one.

@@ -122,7 +122,6 @@ def _reference(
     """
     from npt.base.load import read_config
     from npt.base.quantization_error import set_matmul_precision
-    from npt.data.batch import PAD_ID
     from npt.diagnostics.variants import load_variant
     from npt.evaluation.attribution import reference_outputs
 
@@ -142,7 +141,7 @@ def _reference(
     )
     set_matmul_precision(base.matmul_precision, model)
     samples, _ = samples_of(model, tokenizer)
-    reference = reference_outputs(model, samples, batch_size=given["batch_size"], pad_id=PAD_ID)
+    reference = reference_outputs(model, samples, batch_size=given["batch_size"])
     memory = {
         "unquantized_model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "kept_state_bytes": reference.state_bytes,

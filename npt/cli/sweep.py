@@ -50,7 +50,7 @@ def sweep(given: dict[str, Any]) -> int:
     display.table()
     count = given["workers"]
     threads = max(1, (os.cpu_count() or 1) // count)
-    command = [sys.executable, "-m", "npt.cli", "sweep", str(spec), "--study", str(folder)]
+    command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
     command += ["--parent", str(os.getpid())]
     command += ["--storage", given["storage"]] if given["storage"] is not None else []
     command += ["--json"] if given["json"] else []

@@ -37,7 +37,7 @@ def trace(given: dict[str, Any]) -> int:
     given, base = with_base(given)
     data = build(DataConfig, given)
     import npt
-    from npt.data.batch import PAD_ID, batches
+    from npt.data.batch import batches
     from npt.data.report import no_sample
     from npt.data.samples import Samples
     from npt.data.source import check_source, open_source
@@ -55,7 +55,7 @@ def trace(given: dict[str, Any]) -> int:
         run = partial(forward_backward, model, drive)
         traced = f"a training step ({training.strategy})"
     samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False)
-    made = batches(samples.epoch(0), given["batch_size"], PAD_ID, data.padding_side)
+    made = batches(samples.epoch(0), given["batch_size"], side=data.padding_side)
     verdict, seen = None, 0
     for batch in islice(made, given["batches"]):
         step = None if run is None else partial(run, batch, training)

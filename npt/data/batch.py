@@ -139,7 +139,11 @@ ROW_TENSORS = tuple(
 
 
 def collate(
-    samples: Sequence[Sample], pad_id: int, *, side: str = "right", length: int | None = None
+    samples: Sequence[Sample],
+    pad_id: int = PAD_ID,
+    *,
+    side: str = "right",
+    length: int | None = None,
 ) -> Batch:
     """Pad non-empty samples to the longest or to `length`; any `pad_id` does."""
     longest = max(len(s.input_ids) for s in samples)
@@ -211,7 +215,7 @@ def _follows(attention_mask: Tensor, position_ids: Tensor, ahead: int) -> Tensor
 
 
 def batches(
-    samples: Iterable[Sample], batch_size: int, pad_id: int, side: str = "right"
+    samples: Iterable[Sample], batch_size: int, pad_id: int = PAD_ID, side: str = "right"
 ) -> Iterator[Batch]:
     """Yield batches of `batch_size` in order; the last one may be smaller."""
     samples = iter(samples)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, starmap
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from npt.data.batch import Batch, Sample, collate
+from npt.data.batch import PAD_ID, Batch, Sample, collate
 from npt.data.samples import Place, Samples, uniform
 from npt.errors import DataError
 
@@ -92,7 +92,7 @@ class Loader:
         self,
         samples: Samples,
         batch_size: int,
-        pad_id: int,
+        pad_id: int = PAD_ID,
         *,
         side: str = "right",
         epochs: int = 1,

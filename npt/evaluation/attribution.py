@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled
-from npt.data.batch import Sample, batches
+from npt.data.batch import PAD_ID, Sample, batches
 from npt.evaluation.metrics import check_ids, evaluating, final_states, predicting
 from npt.random_state import kept_random_state
 
@@ -53,7 +53,7 @@ class Reference:
 @torch.no_grad()
 @kept_random_state()
 def reference_outputs(
-    model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = 0
+    model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = PAD_ID
 ) -> Reference:
     """Run the unquantised base on the samples and keep the outputs to compare the others with.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import attached_config
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
-from npt.data.batch import PAD_ID, Batch, Sample, batches
+from npt.data.batch import Batch, Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
@@ -216,9 +216,8 @@ def evaluate(
     if divergence_prompts:
         positions = getattr(model.config, "max_position_embeddings", None)
         prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, positions)
-    pad_id = PAD_ID
     if unquantized is not None and not isinstance(unquantized, Reference):
-        unquantized = reference_outputs(unquantized, samples, batch_size=batch_size, pad_id=pad_id)
+        unquantized = reference_outputs(unquantized, samples, batch_size=batch_size)
     if unquantized is not None and unquantized.samples_hash != samples_hash(samples):
         raise DataError(
             "the unquantised base was run on other samples; pass attribution.reference_outputs the"
@@ -233,7 +232,7 @@ def evaluate(
     done = 0
     scored: list[int] = []
     with torch.no_grad(), evaluating(model):
-        for batch in batches(samples, batch_size, pad_id):
+        for batch in batches(samples, batch_size):
             if between is not None:
                 between()
             check_ids(batch, model, "evaluation data")

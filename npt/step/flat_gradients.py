@@ -104,8 +104,7 @@ class FlatGradients:
 
     def close(self) -> None:
         """Leave the parameters as they were found, without a gradient, and free the buffers."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.withdraw()
         for handle in self._handles:
             handle.remove()
         self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []

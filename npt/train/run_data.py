@@ -178,7 +178,6 @@ class RunData:
         loader = Loader(
             samples,
             config.batch_size,
-            setup.pad_id,
             side=setup.data_config.padding_side,
             epochs=config.num_epochs,
             others=[

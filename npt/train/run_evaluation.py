@@ -32,14 +32,12 @@ class RunEvaluator:
                 "no sample to evaluate on: every one has ids outside the vocabulary"
                 f" [0, {setup.model.config.vocab_size}); is this the tokenizer of the model?"
             )
-        largest = next(batches(samples, splitter.samples, setup.pad_id))
+        largest = next(batches(samples, splitter.samples))
 
         def measure() -> Fidelity:
             at_once = splitter.samples
             if setup.teacher is not None and self._reference is None:
-                self._reference = reference_outputs(
-                    setup.teacher, samples, batch_size=at_once, pad_id=setup.pad_id
-                )
+                self._reference = reference_outputs(setup.teacher, samples, batch_size=at_once)
             return evaluate(
                 setup.model,
                 setup.tokenizer,

@@ -20,7 +20,6 @@ from npt.base.recipe import Recipe
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
-from npt.data.batch import PAD_ID
 from npt.data.source import Record
 from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.join import join_processes
@@ -102,7 +101,6 @@ class RunSetup:
         if self.checkpoint is not None:
             saved = self.checkpoint.record["settings"]
             self.changed = changed_settings(saved, self.all_settings())
-        self.pad_id = PAD_ID
 
     @property
     def window_size(self) -> int:

@@ -203,7 +203,7 @@ class RunWriter:
         if not (self._setup.processes.main and self._setup.options.report):
             return
         setup, data = self._setup, self._data
-        few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples, setup.pad_id)
+        few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples)
 
         figures: dict[str, Any] = {"step": step, "heldout": data.heldout}
 

@@ -55,7 +55,7 @@ class TrackerSamples:
     def modulation(self, samples: int) -> Modulation:
         """Measure the modulation on the first so many samples."""
         setup = self._setup
-        few = batches(self._samples[:samples], setup.splitter.samples, setup.pad_id)
+        few = batches(self._samples[:samples], setup.splitter.samples)
         return measure_modulation(setup.model, few, between=setup.stop.check)
 
     def _written(self, model: Any, prompt: Sequence[int]) -> str:

@@ -132,7 +132,7 @@ class TestLoRA:
         assert lora.learner.size == pytest.approx(ours, rel=0.02)  # a whole rank's rounding
 
     def test_it_starts_as_the_floor_exactly(self, bench, lora):
-        batch = collate(bench.text.heldout[:2], bench.pad_id)
+        batch = collate(bench.text.heldout[:2])
         with torch.no_grad():
             with lora.student():
                 started = final_states(bench.model, batch)
@@ -150,14 +150,14 @@ class TestLoRA:
         layer, seen = bench.model.model.layers[5], []
         handle = layer.register_forward_hook(lambda _, given, out: seen.append((given, out)))
         with torch.no_grad(), lora.student():
-            final_states(bench.model, collate(bench.text.heldout[:1], bench.pad_id))
+            final_states(bench.model, collate(bench.text.heldout[:1]))
             handle.remove()
             hidden = seen[0][0][0]
             alone = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         assert torch.equal(seen[0][1], alone)
 
     def test_a_step_lowers_its_loss_and_leaves_the_base(self, base_hash, bench, lora):
-        learner, batch = lora.learner, collate(bench.text.fitted[:4], bench.pad_id)
+        learner, batch = lora.learner, collate(bench.text.fitted[:4])
         first = learner.backward(batch)
         assert all(torch.isfinite(p.grad).all() for p in learner.parameters)
         with torch.no_grad():
@@ -190,14 +190,14 @@ class TestTraining:
             values.append(float(learner.parameters[0].detach()))
             return next(given)
 
-        found = train(learner, Training((0.1,)), bench.text.fitted, 0, kl, 0.1)
+        found = train(learner, Training((0.1,)), bench.text.fitted, kl, 0.1)
         assert found.kept == 2 and found.choosing_kl == [3.0, 2.0, 1.0, 4.0, 5.0]
         assert values[0] == 1.0 and values[4] < values[2] < 1.0
         assert float(learner.parameters[0].detach()) == values[2]
 
     def test_a_training_that_only_loses_is_undone(self, bench):
         learner, given = self.Slope(), iter(range(9))
-        found = train(learner, Training((0.1,)), bench.text.fitted, 0, lambda: next(given), 0.0)
+        found = train(learner, Training((0.1,)), bench.text.fitted, lambda: next(given), 0.0)
         assert found.kept == 0 and found.steps == 1
         assert float(learner.parameters[0].detach()) == 1.0
 
@@ -208,7 +208,7 @@ class TestTraining:
             return abs(float(learner.parameters[0].detach()) - 0.9)
 
         settings = Training((0.01, 0.1, 1.0), share=0.0)
-        found = train(learner, settings, bench.text.fitted, 0, kl, 0.0)
+        found = train(learner, settings, bench.text.fitted, kl, 0.0)
         assert found.rate == 0.1 and list(found.trials) == ["0.01", "0.1", "1"]
         assert found.trials["1"] > found.trials["0.01"] > found.trials["0.1"]
         # of the last run alone: a step from the start, whatever the trials did
@@ -218,14 +218,14 @@ class TestTraining:
     def test_a_rate_whose_loss_is_not_finite_is_not_taken(self, bench):
         learner, losses = self.Slope(), iter([math.nan, 1.0, 1.0])
         learner.backward = lambda batch: torch.tensor(next(losses))
-        found = train(learner, Training((0.1, 0.2)), bench.text.fitted, 0, lambda: 1.0, 0.0)
+        found = train(learner, Training((0.1, 0.2)), bench.text.fitted, lambda: 1.0, 0.0)
         assert found.trials == {"0.1": math.inf, "0.2": 1.0} and found.rate == 0.2
 
     def test_a_loss_that_is_not_finite_ends_it(self, bench):
         learner = self.Slope()
         learner.parameters[0].data.fill_(math.nan)
         with pytest.raises(npt.NPTError, match="the loss is nan at step 1"):
-            train(learner, Training((0.1,)), bench.text.fitted, 0, lambda: 1.0, 1.0)
+            train(learner, Training((0.1,)), bench.text.fitted, lambda: 1.0, 1.0)
 
 
 class TestRows:

@@ -332,7 +332,7 @@ def test_the_side_and_amount_of_padding_do_not_change_the_figures(
     monkeypatch.setattr(
         evaluate_module,
         "batches",
-        lambda some, size, pad: iter([collate(list(some), pad, side=side, length=20)]),
+        lambda some, size: iter([collate(list(some), side=side, length=20)]),
     )
     # attention sums in another order
     assert_same(evaluate(student, tokenizer, samples()), before, rel=1e-5)
@@ -442,9 +442,7 @@ def test_packed_rows_give_the_figures_of_their_documents(
     rows = pack(samples(), 16)
     assert len(rows) < len(samples())
     monkeypatch.setattr(
-        evaluate_module,
-        "batches",
-        lambda some, size, pad: iter([collate(list(some), pad, side=side)]),
+        evaluate_module, "batches", lambda some, size: iter([collate(list(some), side=side)])
     )
     together, alone = evaluate(student, tokenizer, rows), evaluate(student, tokenizer, samples())
     for name in ("teacher", "floor", "student"):

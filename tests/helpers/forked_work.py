@@ -74,9 +74,9 @@ def _status(act: Callable[[], int | None], log: Path | None, environment: dict[s
 
 
 def forked_npt(command: Sequence[str], *, env: dict[str, str], process_group: int) -> Forked:
-    """`subprocess.Popen` of a command that is Python with `-m npt.cli`."""
+    """`subprocess.Popen` of a command that is Python with `-m npt`."""
     from npt.cli.main import main
 
-    program: list[Any] = [sys.executable, "-m", "npt.cli"]
+    program: list[Any] = [sys.executable, "-m", "npt"]
     assert list(command[:3]) == program and process_group == 0
     return Forked(lambda: main(list(command[3:])), environment=env)

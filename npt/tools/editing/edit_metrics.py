@@ -26,7 +26,7 @@ from npt.adapters.converted import adapter_mode, attached_config
 from npt.adapters.fit import format_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
-from npt.data.batch import PAD_ID, Batch, Sample, batches
+from npt.data.batch import Batch, Sample, batches
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
@@ -141,8 +141,8 @@ class Before:
         batch_size: int = 8,
     ):  # fmt: skip
         attached_config(model)
-        device, pad = next(model.parameters()).device, PAD_ID
-        self._batches = [batch.to(device) for batch in batches(samples, batch_size, pad)]
+        device = next(model.parameters()).device
+        self._batches = [batch.to(device) for batch in batches(samples, batch_size)]
         if not any(predicting(batch).any() for batch in self._batches):
             raise DataError("no held-out token to predict; check the data")
         self.fact = fact

@@ -16,7 +16,7 @@ from npt.base.precision import compute_in
 from npt.base.quantization_error import set_matmul_precision
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig
-from npt.data.batch import PAD_ID, Batch, Sample, collate
+from npt.data.batch import Batch, Sample, collate
 from npt.data.report import no_sample
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
@@ -127,9 +127,9 @@ class Lab:
         assert training.max_steps is not None
         size, k = training.batch_size, training.gradient_accumulation_steps
         samples = self._samples(base, settings, training.max_steps * k * size)
-        pad, side = PAD_ID, settings.data.padding_side
+        side = settings.data.padding_side
         batches = [
-            replace(collate(samples[i : i + size], pad, side=side), offset=i)
+            replace(collate(samples[i : i + size], side=side), offset=i)
             for i in range(0, len(samples), size)
         ]
         return [batches[i : i + k] for i in range(0, len(batches), k)]
@@ -158,10 +158,8 @@ class Lab:
             return None
         key = (_base_key(settings), settings.data, len(samples))
         if key not in self._references:
-            size, pad = settings.training.batch_size, PAD_ID
-            self._references[key] = reference_outputs(
-                base.teacher, samples, batch_size=size, pad_id=pad
-            )
+            size = settings.training.batch_size
+            self._references[key] = reference_outputs(base.teacher, samples, batch_size=size)
         return self._references[key]
 
     def _samples(self, base: Base, settings: Settings, count: int) -> list[Sample]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.calibration.calibrate import calibrate
-from npt.data.batch import PAD_ID, Batch, collate
+from npt.data.batch import Batch, collate
 from npt.distill.stages import stage_at, stages_of
 from npt.distill.strategies import drive
 from npt.evaluation.evaluate import evaluate
@@ -251,8 +251,8 @@ class _Student:
     def inspect(self) -> Inspection:
         """Measure the student on held-out samples."""
         samples, _ = self.lab.heldout(self.base, self.settings)
-        first, pad = samples[: self.settings.training.batch_size], PAD_ID
-        batch = collate(first, pad, side=self.settings.data.padding_side)
+        first = samples[: self.settings.training.batch_size]
+        batch = collate(first, side=self.settings.data.padding_side)
         return inspect_student(self.model, batch.to(self.model.device))
 
     def fidelity(self) -> Row:

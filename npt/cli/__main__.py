@@ -1,7 +1,0 @@
-"""`python -m npt.cli`."""
-
-import sys
-
-from npt.cli.main import main
-
-sys.exit(main())
