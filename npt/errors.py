@@ -13,7 +13,7 @@ EXIT_STATUSES = {
     "0": "done",
     "1": "an error of NPT's own, with its traceback; of `npt trace`: a fault was found",
     "2": "wrong arguments, model or data, or not enough memory; one line says what to change",
-    "3": "stopped after too many refusals; a post-mortem was written",
+    "3": "stopped after too many refusals (a post-mortem was written), or as diverged",
     "4": "the smoke test failed; nothing was written",
     "5": "an adapter, a checkpoint or a post-mortem that cannot be used",
     "6": "another process of the run was lost (if it failed: its status)",
@@ -118,6 +118,12 @@ class ProcessError(NPTError, RuntimeError):
 
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped after too many refusals in a row; runs of NPT have written a post-mortem."""
+
+    exit_status = 3
+
+
+class DivergedError(NPTError, RuntimeError):
+    """Training stopped, as `stop_on_divergence` asks: all is finite, but the run is ruined."""
 
     exit_status = 3
 

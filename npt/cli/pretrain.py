@@ -313,6 +313,8 @@ def _train(
             f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were"
             f" refused ({kinds}); see events.jsonl before trusting this run"
         )
+    for cause in result.diverged:
+        console.say(f"warning: this run has diverged: {cause}")
     return result.exit_status
 
 

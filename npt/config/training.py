@@ -149,6 +149,11 @@ class Guards(Settings):
     spike_sigmas: float = _guards(
         10.0, "how far: median + this many robust standard deviations", bound=POSITIVE
     )
+    stop_on_divergence: bool = _guards(
+        False,
+        "end a run that is finite and ruined: its loss far above the start, multipliers at their"
+        " bounds, or a student worse than its floor; without it they are warnings",
+    )
     smoke_test: bool = _guards(
         True, "one batch forward and backward under anomaly detection before the loop"
     )

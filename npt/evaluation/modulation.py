@@ -79,6 +79,21 @@ class Modulation:
         bound = self.mult_bound
         return [1 - bound + 2 * bound * i / BINS for i in range(BINS + 1)]
 
+    @property
+    def saturated(self) -> tuple[float, str]:
+        """The share of all multipliers at their bounds, and the layer and target with the most;
+        targets of other widths weigh alike.
+        """
+        shares = {
+            f"layer {index}, {name}": target.saturated
+            for index, layer in self.layers.items()
+            for name, target in layer.targets.items()
+            if target.saturated is not None
+        }
+        if not shares:
+            return 0.0, "no layer"
+        return sum(shares.values()) / len(shares), max(shares, key=lambda place: shares[place])
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
         return {

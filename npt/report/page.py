@@ -76,6 +76,10 @@ def status(record: RunRecord) -> tuple[str, str]:
     found = event.details if event is not None else {}
     at = f" at step {record.step:,}"
     if state == "done":
+        causes = found.get("diverged")
+        if isinstance(causes, list) and causes:
+            ruined = "; ".join(clean(str(cause), 200) for cause in causes[:3])
+            return "bad", f"Finished{at}, but diverged: {ruined}"
         return "good", f"Finished{at}"
     if state == "stopped":
         tried = record.refused_in

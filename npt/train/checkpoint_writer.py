@@ -11,7 +11,13 @@ from torch import Tensor
 
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.errors import CheckpointError, ConfigError, ProcessError, TooManyRefusalsError
+from npt.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    ProcessError,
+    TooManyRefusalsError,
+)
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
@@ -68,15 +74,16 @@ class CheckpointWriter:
             said = f"the best adapters could not be kept at step {loop.steps}: {error}"
             self._save_failed(loop, error, f"best: {error}", said)
 
-    def rescue(self, loop: Loop, error: BaseException, measure: Callable[[int], None]) -> None:
+    def rescue(self, loop: Loop, error: BaseException, measure: Callable[[int], object]) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait.
 
-        After too many refusals the modulation is measured.
+        After too many refusals or a divergence the modulation is measured.
         """
         setup = self._setup
         if isinstance(error, KeyboardInterrupt) and setup.stop.number is not None:
             return
-        if not isinstance(error, TooManyRefusalsError):  # the loop has reported that one itself
+        reported = isinstance(error, TooManyRefusalsError | DivergedError)
+        if not reported:
             self._report_error(loop, error, str(error))
         # The others are elsewhere: leave out whatever would wait for them.
         if not setup.processes.met_by_all(error):
@@ -87,7 +94,7 @@ class CheckpointWriter:
                 return  # the weights are of a step whose result the others did not tell
             if loop.steps and loop.unsaved:
                 self.save(loop, last=True)
-            if isinstance(error, TooManyRefusalsError):  # a multiplier at its bound may be why
+            if reported:  # a multiplier at its bound may be why
                 measure(loop.steps)
         except Exception as second:  # the first error is the one to be seen
             self._report_error(loop, second, f"not saved: {second}")

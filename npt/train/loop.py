@@ -22,6 +22,7 @@ from npt.runs.signals import StopOnSignal
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep
 from npt.step.window_result import WindowResult
+from npt.train.divergence import Divergence
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.step_metrics import StepMetrics
@@ -65,6 +66,7 @@ class Loop:
             self.recording = StepRecording(context)
             step.observe = self.recording.observe
         self.refusals = Refusals(context, step)
+        self.divergence = Divergence(context, actions.modulation)
         self.steps = self.tokens = self.micro_batches = 0
         self.position = Position()
         self.best_kl = math.inf
@@ -145,6 +147,7 @@ class Loop:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             **self.refusals.state(),
+            **self.divergence.state(),
             "epoch": self._epoch,
             "last_evaluation": self.last_evaluation,
             "strategy": self.stage.config.strategy,
@@ -162,6 +165,7 @@ class Loop:
         self.steps, self.tokens = state["step"], state["tokens"]
         self.micro_batches, self._epoch = state["micro_batches"], state["epoch"]
         self.refusals.load_state(state)
+        self.divergence.load_state(state)
         self.last_evaluation = state["last_evaluation"]
         # A new folder has no best yet, whatever the old one had.
         if state["best_kl"] is not None and self.context.folder.has_best:
@@ -286,16 +290,18 @@ class Loop:
         if self.stage.start == self.steps:
             self._begin_stage()
         since = time.perf_counter()
+        self._safely(partial(self.divergence.after_step, self.steps, result.loss or 0.0))
         self._safely(self._evaluate_if_due)
         if self.actions.show is not None and c.sample_steps and self.steps % c.sample_steps == 0:
             self._safely(partial(self.actions.show, self.steps))
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-        # saving, evaluating and showing is not training
+        # looking, evaluating, showing and saving is not training
         self._metrics.since += time.perf_counter() - since
 
     def _begin_stage(self) -> None:
         """Change the strategy; its losses must not be measured by those of the one before."""
+        self.divergence.begin_stage()
         strategy = self.stage.config.strategy
         if self.step.window.spikes is not None:
             self.step.window.spikes = SpikeGuard(self.config.spike_sigmas)
@@ -328,3 +334,4 @@ class Loop:
         said = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}{each}"
         self.context.say(f"step {self.steps}: {said}")
         self.keep_if_best(fidelity)
+        self.divergence.after_evaluation(self.steps, fidelity)

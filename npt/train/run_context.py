@@ -14,6 +14,7 @@ from npt.data.batch import Batch
 from npt.data.loader import Position
 from npt.distributed.processes import ProcessGroup
 from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.modulation import Modulation
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
@@ -49,13 +50,15 @@ class RunActions:
 
     evaluate: measure the model as it is. save: write a checkpoint; False if that failed and
     training continues. save_best: keep the adapters as the best so far. show: show the student to
-    the trackers, every `sample_steps`.
+    the trackers, every `sample_steps`. modulation: measure the multipliers on a sample, if there
+    are any.
     """
 
     evaluate: Callable[[], Fidelity]
     save: Callable[[], bool]
     save_best: Callable[[Fidelity], None]
     show: Callable[[int], None] | None = None
+    modulation: Callable[[], Modulation] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from safetensors import SafetensorError
@@ -19,7 +20,7 @@ from npt.errors import AdapterFileError, CheckpointError, ConfigError, StoppedEr
 from npt.evaluation.behaviour.documents import heldout_documents
 from npt.evaluation.behaviour.measure import measure_behaviour
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.modulation import measure_modulation
+from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
 from npt.runs.resume import plain_settings
 from npt.runs.run_folder import BEHAVIOUR, EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
@@ -181,7 +182,7 @@ class RunWriter:
         step, best = best_of(folder.path) or (loop.steps, fidelity.aim)
         self._trackers.summarize({"final": fidelity.aim, "best": best}, loop.steps, best_step=step)
         self._data.report(self._folder, self.warn, loop.position)
-        self.measure_modulation(loop.steps)
+        loop.divergence.at_end(loop.steps, fidelity, self.measure_modulation(loop.steps))
         if self._setup.config.behaviour:
             self.measure_behaviour(loop.steps)
         folder.event(
@@ -190,6 +191,7 @@ class RunWriter:
             tokens=loop.tokens,
             refused=loop.refusals.total,
             refused_by_kind=dict(loop.refusals.by_kind),
+            diverged=loop.divergence.causes,
             seconds=round(seconds, 3),
         )
 
@@ -198,16 +200,20 @@ class RunWriter:
         if self._setup.processes.main and self._setup.options.report:
             self._observe(REPORT, lambda: write_report(self._folder.path))
 
-    def measure_modulation(self, step: int) -> None:
-        """Write `modulation.json` for the report, from a few evaluation samples."""
+    def measure_modulation(self, step: int) -> Modulation | None:
+        """Write `modulation.json` for the report, from a few evaluation samples; return it if it
+        was measured.
+        """
         if not (self._setup.processes.main and self._setup.options.report):
-            return
+            return None
         setup, data = self._setup, self._data
         few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples)
 
         figures: dict[str, Any] = {"step": step, "heldout": data.heldout}
+        found: Modulation | None = None
 
         def measure() -> None:
+            nonlocal found
             with contextlib.suppress(StoppedError):  # the report can be made without it
                 found = measure_modulation(setup.model, few, between=setup.stop.check)
                 figures.update(found.as_dict())
@@ -220,6 +226,7 @@ class RunWriter:
         self._observe(MODULATION, measure)
         if "layers" in figures and not is_sharded(setup.model):
             self._observe(f"the passage of {MODULATION}", measure_passage)
+        return found
 
     def _passage(self) -> dict[str, Any]:
         """Return the modulation along the beginning of the first evaluation sample."""
@@ -249,6 +256,15 @@ class RunWriter:
                 self._folder.write(BEHAVIOUR, {"step": step, **found.as_dict()})
 
         self._observe(BEHAVIOUR, measure)
+
+    def looks(self) -> Callable[[], Modulation] | None:
+        """Return a function that measures the multipliers on a sample, in the main process, if
+        there are any.
+        """
+        if not (self._setup.processes.main and self._setup.adapter_config.multiplicative):
+            return None
+        samples = TrackerSamples(self._setup, self._data.eval_samples)
+        return partial(samples.modulation, 1)
 
     def shows(self) -> Callable[[int], None]:
         """Return a function that logs texts and multipliers of the student at a step."""

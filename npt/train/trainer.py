@@ -47,7 +47,8 @@ class TrainResult:
     """The outcome of a run.
 
     refused: micro-batches and windows. heldout: `fidelity` is of held-out text; False if there was
-    too little of it. signal: number of the signal that ended the run early, if one did.
+    too little of it. diverged: what shows that the run is ruined, though all of it is finite.
+    signal: number of the signal that ended the run early, if one did.
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class TrainResult:
     seconds: float
     fidelity: Fidelity | None
     heldout: bool
+    diverged: tuple[str, ...] = ()
     signal: int | None = None
 
     @property
@@ -156,7 +158,7 @@ class Trainer:
         Raises:
             NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one
                 batch shows that training cannot work; before anything is written.
-            TooManyRefusalsError: after the post-mortem was written.
+            TooManyRefusalsError, DivergedError: with a post-mortem; as `stop_on_divergence` asks.
             ConfigError: the run folder cannot be written, or the processes of the run differ in
                 something.
             ProcessError: another process failed or was lost.
@@ -282,6 +284,7 @@ class Trainer:
             lambda: saves.save(loop),
             lambda fidelity: saves.save_best(loop, fidelity),
             writer.shows() if c.sample_steps else None,
+            writer.looks(),
         )
         loop = Loop(context, step, total, actions)
         if setup.checkpoint is not None and self._state is not None:
@@ -336,6 +339,7 @@ class Trainer:
             seconds=seconds,
             fidelity=fidelity,
             heldout=self.data.heldout,
+            diverged=tuple(loop.divergence.causes),
             signal=number,
         )
 
