@@ -28,7 +28,7 @@ from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
 from npt.guard.parallel import unsynchronised, whole
-from npt.guard.parameters import Trainable, refuse_unguarded, stepped_parameters
+from npt.guard.parameters import Guarded, Trainable
 from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import Buffers, Draws
@@ -91,7 +91,8 @@ class Guard:
     """Steps an optimizer with windows of micro-batches of which bad ones leave no trace.
 
     Args:
-        trainable: the model, or parameters; those of the optimizer are guarded, under these names.
+        trainable: the model, or parameters; those of the optimizer are guarded, under these names,
+            and those that it comes to step as well.
             A model in DistributedDataParallel sums its gradients in the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
         scheduler: steps with every applied step; not one that must be told a figure.
@@ -105,6 +106,8 @@ class Guard:
     Raises:
         ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
     """
+
+    whole_norm = False  # of all that requires a gradient in the model, stepped or not
 
     def __init__(
         self,
@@ -121,14 +124,13 @@ class Guard:
         self.scheduler = _stepped_blindly(scheduler)
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
-        parameters = stepped_parameters(trainable, optimizer)
-        self._guarded = frozenset(parameters.values())
-        self._home = next(iter(parameters.values())).device
+        guarded = self._guarded = Guarded(trainable, optimizer, self.whole_norm)
+        self._home = guarded.clipped[0].device
         processes = _all_processes(self._home) if processes is None else processes
         sigmas = self.settings.spike_sigmas
         self._spikes = None if sigmas is None else SpikeGuard(sigmas)
         self.update = GuardedUpdate(
-            parameters, optimizer, late=False, undo=self.settings.undo == "step"
+            guarded.stepped, optimizer, late=False, undo=self.settings.undo == "step"
         )
         self.window: GradientWindow[MicroBatch] = GradientWindow(
             self.update,
@@ -138,6 +140,8 @@ class Guard:
             track=True,
             divisor=processes.size if self.settings.loss == "share" else None,
         )
+        self.window.gradients.clipped = tuple(guarded.clipped)
+        guarded.follow(self.window)
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
@@ -171,10 +175,8 @@ class Guard:
             run: computes the loss again, for `trace`; default the model's calls, which is enough
                 if the model returns its loss.
 
-        Raises:
-            ConfigError: the optimizer has come to step parameters that are not guarded.
         """
-        refuse_unguarded(self.update.optimizer, self._guarded)
+        self._guarded.follow(self.window)
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         before, buffers = self._draws.begin(), self._buffers.copy()
@@ -212,9 +214,8 @@ class Guard:
             TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step,
                 and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
-            ConfigError: as in `micro_batch`.
         """
-        refuse_unguarded(self.update.optimizer, self._guarded)
+        self._guarded.follow(self.window)
         if self.settings.trace:
             step = self.counts.windows + 1
             self._found += self._forensics.trace(self.window.open_refusals(), step)

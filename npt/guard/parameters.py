@@ -1,9 +1,9 @@
-"""The parameters that a guard steps: those of the optimizer, by the names of their model."""
+"""The parameters of a guard: those of the optimizer, by the names of their model."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from npt.errors import ConfigError
 from npt.guard.parallel import whole
+from npt.step.gradient_window import GradientWindow
 
 Trainable = nn.Module | Mapping[str, nn.Parameter] | Iterable[Any]
 """A model, parameters by name, pairs of names and parameters, or parameters."""
@@ -19,14 +20,81 @@ IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"})
 """Classes of lomo_optim, and of transformers for GaLore and Apollo layer by layer."""
 
 
-def stepped_parameters(
-    trainable: Trainable, optimizer: torch.optim.Optimizer
-) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters that require a gradient, by name.
+class Guarded:
+    """The parameters of a guard: those of the optimizer that require a gradient.
+
+    Args:
+        trainable: gives them their names; the optimizer's others are named by their places.
+        optimizer: to be guarded.
+        whole_norm: the norm is that of all parameters of `trainable` that require a gradient,
+            stepped or not, and of no others, as transformers' Trainer has it.
+
+    Attributes:
+        stepped: by name.
+        clipped: whose norm is taken and clipped, in this order.
 
     Raises:
         ConfigError: the optimizer or a parameter of it cannot be guarded.
     """
+
+    def __init__(
+        self, trainable: Trainable, optimizer: torch.optim.Optimizer, whole_norm: bool = False
+    ):
+        if not isinstance(trainable, nn.Module | Mapping):
+            trainable = list(trainable)  # an iterator can be read once
+        self._trainable, self._optimizer, self._whole_norm = trainable, optimizer, whole_norm
+        _check_optimizer(optimizer)
+        self.look()
+
+    def look(self) -> dict[str, nn.Parameter]:
+        """Take in the parameters as they are now; return all whose gradients are held, by name."""
+        own = self._own()
+        if not own:
+            raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
+        names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
+        for name, parameter in _named(self._trainable):
+            if parameter in own or (self._whole_norm and parameter.requires_grad):
+                names.setdefault(parameter, name)
+        if own.isdisjoint(names):
+            raise ConfigError(
+                "none of the optimizer's parameters is among the guard's; give the guard the model"
+                " that the optimizer was made for"
+            )
+        clipped = list(names)
+        for group, settings in enumerate(self._optimizer.param_groups):
+            for place, parameter in enumerate(settings["params"]):
+                if parameter in own:
+                    of = f"parameter {place} of the optimizer's group {group}"
+                    names.setdefault(parameter, of)
+        sharded = next((name for parameter, name in names.items() if _is_sharded(parameter)), None)
+        if sharded is not None:
+            raise ConfigError(
+                f"{sharded} is sharded over processes, and a guard needs whole tensors; train with"
+                " DDP or in one process"
+            )
+        self.stepped = {name: p for p, name in names.items() if p in own}
+        self.clipped = clipped if self._whole_norm else list(names)
+        return {name: parameter for parameter, name in names.items()}
+
+    def follow(self, window: GradientWindow[Any]) -> None:
+        """Guard parameters too that have come to require a gradient, or to be stepped."""
+        held = frozenset(window.gradients.parameters)
+        joined = self._own().difference(window.update.parameters)
+        wanted = set(joined)
+        if self._whole_norm:
+            wanted.update(p for _, p in _named(self._trainable) if p.requires_grad)
+        if not joined and wanted <= held:
+            return
+        named = self.look()
+        window.update.extend({name: p for name, p in self.stepped.items() if p in joined})
+        window.gradients.extend({name: p for name, p in named.items() if p not in held})
+        window.gradients.clipped = tuple(self.clipped)
+
+    def _own(self) -> set[nn.Parameter]:
+        return {p for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad}
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     unfit = {torch.optim.LBFGS: "calls the model itself", torch.optim.SparseAdam: "is sparse"}
     for kind, why in unfit.items():
         if isinstance(optimizer, kind):
@@ -39,41 +107,6 @@ def stepped_parameters(
             f"{type(optimizer).__name__} steps inside backward, before a guard can look at the"
             " gradient; use its form that is not layerwise, or AdamW"
         )
-    stepped = _stepped(optimizer)
-    names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
-    for name, parameter in _named(trainable):
-        if parameter in stepped:
-            names.setdefault(parameter, name)
-    found = {name: parameter for parameter, name in names.items()}
-    missing = next(iter(stepped.difference(found.values())), None)
-    if missing is not None:
-        raise ConfigError(
-            f"the optimizer has a parameter of shape {tuple(missing.shape)} that is not among the"
-            " guard's; give the guard the model that the optimizer was made for"
-        )
-    sharded = next((name for name, parameter in found.items() if _is_sharded(parameter)), None)
-    if sharded is not None:
-        raise ConfigError(
-            f"{sharded} is sharded over processes, and a guard needs whole tensors; train with DDP"
-            " or in one process"
-        )
-    if not found:
-        raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
-    return found
-
-
-def refuse_unguarded(optimizer: torch.optim.Optimizer, guarded: Set[nn.Parameter]) -> None:
-    """Raise ConfigError if the optimizer has come to step a parameter that is not guarded."""
-    new = next(iter(_stepped(optimizer) - guarded), None)
-    if new is not None:
-        raise ConfigError(
-            f"the optimizer now steps a parameter of shape {tuple(new.shape)} that was added or"
-            " unfrozen after the guard was made; make a new guard"
-        )
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _named(trainable: Trainable) -> Iterable[tuple[str, nn.Parameter]]:

@@ -47,6 +47,12 @@ _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 _log = logging.getLogger("npt.guard")
 
 
+class TrainerGuard(Guard):
+    """Takes and clips the norm of the whole model, as a Trainer does."""
+
+    whole_norm = True
+
+
 class TrainerMixin(Trainer):
     """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
 
@@ -60,6 +66,7 @@ class TrainerMixin(Trainer):
 
     # of the open window: its micro-batches; the loss to be logged and TRL's metrics before it
     _inputs: list[Any]
+    _ended: list[Any]  # those of the window that is closed
     _logged: Tensor | None = None
     _counted: Mapping[str, Any] = {}
     _norm: float | None = None
@@ -138,6 +145,7 @@ class TrainerMixin(Trainer):
         self._inputs.append(inputs)
         loss = self._compute(guard, model, inputs, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
+            guard.window.show()  # for `on_substep_end`
             return loss
         losses = None
         refused: set[int] = set()
@@ -147,7 +155,7 @@ class TrainerMixin(Trainer):
             refused |= {index // processes for index in own if index is not None}
             self._restore_metrics(self._counted)
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
-        self._inputs = []
+        self._ended, self._inputs = self._inputs, []
         self._norm = guard.close_window()
         return loss if losses is None else self._logged_again(losses)
 
@@ -233,8 +241,8 @@ class TrainerMixin(Trainer):
         folder = Path(self.args.output_dir, "postmortem")
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         settings["refuse"] = (*classes_of(settings.get("refuse", GuardSettings.refuse)), DataError)
-        norm = self.args.max_grad_norm or math.inf
-        self.guard = Guard(model, self.optimizer, loss="share", max_grad_norm=norm, **settings)
+        settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
+        self.guard = TrainerGuard(model, self.optimizer, **settings)
         if self._resumed_from is not None:
             state = Path(self._resumed_from, STATE_FILE)
             if state.is_file():
@@ -256,14 +264,36 @@ class TrainerMixin(Trainer):
                 outcome = self.guard.step()
             except TooManyRefusalsError:
                 assert self.guard.outcome is not None
+                self._uncount(self.guard.outcome)
                 self.on_refused(self.guard.outcome)
                 raise
+            if outcome.applied:
+                self.guard.window.gradients.show()  # for `on_optimizer_step`
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
             if outcome.refused:
+                self._uncount(outcome)
                 self.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = step
+
+    def _uncount(self, outcome: Outcome) -> None:
+        """Take the refused rows out of the tokens and operations that a Trainer has counted."""
+        assert self.guard is not None
+        processes, seen = self.guard.window.processes, self.state.num_input_tokens_seen
+        whole_window = any(refusal.micro_batch is None for refusal in outcome.refused)
+        own = {
+            r.micro_batch // processes.size
+            for r in outcome.refused
+            if r.micro_batch is not None and r.process == processes.index
+        }
+        with alone(self.accelerator):
+            for place, inputs in enumerate(self._ended):
+                if whole_window or place in own:
+                    self.current_flos -= float(self.floating_point_ops(inputs))
+                    self._track_num_input_tokens(inputs)
+        (refused,) = processes.sums([self.state.num_input_tokens_seen - seen])
+        self.state.num_input_tokens_seen = seen - int(refused)
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._norm  # clipped when the window was closed

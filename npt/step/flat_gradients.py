@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +17,43 @@ class FlatGradients:
     added in a few operations. A parameter's `.grad` is a view of them.
 
     Args:
-        parameters: whose `.grad` belongs to this object from now on.
+        parameters: by name; their `.grad` belongs to this object from now on.
         track: notice which parameters take part in a backward, so that the others keep the `.grad`
             None that makes an optimizer leave them alone.
+
+    Attributes:
+        clipped: the parameters whose norm is a window's, in the order of summation.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], track: bool = False):
-        self.parameters = tuple(parameters)
-        self.scratch, self.scratch_views = _flat_like(self.parameters)
-        self.sums, self.sum_views = _flat_like(self.parameters)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
+        self.names: tuple[str, ...] = ()
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        self.scratch: list[Tensor] = []
+        self.scratch_views: list[Tensor] = []
+        self.sums: list[Tensor] = []
+        self.sum_views: list[Tensor] = []
         self.reached: set[int] | None = set() if track else None
         """Places of the parameters that the micro-batch's backward reached; None: not tracked."""
         self._stale = False
-        self._handles = []
+        self._handles: list[Any] = []
+        self._unreached: frozenset[int] = frozenset()  # by the window that was last exposed
+        self.extend(parameters)
+        self.clipped: tuple[nn.Parameter, ...] = self.parameters
+
+    def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Hold the gradients of further parameters too, from the next micro-batch on."""
+        new = tuple(parameters.values())
+        for flats, views in ((self.scratch, self.scratch_views), (self.sums, self.sum_views)):
+            more, more_views = _flat_like(new)
+            flats += more
+            views += more_views
         if self.reached is not None:
-            self._handles = [
+            self._handles += [
                 p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
-                for i, p in enumerate(self.parameters)
+                for i, p in enumerate(new, start=len(self.parameters))
             ]
+        self.names += tuple(parameters)
+        self.parameters += new
 
     def begin(self) -> None:
         """Point every `.grad` at empty scratch, for one forward and backward."""
@@ -85,10 +105,15 @@ class FlatGradients:
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""
         self._renew()
-        for parameter, view in zip(self.parameters, self.sum_views, strict=True):
-            parameter.grad = view
-        for place in unreached:
-            self.parameters[place].grad = None
+        self._unreached = frozenset(unreached)
+        self.show()
+
+    def show(self) -> None:
+        """Point `.grad` at what was last exposed, though its window may be forgotten."""
+        for place, (parameter, view) in enumerate(
+            zip(self.parameters, self.sum_views, strict=True)
+        ):
+            parameter.grad = None if place in self._unreached else view
 
     def clear(self) -> None:
         """Forget the window, by nothing that could fail: its step may be made already."""

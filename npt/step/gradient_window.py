@@ -96,7 +96,8 @@ class GradientWindow(Generic[S]):
         if rates is not None:
             self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
-        self.gradients = FlatGradients(update.parameters, track)
+        named = dict(zip(update.names, update.parameters, strict=True))
+        self.gradients = FlatGradients(named, track)
         self.divisor = divisor
         self.unscale: Callable[[], None] | None = None
         self._closed: LaunchedWindow[S] | None = None
@@ -114,6 +115,11 @@ class GradientWindow(Generic[S]):
     def applied_steps(self) -> int:
         """Applied steps by the device's own count, for which this waits."""
         return int(self._steps)
+
+    def show(self) -> None:
+        """Let `.grad` be the sum of the open window so far, as between a plain loop's backwards."""
+        reached = frozenset[int]().union(*(m.reached or () for m in self._ran))
+        self.gradients.expose([i for i in range(len(self.gradients.names)) if i not in reached])
 
     def begin(self) -> None:
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
@@ -161,7 +167,7 @@ class GradientWindow(Generic[S]):
     def open_refusals(self) -> list[Refusal]:
         """Return the refusals of the open window on this process, for which this waits."""
         ran = [m for m in self._ran if not bool(m.flag)]
-        names, process = self.update.names, self.processes.index
+        names, process = self.gradients.names, self.processes.index
         found = [refusal_of(m, float(m.sums.loss), names, process) for m in ran]
         return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
 
@@ -271,7 +277,7 @@ class GradientWindow(Generic[S]):
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
         if self.gradients.reached is not None:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
-            reached = [p for p in self.update.parameters if p.grad is not None]
+            reached = [p for p in self.gradients.clipped if p.grad is not None]
             norm = get_total_norm([p.grad for p in reached if p.grad is not None])
             if not bool(torch.isfinite(norm)):
                 window.norms = norms_of(self.gradients.sum_views)
@@ -327,7 +333,7 @@ class GradientWindow(Generic[S]):
                 raise
             try:
                 result = read_record(
-                    window, self.update.names, self.known_steps, self.processes, self.history
+                    window, self.gradients.names, self.known_steps, self.processes, self.history
                 )
             except BaseException:
                 self._take_back()

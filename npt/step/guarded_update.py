@@ -83,6 +83,11 @@ class GuardedUpdate:
         if self.late and not optimizer.state:
             self.make_moments()
 
+    def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Verify and restore further parameters too, which the optimizer has come to step."""
+        self.names += tuple(parameters)
+        self.parameters += tuple(parameters.values())
+
     def __call__(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Update:
         """Step if `go`, verify, and restore the old state if the new one is bad.
 

@@ -83,6 +83,7 @@ def refusal_of(
 ) -> Refusal:
     """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
     kind, detail, tensor = "loss", f"loss is {loss}", None
+    names = names[: len(micro.norms)]  # more may have joined since
     if math.isfinite(loss):
         kind, detail = "gradient", describe_norms(micro.norms, names)
         tensor = worst(micro.norms, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from guarded_loops import assert_equal
 from guarded_trainers import InOrder, small_llama, state_of, trainer_of
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
 import npt
 from faults.row_faults import VOCABULARY, row
@@ -194,3 +195,123 @@ def test_a_student_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path) -> N
     with pytest.raises(ConfigError, match="cannot hold an NPT student; pass save_strategy='no'"):
         protect(trainer_of(InOrder, data, tmp_path, model, save_strategy="steps")).train()
     protect(trainer_of(InOrder, data, tmp_path, model)).train()
+
+
+class LastLayer(InOrder):
+    """Its optimizer has one layer; the others get gradients that nobody steps."""
+
+    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            last = list(self.model.lm_head.parameters())
+            self.optimizer = torch.optim.AdamW(last, lr=self.args.learning_rate)
+        return self.optimizer
+
+
+def logged(trainer: Any, *names: str) -> list[dict[str, Any]]:
+    return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history]
+
+
+def test_the_norm_is_the_models_whatever_the_optimizer_has(tmp_path) -> None:
+    plain, guarded = both([row(i) for i in range(8)], tmp_path, small_llama, LastLayer)
+    assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
+    last = [p.grad for p in plain.model.lm_head.parameters()]
+    assert last == [None] and plain.state.log_history[0]["grad_norm"] > 1.0  # so it was clipped
+
+
+class Unfreezing(InOrder):
+    """Trains its last layer alone in the first step, as gradual unfreezing does."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.create_optimizer()
+        self.freeze(True)
+        self.add_callback(Unfreeze(self))
+
+    def freeze(self, frozen: bool) -> None:
+        for parameter in self.model.model.parameters():
+            parameter.requires_grad_(not frozen)
+
+
+class Unfreeze(TrainerCallback):
+    def __init__(self, trainer: Unfreezing):
+        self.trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.freeze(state.global_step < 1)
+
+
+def test_what_is_unfrozen_on_the_way_is_trained(tmp_path) -> None:
+    plain, guarded = both([row(i) for i in range(8)], tmp_path, small_llama, Unfreezing)
+    assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
+    assert len(guarded.guard.update.names) == len(list(guarded.model.parameters()))
+
+
+class Scaled(InOrder):
+    """Its loss has a parameter, which is not of the model."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            super().create_optimizer(*arguments)
+            self.optimizer.add_param_group({"params": [self.scale]})
+        return self.optimizer
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        return super().compute_loss(*arguments, **named) * self.scale
+
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
+        self.scale.grad = None  # a Trainer zeroes the gradients of its model alone
+        return super().get_batch_samples(*arguments, **named)
+
+
+def test_parameters_of_a_loss_are_trained_too(tmp_path) -> None:
+    plain, guarded = both([row(i) for i in range(8)], tmp_path, small_llama, Scaled)
+    assert plain.scale.item() == guarded.scale.item() != 1.0
+    assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
+
+
+class Gradients(TrainerCallback):
+    """Notes the norms of what is in `.grad`."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[float | None]]] = []
+
+    def note(self, event: str, *_: Any, model: nn.Module, **__: Any) -> None:
+        norms = [None if p.grad is None else p.grad.norm().item() for p in model.parameters()]
+        self.seen.append((event, norms))
+
+
+EVENTS = ("substep_end", "pre_optimizer_step", "optimizer_step", "step_end")
+for _event in EVENTS:
+    setattr(Gradients, f"on_{_event}", partialmethod(Gradients.note, _event))
+
+
+def test_callbacks_see_the_gradients_of_a_plain_trainer(tmp_path) -> None:
+    def noting(*arguments: Any, **named: Any) -> Any:
+        return InOrder(*arguments, **named, callbacks=[Gradients()])
+
+    rows, how = [row(i) for i in range(12)], {"gradient_accumulation_steps": 3, "max_steps": 2}
+    one, other = (
+        next(c for c in trainer.callback_handler.callbacks if isinstance(c, Gradients)).seen
+        for trainer in both(rows, tmp_path, small_llama, noting, **how)
+    )
+    assert one == other
+    assert [event for event, _ in one] == [EVENTS[0], *EVENTS] * 2
+    assert all(norms.count(None) == 0 for event, norms in one if event != "step_end")
+
+
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_tokens_and_operations_are_those_of_rows_that_counted(tmp_path, counted) -> None:
+    bad = [row(i) for i in range(9)]
+    bad[4] = row(4) | {"input_ids": torch.full_like(row(4)["input_ids"], VOCABULARY)}
+    how = {"gradient_accumulation_steps": 3, "include_num_input_tokens_seen": counted}
+    plain = trainer_of(InOrder, [row(i) for i in range(9)], tmp_path, **how)
+    guarded = protect(trainer_of(InOrder, bad, tmp_path, **how))
+    for trainer in (plain, guarded):
+        trainer.train()
+    assert guarded.guard.counts.refused == 1
+    assert guarded.state.num_input_tokens_seen * 9 == plain.state.num_input_tokens_seen * 8 > 0
+    assert guarded.state.total_flos * 9 == pytest.approx(plain.state.total_flos * 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from npt.errors import ConfigError
 from npt.guard import Guard
@@ -15,30 +15,83 @@ def unfreeze(model: nn.Sequential, _optimizer: torch.optim.Optimizer) -> None:
 
 
 def add(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3))]})
+    optimizer.add_param_group({"params": [model.late], "lr": 0.1})
 
 
-@pytest.mark.parametrize("change", [unfreeze, add])
-def test_a_parameter_that_comes_later_is_never_stepped(change) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[0].weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Late(nn.Sequential):
+    """Has a frozen weight, and a parameter that the optimizer is not given."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(3, 3), nn.Linear(3, 3))
+        self[0].weight.requires_grad_(False)
+        self.late = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * self.late
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self[0].parameters(), *self[1].parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [
+        *((change, when) for change in (unfreeze, add) for when in ("between", "within")),
+        # one that is added here has a gradient that nothing has looked at
+        (unfreeze, "before the step"),
+    ],
+)
+def test_a_parameter_that_comes_later_is_guarded_from_then_on(change, when) -> None:
+    """The third window has a bad micro-batch, whose NaN must reach nothing."""
+    plain, guarded = Late(), Late()
+    own, other = plain.optimizer(), guarded.optimizer()
+    guard = Guard(guarded, other, max_grad_norm=1.0)
+    at = {"between": (1, 0), "within": (1, 1), "before the step": (1, 2)}[when]
+    for window in range(3):
+        for place in range(2):
+            for model, optimizer in ((plain, own), (guarded, other)):
+                if (window, place) == at:
+                    change(model, optimizer)
+            inputs = torch.full((1, 3), 1.0 + window + place)
+            (plain(inputs).square().sum() / 2).backward()
+            with guard.micro_batch() as micro:
+                micro.loss = guarded(inputs).square().sum()
+                micro.loss.backward()
+        if window == 2:
+            with guard.micro_batch() as micro:
+                micro.loss = guarded(inputs * float("nan")).square().sum()
+                micro.loss.backward()
+        if (window, 2) == at:
+            change(plain, own)
+            change(guarded, other)
+        stepped = [p for group in own.param_groups for p in group["params"]]
+        for parameter in {*plain.parameters()} - {*stepped}:
+            parameter.grad = None  # which an optimizer's zero_grad leaves
+        nn.utils.clip_grad_norm_(stepped, 1.0)
+        own.step()
+        plain.zero_grad()
+        assert guard.step().applied
+    assert guard.outcome.refused and guard.first_bad() is None
+    assert all(map(torch.equal, plain.parameters(), guarded.parameters()))
+    assert guard.update.names[3:] == (("late",) if change is add else ("0.weight",))
+
+
+def test_parameters_outside_of_the_model_are_guarded_by_their_place() -> None:
+    model, scale = nn.Linear(3, 3), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     guard = Guard(model, optimizer)
-    with guard.micro_batch():
-        model(torch.ones(1, 3)).sum().backward()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    change(model, optimizer)
-    said = r"^the optimizer now steps a parameter of shape \(3, 3\) that was .*; make a new guard$"
-    with pytest.raises(ConfigError, match=said):
-        guard.step()
-    with pytest.raises(ConfigError, match=said), guard.micro_batch():
-        raise AssertionError("nothing is computed")
-    assert all(map(torch.equal, before, model.parameters()))
-    guard.close()
-    with Guard([*model.parameters(), *optimizer.param_groups[-1]["params"]], optimizer) as new:
-        with new.micro_batch():
-            model(torch.ones(1, 3)).sum().backward()
-        assert new.step().applied
+    with guard.micro_batch() as micro:
+        micro.loss = model(torch.ones(1, 3)).sum() * scale
+        micro.loss.backward()
+        scale.grad.fill_(float("nan"))
+    (refusal,) = guard.step().refused
+    assert refusal.tensor == "parameter 2 of the optimizer's group 0" and scale == 1.0
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^none of the optimizer's parameters is among .* made"):
+        Guard(nn.Linear(3, 3), torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1))
 
 
 def test_a_parameter_frozen_later_is_left_alone() -> None:
