@@ -31,14 +31,14 @@ from npt.base.gguf.tokenizer import tokenizer_of
 from npt.base.identity import note_source
 from npt.base.linear import quantized_linears, statistics_of
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
+from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, DEVICE_MAPS, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError, first_line
 
 EMBEDDED = "tiny"
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TEACHERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE = {name: STORED[name] for name in COMPUTE_DTYPES}
 
 # Without it transformers asks on the terminal whether to run a checkpoint's code, and takes
 # whatever is piped in for the answer.
@@ -56,6 +56,8 @@ def load_base(
     pack_on: str | torch.device | None = None,
     attn_implementation: str = "sdpa",
     compute_dtype: str = "fp32",
+    dtype: str | None = None,
+    double_quant: bool = True,
 ) -> tuple[Any, Any]:
     """Load a base model, frozen and in evaluation mode, and its tokenizer.
 
@@ -64,8 +66,7 @@ def load_base(
     Args:
         name: `tiny` (embedded, nothing is downloaded), a folder, a GGUF file, or a hub id. A GGUF
             file is written to a cache in 16 bit when it is first loaded (npt/base/gguf).
-        quantization: `nf4`, `fp4` (both with double quantisation) or None. A checkpoint that is
-            stored in 4 bit stays so.
+        quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
         device_map: instead of a device: `auto`, `balanced`, `balanced_low_0` or `sequential` spread
             the layers over all GPUs of this process; or a mapping of module names to devices. A
@@ -78,14 +79,20 @@ def load_base(
             configuration says `npt_sdpa` (npt/base/attention.py), which is never saved.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
+        dtype: of storage, `fp32`, `bf16` or `fp16`; an unquantised base computes in it too.
+            Default: fp32 (fp16 under `use_fp16`) if unquantised; under quantisation what is not
+            packed stays as the checkpoint has it.
+        double_quant: quantise the scales of packed weights once more; transformers' own default is
+            not to.
 
     Returns:
         (model, tokenizer). Weights that the checkpoint keeps in 16 bit and that are not packed
         (embedding, norms, lm_head) stay stored so.
 
     Raises:
-        ConfigError: unknown quantisation, attn_implementation, compute_dtype or device_map, both a
-            device and a device_map, or compute_dtype bf16 for a base that is not packed.
+        ConfigError: unknown quantisation, attn_implementation, compute_dtype, dtype or device_map,
+            both a device and a device_map, compute_dtype bf16 for a base that is not packed, or
+            use_fp16 with another dtype.
         ModelError: no such model, an unknown family, weights missing or unreadable, or a layer on
             several devices, on disk, or on the host while others are on GPUs.
         PrecisionError: a module would compute in another dtype.
@@ -96,6 +103,10 @@ def load_base(
         raise ConfigError(
             f"compute_dtype is {compute_dtype!r}; choose from {', '.join(COMPUTE_DTYPES)}"
         )
+    if dtype not in (None, *STORED):
+        raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(STORED)} or None")
+    if use_fp16 and dtype not in (None, "fp16"):
+        raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
     source = _locate(name)
     config = read_config(name)
     tokenizer = load_tokenizer(name)
@@ -117,10 +128,10 @@ def load_base(
         "attn_implementation": implementation_of(attn_implementation),
     }
     packing = quantization if getattr(config, "quantization_config", None) is None else None
-    computing = torch.float16 if use_fp16 and not packed else torch.float32
-    arguments["dtype"] = "auto" if packed else computing
+    stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
+    arguments["dtype"] = "auto" if packed and dtype is None else stored
     if packing is not None:
-        arguments["quantization_config"] = packing_config(packing)
+        arguments["quantization_config"] = packing_config(packing, double_quant)
     with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
         model = _read_weights(name, source, arguments)
     _check_placed(name, model)
@@ -139,11 +150,12 @@ def load_base(
         if packing is not None:
             note_source(model, source, packing, pack_on)
         enforce_policy(model, COMPUTE[compute_dtype])
+        note_dtype(model, dtype)
     # a saved adapter names this as its base, not the folder of this installation
     model.config._name_or_path = name
     model.requires_grad_(False)
     model.eval()
-    audit_precision(model, computing)
+    audit_precision(model, torch.float32 if packed else stored)
     return model, tokenizer
 
 
@@ -167,13 +179,13 @@ def load_teacher(
         ConfigError: unknown precision or attn_implementation.
         ModelError: as `load_base`, or the checkpoint is itself stored in 4 bit.
     """
-    if precision not in TEACHERS:
-        raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(TEACHERS)}")
+    if precision not in COMPUTE:
+        raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(COMPUTE)}")
     check_attention(attn_implementation)
     check_teacher(name, read_config(name))
     arguments = {
         "device_map": _places(device, None),
-        "dtype": TEACHERS[precision],
+        "dtype": COMPUTE[precision],
         "attn_implementation": implementation_of(attn_implementation),
     }
     model = _read_weights(name, _locate(name), arguments)
@@ -237,12 +249,12 @@ def gguf_of(name: str) -> Path | None:
     return None if name == EMBEDDED or not name.strip() else find_gguf(name)
 
 
-def packing_config(quantization: str) -> BitsAndBytesConfig:
-    """Return the packing to `nf4` or `fp4`, scales quantised once more, products in fp32."""
+def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytesConfig:
+    """Return the packing to `nf4` or `fp4`, products in fp32."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization,
-        bnb_4bit_use_double_quant=True,
+        bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=torch.float32,
     )
 

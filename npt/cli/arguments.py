@@ -112,10 +112,9 @@ def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
     if given.get("adapter") is None:
         return dict(given), build(BaseConfig, given)
     from npt.adapters.files.adapter_files import find_adapter
-    from npt.base.recipe import Recipe
 
     adapter = find_adapter(given["adapter"])
-    recipe = Recipe.of_record(adapter.record)
+    recipe = adapter.recipe
     known: dict[str, Any] = {}
     name = adapter.record.get("base_model_name_or_path")
     if isinstance(name, str) and name != "unknown":
@@ -141,18 +140,25 @@ def open_base(base: BaseConfig, **how: Any) -> tuple[Any, Any]:
 
 
 def load(
-    base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None
+    base: BaseConfig, console: Any, device: Any = None, pack_on: Any = None, *, adapter: Any = None
 ) -> tuple[Any, Any]:
-    """Load the base of these settings and print a line about it; `device` and `pack_on` are those
-    of `npt.load_base`.
+    """Load the base of these settings and print a line about it.
+
+    Args:
+        base: its settings.
+        console: for the line.
+        device: as for `npt.load_base`.
+        pack_on: likewise.
+        adapter: that was found, on whose base the user may have decided what no flag does.
     """
     import torch
 
     from npt.base.gguf.cache import converted, place_of
     from npt.base.gguf.configuration import describe_origin
     from npt.base.load import gguf_of
-    from npt.base.precision import quantization_of
+    from npt.base.precision import policy_dtype, quantization_of
     from npt.base.quantization_error import product_errors, set_matmul_precision
+    from npt.base.recipe import STORED
 
     places: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
@@ -161,11 +167,15 @@ def load(
     if file is not None:
         with console.status(f"writing {file.name} in 16 bit to {place_of(file)}, once"):
             converted(file)
+    recipe = None if adapter is None else adapter.recipe
+    own = base.quantization, base.use_fp16
+    if recipe is not None and (recipe.quantization, recipe.use_fp16) == own:
+        places |= recipe.storage
     model, tokenizer = open_base(
         base, attn_implementation=base.attn_implementation, pack_on=pack_on, **places
     )
-    packed = quantization_of(model)
-    dtype = "fp16" if base.use_fp16 and packed is None else "fp32"
+    packed, computing = quantization_of(model), policy_dtype(model)
+    dtype = next(name for name, known in STORED.items() if known == computing)
     chosen = set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     console.say(
@@ -219,7 +229,7 @@ class Student(NamedTuple):
 
 def load_student(base: BaseConfig, given: Mapping[str, Any], console: Any) -> Student:
     """Load the base and attach the adapter of the flags."""
-    model, tokenizer = load(base, console)
+    model, tokenizer = load(base, console, adapter=given["adapter"])
     return Student(model, tokenizer, *load_adapter(model, given, console))
 
 

@@ -258,7 +258,7 @@ def _train(
     base, _, data, training, start, any_base = settings
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
-        model, tokenizer = load(base, console, device, pack_on)
+        model, tokenizer = load(base, console, device, pack_on, adapter=start)
         if base.share_embeddings:
             console.say(
                 "--share_embeddings: teacher and student share the whole base in any case,"

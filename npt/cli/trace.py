@@ -46,7 +46,7 @@ def trace(given: dict[str, Any]) -> int:
 
     console = make_console(stderr=given["json"])
     check_source(data)
-    model, tokenizer = load(base, console)
+    model, tokenizer = load(base, console, adapter=given["adapter"])
     run, traced = None, "the model's own pass"
     other: dict[str, str] = {}
     if given["adapter"] is not None:

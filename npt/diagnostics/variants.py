@@ -8,6 +8,7 @@ import torch
 
 from npt.base.load import load_base
 from npt.base.precision import compute_in, quantization_of
+from npt.base.recipe import STORED
 from npt.errors import ModelError
 
 REFERENCE = "fp32"
@@ -34,19 +35,24 @@ def load_variant(
 ) -> tuple[Any, Any]:
     """Load a base in one of the `VARIANTS`, and its tokenizer.
 
-    The loader knows fp32, fp16 and the 4-bit codes; other 16-bit variants are converted after
-    loading, so bf16 needs fp32's memory for a moment. A `ModelError` says that the base cannot be
-    loaded, or is stored in 4 bit, so that there is no unquantised one to compare with.
+    A 4-bit base that computes in 16 bit is converted after loading. A `ModelError` says that the
+    base cannot be loaded, or is stored in 4 bit, so that there is no unquantised one to compare
+    with.
     """
     quantization, dtype = VARIANTS[variant]
-    in_fp16 = quantization is None and dtype == torch.float16
-    how: dict[str, Any] = {"use_fp16": in_fp16, "attn_implementation": attn_implementation}
-    model, tokenizer = load_base(name, quantization=quantization, device=device, **how)
+    stored = next(name for name, known in STORED.items() if known == dtype)
+    model, tokenizer = load_base(
+        name,
+        quantization=quantization,
+        device=device,
+        attn_implementation=attn_implementation,
+        dtype=None if quantization else stored,
+    )
     if quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)}, so it has no fp32 to be compared with;"
             " name its unquantised original"
         )
-    if dtype != torch.float32 and not in_fp16:
+    if dtype != torch.float32 and quantization is not None:
         compute_in(model, dtype)
     return model, tokenizer

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device
-from npt.base.load import COMPUTE, TEACHERS
+from npt.base.load import COMPUTE
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.planning.shape import Shape
@@ -109,7 +109,7 @@ class Workload:
             length,
             quantization,
             stored,
-            None if base.teacher_precision is None else TEACHERS[base.teacher_precision],
+            None if base.teacher_precision is None else COMPUTE[base.teacher_precision],
             default_device() if device is None else device,
             processes,
             base.attn_implementation,

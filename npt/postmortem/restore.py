@@ -132,7 +132,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
         device = None if device is None else torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
-    packed = base.quantization is not None
+    packed, recipe = base.quantization is not None, bundle.adapter.recipe
     try:
         model, _ = load_base(
             name,
@@ -141,6 +141,7 @@ def _load(bundle: Bundle, name: str, device: str | torch.device | None) -> PreTr
             use_fp16=not packed and base.dtype == "float16",
             compute_dtype="bf16" if packed and base.dtype == "bfloat16" else "fp32",
             attn_implementation=_attention(bundle, "attn_implementation"),
+            **({} if recipe is None else recipe.storage),
         )
     except ModelError as error:
         raise BundleError(

@@ -17,7 +17,7 @@ from npt.adapters.converted import (
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name
 from npt.base.identity import base_hash
-from npt.base.load import TEACHERS
+from npt.base.load import COMPUTE
 from npt.base.precision import quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import OWN_HELDOUT
@@ -139,7 +139,7 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
     if is_attached(teacher):
         raise ConfigError("the teacher has adapters of its own; load it with npt.load_teacher")
     dtype = teacher.model.layers[0].mlp.up_proj.weight.dtype
-    stored = next((name for name, known in TEACHERS.items() if known == dtype), None)
+    stored = next((name for name, known in COMPUTE.items() if known == dtype), None)
     if stored is None:
         raise ConfigError(
             f"the teacher is stored in {str(dtype).removeprefix('torch.')}; load it with"

@@ -53,8 +53,8 @@ def make_trainer(
     run: Path,
     *,
     quantization: str | None = "nf4",
-    use_fp16: bool = False,
     compute_dtype: str = "fp32",
+    dtype: str | None = None,
     data_config: DataConfig | None = None,
     **config: Any,
 ) -> Trainer:
@@ -62,11 +62,7 @@ def make_trainer(
     refusal.
     """
     model, _ = npt.load_base(
-        str(base),
-        quantization=quantization,
-        device="cpu",
-        use_fp16=use_fp16,
-        compute_dtype=compute_dtype,
+        str(base), quantization=quantization, device="cpu", compute_dtype=compute_dtype, dtype=dtype
     )
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
     settings = {

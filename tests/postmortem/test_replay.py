@@ -211,22 +211,20 @@ def test_unknown_token_ids_are_a_fault_of_the_data_without_a_trace(trainer, tiny
     assert "outside@0" in str(found) and "nothing was computed on it" in str(found)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, half) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, dtype) -> None:
+    short = {"float32": None, "float16": "fp16", "bfloat16": "bf16"}
     found = replay(
         stop(
             trainer(
                 tiny_folder,
                 [{"id": "outside", "input_ids": [5, 999, 7]}],
                 quantization=None,
-                use_fp16=half,
+                dtype=short[dtype],
             )
         )
     )
-    assert (found.bundle.base.quantization, found.bundle.base.dtype) == (
-        None,
-        "float16" if half else "float32",
-    )
+    assert (found.bundle.base.quantization, found.bundle.base.dtype) == (None, dtype)
     assert found.classification == "data"
 
 

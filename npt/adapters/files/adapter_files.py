@@ -146,6 +146,11 @@ class StoredAdapter:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def recipe(self) -> Recipe | None:
+        """The arguments that the base was loaded with; None if the record does not say."""
+        return Recipe.of_record(self.record)
+
 
 Named = str | Path | StoredAdapter
 """A folder, USER/NAME on the hub, or an adapter that was found already."""
@@ -238,13 +243,13 @@ def from_pretrained(
         HubError: the hub cannot be reached, or has no such repository.
     """
     stored = find_adapter(adapter, revision)
-    recipe = Recipe.of_record(stored.record)
+    recipe = stored.recipe
     name = base_name or stored.record.get("base_model_name_or_path")
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
-            f"{stored.folder} does not say how its base was loaded, as folders of earlier versions"
-            " do not; load it with npt.load_base and give it to npt.load_adapter (npt.save_adapter"
-            " then writes down how)"
+            f"{stored.folder} does not say how its base was loaded: an earlier version saved it, or"
+            " npt.load_base cannot load one like it; load the base as it was and give it to"
+            f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
     model, tokenizer = load_base(
         name,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import npt
 from npt.adapters.converted import adapter_parameters
@@ -28,6 +29,12 @@ RECIPES = {
     "fp4, bf16 products": {"quantization": "fp4", "compute_dtype": "bf16"},
     "fp32": {},
     "fp16": {"use_fp16": True},
+    "bf16": {"dtype": "bf16"},
+    "nf4, scales once, the rest in fp16": {
+        "quantization": "nf4",
+        "dtype": "fp16",
+        "double_quant": False,
+    },
 }
 IDS = torch.tensor([[1, 5, 9, 33]])
 
@@ -57,10 +64,57 @@ def test_the_student_is_loaded_as_it_was_saved_and_says_the_same(tmp_path, recip
 def test_the_recipe_that_is_written_is_what_load_base_was_given(tmp_path):
     for recipe, loaded in RECIPES.items():
         model, _ = npt.load_base("tiny", device="cpu", **loaded)
-        expected = Recipe(double_quant="quantization" in loaded, **loaded)
+        expected = Recipe(**{"double_quant": "quantization" in loaded, **loaded})
         assert Recipe.of(model) == expected, recipe
         assert Recipe.of_record({ENTRY: expected.as_record()}) == expected
         assert expected.changed == loaded
+
+
+def four_bit(**how: Any) -> dict[str, Any]:
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **how)}
+
+
+OWN = {
+    "as the checkpoint is stored": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+    "fp32": {"dtype": torch.float32},
+    "transformers' own 4 bit": four_bit(),
+    "nf4": four_bit(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "nf4 once, the rest in fp32": {**four_bit(bnb_4bit_quant_type="nf4"), "dtype": torch.float32},
+    "nf4, all else in bf16": {
+        **four_bit(bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16),
+        "dtype": torch.bfloat16,
+    },
+}
+"""How a user may load a base with transformers."""
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", OWN)
+def test_a_base_of_the_users_own_is_loaded_as_he_did(tmp_path, case, stored):
+    folder = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=stored).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_FOLDER).save_pretrained(folder)
+    own = AutoModelForCausalLM.from_pretrained(folder, **OWN[case]).eval()
+    npt.attach(own, npt.NPTConfig(rank=2, layers="3"))
+    npt.save_adapter(own, tmp_path / "adapter")
+    model, _ = npt.from_pretrained(tmp_path / "adapter", device="cpu")
+    assert npt.base_identity(model).mismatch(npt.base_identity(own).as_record()) is None
+    if own.config.to_dict().get("quantization_config") is None:
+        with torch.no_grad():
+            assert torch.equal(model(IDS).logits, own(IDS).logits)
+
+
+def test_a_base_that_no_recipe_describes_is_said_to_be_one(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype=torch.float32)
+    model.config.quantization_config = {"quant_method": "another"}
+    npt.attach(model, npt.NPTConfig(rank=2, layers="3"))
+    npt.save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(
+        AdapterFileError, match=r"load the base as it was and give it to npt\.load_a"
+    ):
+        npt.from_pretrained(tmp_path / "adapter", device="cpu")
 
 
 def test_a_record_without_the_bases_loading_is_refused_with_a_remedy(tmp_path):
@@ -83,7 +137,8 @@ def test_a_record_without_the_bases_loading_is_refused_with_a_remedy(tmp_path):
             )
         )
         with pytest.raises(
-            AdapterFileError, match=r"does not say how its base was loaded.*npt\.load_base"
+            AdapterFileError,
+            match=r"does not say how its base was loaded.*npt\.load_adapter\(model",
         ):
             npt.from_pretrained(tmp_path / "adapter", device="cpu")
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
