@@ -56,6 +56,17 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
     return value
 
 
+def require_file(path: Path, remedy: str, error: type[NPTError]) -> None:
+    """Refuse a folder that is missing, or that lacks a file which one of its kind has."""
+    folder = path.parent
+    if path.is_file():
+        return
+    if folder.is_dir():
+        raise error(f"{folder} holds no {path.name}; {remedy}")
+    what = f"{folder} is no folder" if folder.exists() else f"there is no folder {folder}"
+    raise error(f"{what}; {remedy}")
+
+
 def check_entries(
     path: Path,
     prefix: str,

@@ -136,7 +136,8 @@ def text_of(name: str, record: Record, column: str, flag: str) -> str:
     """Return the text in a column, whole; else raise with what the record has."""
     text = record.get(column)
     if not isinstance(text, str):
-        have = ", ".join(sorted(map(str, record))) or "nothing"
+        # `id` is what readers call a record by
+        have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
         what = "has no" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flag}")
     check_characters(name, repr(column), text)

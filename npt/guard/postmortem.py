@@ -31,7 +31,7 @@ from npt.guard.settings import GuardSettings
 from npt.runs.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.runs.versions import versions
 from npt.step.window_result import Refusal, Snapshot
-from npt.stored import check_entries, read_headers, read_json, read_tensors
+from npt.stored import check_entries, read_headers, read_json, read_tensors, require_file
 
 VERSION = "guard-1"
 WINDOW, WEIGHTS, MOMENTS = "window.safetensors", "weights.safetensors", "moments.safetensors"
@@ -164,8 +164,7 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     """
     folder = Path(folder)
     path = folder / POSTMORTEM
-    if not path.is_file():
-        raise BundleError(f"{folder} holds no {POSTMORTEM}; name a folder postmortem/step-XXXXXXXX")
+    require_file(path, "name a folder postmortem/step-XXXXXXXX", BundleError)
     said = read_json(path, BundleError)
     if said.get("version") != VERSION:
         raise BundleError(f"{path} is no guard's of version {VERSION}; `npt replay` may read it")

@@ -30,6 +30,7 @@ from npt.stored import (
     read_headers,
     read_json,
     read_tensors,
+    require_file,
     shown,
 )
 
@@ -124,10 +125,7 @@ def read_bundle(folder: str | Path) -> Bundle:
     """
     folder = Path(folder)
     path = folder / POSTMORTEM
-    if not path.is_file():
-        raise BundleError(
-            f"{folder} holds no {POSTMORTEM}; name a complete folder RUN/postmortem/step-XXXXXXXX"
-        )
+    require_file(path, "name a complete folder RUN/postmortem/step-XXXXXXXX", BundleError)
     said = read_json(path, BundleError)
     _check_version(path, said)
     checkpoint = read_state(folder)

@@ -306,10 +306,11 @@ def check_free(path: Path) -> None:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--output_dir {path} is a file; name a folder")
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
-            what = "another run" if (path / "run.json").exists() else "other files"
-            raise ConfigError(
-                f"--output_dir {path} holds {what}; choose another folder or remove it"
-            )
+            what, remedy = "other files", "choose another folder or remove it"
+            if is_run(path):
+                what = "another run"
+                remedy = "continue it with --resume auto, choose another folder, or remove it"
+            raise ConfigError(f"--output_dir {path} holds {what}; {remedy}")
         above = next(
             folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
         )

@@ -388,6 +388,11 @@ class TestColumns:
         [
             ({"text": "x"}, r"record 0 has no 'q' \(it has: text\); set --prompt_column"),
             ({"q": "x"}, r"record 0 has no 'a' \(it has: q\); set --completion_column"),
+            # what the readers add is no field of the user's
+            (
+                {"id": "f.jsonl:1", "npt:piece": (True, True), "x": "y"},
+                r"record f.jsonl:1 has no 'q' \(it has: x\); set",
+            ),
             ({"q": 3, "a": "x"}, r"record 0 has an int as 'q'"),
             ({"q": "x", "a": ["y"]}, r"record 0 has a list as 'a'"),
             ({"q": "x", "a": None}, r"record 0 has a NoneType as 'a'"),

@@ -87,7 +87,12 @@ def test_an_event_says_what_and_when(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("run.json", "another run"), ("notes.txt", "other files")]
+    ("name", "what"),
+    [
+        ("run.json", "another run; continue it with --resume auto"),
+        ("checkpoints", "another run; continue it with --resume auto"),
+        ("notes.txt", "other files; choose another folder"),
+    ],
 )
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, name, what) -> None:
     (tmp_path / name).write_text("{}")

@@ -36,7 +36,15 @@ from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
-from npt.stored import check_tensors, non_finite, read_headers, read_json, read_tensors, shown
+from npt.stored import (
+    check_tensors,
+    non_finite,
+    read_headers,
+    read_json,
+    read_tensors,
+    require_file,
+    shown,
+)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -349,10 +357,7 @@ def _check_replaceable(folder: Path) -> None:
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
     """Return a saved adapter's configuration, and the record that holds it."""
     path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise AdapterFileError(
-            f"{folder} holds no {CONFIG_NAME}; name a folder that npt.save_adapter wrote"
-        )
+    require_file(path, "name a folder that npt.save_adapter wrote", AdapterFileError)
     record = read_json(path, AdapterFileError)
     settings = record.get("npt")
     if not isinstance(settings, dict):

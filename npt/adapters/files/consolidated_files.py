@@ -23,7 +23,15 @@ from npt.base.rows import Rows
 from npt.config import TARGETS
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.files import new_folder, write_json
-from npt.stored import check_entries, check_tensors, read_headers, read_json, read_tensors, shown
+from npt.stored import (
+    check_entries,
+    check_tensors,
+    read_headers,
+    read_json,
+    read_tensors,
+    require_file,
+    shown,
+)
 
 HISTORY_NAME = "consolidated.json"
 ROWS_NAME = "consolidated.safetensors"
@@ -128,10 +136,7 @@ def read_consolidated(
             f" before {folder} is loaded"
         )
     path = folder / HISTORY_NAME
-    if not path.is_file():
-        raise AdapterFileError(
-            f"{folder} holds no {HISTORY_NAME}; name a folder that npt consolidate wrote"
-        )
+    require_file(path, "name a folder that npt consolidate wrote", AdapterFileError)
     record = read_json(path, AdapterFileError)
     check_entries(
         path, "", record, {"base_hash": (str,), "updates": (list,)}, AdapterFileError, exact=False

@@ -257,7 +257,7 @@ def with_value(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
 DAMAGE = {
     "no folder": (
         lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(),
-        r"holds no adapter_config\.json",
+        r"there is no folder .*; name a folder that npt\.save_adapter wrote",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
     "no weights": (lambda f: (f / WEIGHTS_NAME).unlink(), r"holds no adapter_model\.safetensors"),
