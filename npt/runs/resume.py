@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
-from npt.data.source import Record, is_sequence
+from npt.data.source import Record, is_local, is_sequence
 from npt.errors import CheckpointError, ConfigError
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
 from npt.runs.manifest import MANIFEST
@@ -33,6 +35,8 @@ _MATTERS = {
     "teacher": "teacher (its hash)",
 }
 """Settings that must not change: of adapters, base and the order of samples."""
+
+_SOURCES = ("dataset_name", "dataset_mix", "replay_dataset")
 
 _OF_ONE_START = ("resume", "output_dir")
 
@@ -140,7 +144,7 @@ def changed_settings(
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
         old, new = _listed(recorded[name]), _listed(now[name])
-        if old == new:
+        if old == new or (name in _SOURCES and _same_sources(name, old, new)):
             continue
         if name in _MATTERS:
             raise CheckpointError(
@@ -149,6 +153,33 @@ def changed_settings(
             )
         changed[name] = (old, new)
     return changed
+
+
+def _same_sources(setting: str, old: Any, new: Any) -> bool:
+    """Return whether two values of a setting name the same data, files by whatever path."""
+    if not (isinstance(old, str) and isinstance(new, str)):
+        return False
+    before, after = ((old, 1.0),), ((new, 1.0),)
+    if setting == "dataset_mix":
+        try:
+            before, after = DataConfig(dataset_mix=old).mix, DataConfig(dataset_mix=new).mix
+        except ConfigError:  # the record may hold anything
+            return False
+    return len(before) == len(after) and all(
+        share == other_share and _same_source(name, other)
+        for (name, share), (other, other_share) in zip(before, after, strict=True)
+    )
+
+
+def _same_source(old: str, new: str) -> bool:
+    """Return whether two names mean one data set. A run may be resumed from another folder than it
+    was started in, where its relative path leads to nothing.
+    """
+    if old == new or not is_local(new) or "\0" in old:  # from a record, which may hold anything
+        return old == new
+    before, after = (Path(os.path.expanduser(name)) for name in (old, new))
+    moved = not glob.glob(str(before)) and after.parts[-len(before.parts) :] == before.parts
+    return moved or _same(before, after)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +224,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to resume if a known `data_fingerprint`, by the name of the data, has changed."""
     for name, ours in now.items():
-        theirs = recorded.get(name)
+        theirs = next((sums for known, sums in recorded.items() if _same_source(known, name)), None)
         if isinstance(theirs, Mapping) and any(
             None not in (theirs.get(key), ours[key]) and theirs.get(key) != ours[key]
             for key in ("records", "sha256")
