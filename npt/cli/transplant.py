@@ -15,10 +15,11 @@ def transplant(given: dict[str, Any]) -> int:
     """
     given, base = with_base(given)
     import npt
+    from npt.data.continuation import prompt_tokens
 
     console = make_console(stderr=given["json"])
     model, tokenizer, _, other = load_student(base, given, console)
-    donor, receiver = (list(tokenizer(given[f"text_{end}"])["input_ids"]) for end in ("from", "to"))
+    donor, receiver = (prompt_tokens(tokenizer, given[f"text_{end}"]) for end in ("from", "to"))
     result = npt.transplant(model, donor, receiver, given["token_from"], given["token_to"])
     top, divergences = result.top(given["top"]), result.divergences()
     word_from = tokenizer.decode([donor[result.token_from]])

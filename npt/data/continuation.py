@@ -26,12 +26,12 @@ def continuation_tokens(tokenizer: Any, before: str | None, text: str) -> list[i
         apart = not ids or unknown is None or ids[-1] != unknown
         if whole[: len(ids)] == ids and apart and (ids or front == before):
             return whole[len(ids) :]
-    return _tokens(tokenizer, text)[0]
+    return bare_tokens(tokenizer, text)
 
 
 def begins_with_space(tokenizer: Any) -> bool:
     """Return whether the tokenizer begins a text with something that a continuation lacks."""
-    return continuation_tokens(tokenizer, None, _PROBE) != _tokens(tokenizer, _PROBE)[0]
+    return continuation_tokens(tokenizer, None, _PROBE) != bare_tokens(tokenizer, _PROBE)
 
 
 def opening_tokens(tokenizer: Any) -> list[int]:
@@ -39,6 +39,18 @@ def opening_tokens(tokenizer: Any) -> list[int]:
     (whole,), (bare,) = _tokens(tokenizer, _PROBE, special=True), _tokens(tokenizer, _PROBE)
     starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[: next(starts, 0)]
+
+
+def bare_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text alone, or of one that a chat template wrote."""
+    return _tokens(tokenizer, text)[0]
+
+
+def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that something is to follow: the start tokens and the text's own,
+    without the end token that some tokenizers put after every text.
+    """
+    return [*opening_tokens(tokenizer), *bare_tokens(tokenizer, text)]
 
 
 def continuation_text(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.linear import cast_once
 from npt.config import SEED_MAX
-from npt.data.continuation import continuation_text
+from npt.data.continuation import bare_tokens, continuation_text, prompt_tokens
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import end_ids
 
@@ -173,12 +173,12 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     """
     chat = chat and has_template(tokenizer)
     text = prompt_text(tokenizer, text, chat=chat)
-    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    ids = bare_tokens(tokenizer, text) if chat else prompt_tokens(tokenizer, text)
     if not ids:
         raise DataError(
             "the prompt has no token; write something, or use a tokenizer with a start token"
         )
-    return list(ids)
+    return ids
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -25,6 +25,9 @@ from npt.data.encoding import Counts
 from npt.data.report import lost
 from npt.data.samples import cut
 from npt.errors import DataError
+from npt.evaluation.behaviour.needles import _needle
+from npt.evaluation.generate import prompt_ids
+from npt.tools.editing.edit_metrics import encode_fact
 
 BOS, EOS, PAD = 0, 1, 2  # of the tokenizer fixture and of the embedded one
 SHARED = settings(
@@ -185,6 +188,17 @@ class TestTooLong:
         # </s> alone is no sample
         assert [s.input_ids for s in samples] == [(BOS, 100, 101, 102), (103, 104, 105, 106)]
         assert all(s.labels is None for s in samples)
+
+
+def test_nothing_that_continues_a_text_begins_after_its_end() -> None:
+    """With a tokenizer that puts an end token after every text, as a flag or a GGUF may say."""
+    tokenizer = special(("<s>",), ("</s>",))
+    (trained,) = cut([pair("def f", "(x):")], tokenizer, config(max_length=64))
+    prompt = prompt_ids(tokenizer, "def f", chat=False)
+    assert prompt == list(trained.input_ids[: len(prompt)]) and EOS not in prompt
+    assert EOS not in encode_fact(tokenizer, "x = 1", "y = 2").in_context
+    needle = _needle(tokenizer, "gate", "1234", "before", "after", 8)
+    assert needle.ids[0] == BOS and EOS not in needle.ids
 
 
 class TestSpecialTokens:

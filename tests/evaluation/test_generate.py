@@ -219,7 +219,7 @@ def test_prompts_are_tokenised_as_texts_or_by_the_chat_template() -> None:
 def test_a_prompt_of_no_token_or_of_half_a_character_is_refused(tokenizer) -> None:
     real = npt.load_base("tiny", quantization=None, device="cpu")[1]
     with pytest.raises(DataError, match="no token"):
-        prompt_ids(lambda text, add_special_tokens: {"input_ids": []}, "")
+        prompt_ids(lambda texts, **_: {"input_ids": [[] for _ in texts]}, "")
     with pytest.raises(DataError, match="broken at character 1"):
         prompt_ids(real, "a\ud800")
 

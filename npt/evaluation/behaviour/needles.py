@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from npt.adapters.layer import Mode
 from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.continuation import continuation_tokens
+from npt.data.continuation import bare_tokens, continuation_tokens, prompt_tokens
 from npt.errors import NumericalError
 from npt.evaluation.generate import has_template, prompt_text
 from npt.evaluation.greedy import completion_states
@@ -122,7 +122,8 @@ def _needle(tokenizer: Any, thing: str, code: str, before: str, after: str, dept
     opened = prompt_text(tokenizer, asked, chat=chat)
     text = f"{opened}{begun}" if chat else f"{opened}\n{begun}"
     upto = text[: text.index(fact) + len(fact)]
-    ids, seen = (tokenizer(t, add_special_tokens=not chat)["input_ids"] for t in (text, upto))
+    tokens_of = bare_tokens if chat else prompt_tokens
+    ids, seen = (tokens_of(tokenizer, each) for each in (text, upto))
     answer = continuation_tokens(tokenizer, text, f" {code}")
     return Needle(depth, code, text, tuple(ids), tuple(answer), len(ids) - len(seen))
 

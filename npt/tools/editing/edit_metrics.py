@@ -27,6 +27,7 @@ from npt.adapters.fit import format_layers
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
 from npt.data.batch import Batch, Sample, batches
+from npt.data.continuation import bare_tokens, opening_tokens
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
@@ -119,10 +120,8 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
     """Return a fact and its context as tokens, the fact's own the same in both places; raise
     ConfigError if it has no token that could be predicted.
     """
-    start = tokenizer.bos_token_id
-    begin = [] if start is None or list(tokenizer(text)["input_ids"])[:1] != [start] else [start]
-    own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    before = list(tokenizer(context, add_special_tokens=False)["input_ids"]) if context else []
+    begin, own = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
+    before = bare_tokens(tokenizer, context) if context else []
     scored = len(own) - (not begin)
     if scored < 1:
         raise ConfigError(
