@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
     """Make a quantised model compute in fp32, except products of packed weights.
 
     Weights stored in 16 bit stay so. Classes are swapped in place, so parameter names and tied
-    weights remain.
+    weights remain. They are swapped again when the vocabulary is resized, which makes a new head.
 
     Args:
         model: quantised or not.
@@ -79,6 +80,14 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
     for module in model.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
+    vars(model)["resize_token_embeddings"] = MethodType(resize_token_embeddings, model)
+
+
+def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
+    """Resize the vocabulary as transformers does, and keep to the policy."""
+    resized = type(model).resize_token_embeddings(model, *arguments, **named)
+    enforce_policy(model, declared_dtype(model))
+    return resized
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -95,6 +104,7 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
         PrecisionError: a module would still compute in another dtype.
     """
     declare_dtype(model, dtype)
+    vars(model).pop("resize_token_embeddings", None)
     packed = {id(module.weight) for _, module in quantized_linears(model)}
     for _, module in quantized_linears(model):
         module.compute_dtype = module.weight.quant_state.dtype = dtype

@@ -18,7 +18,7 @@ from npt.adapters.fit import check_length
 from npt.base.attention import attention_name
 from npt.base.identity import base_hash
 from npt.base.load import COMPUTE
-from npt.base.precision import quantization_of
+from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import OWN_HELDOUT
 from npt.distill.hidden_losses import layer_weights
@@ -80,8 +80,11 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
     Raises:
         ConfigError: nothing attached, frozen or consolidated adapters, a sharded base with what it
             does not support, or settings that do not fit the model.
+        PrecisionError: a module would compute otherwise than the policy says, as in a 4-bit model
+            that npt.load_base did not load.
     """
     adapter = attached_config(model)
+    audit_precision(model, policy_dtype(model))
     check_unfrozen(adapter_parameters(model))
     if consolidated(model):
         raise ConfigError(

@@ -108,7 +108,7 @@ class Trainer:
             report: write `report.html` and the figures for it; default True.
 
     Raises:
-        ConfigError, DataError: settings or data that cannot work.
+        ConfigError, DataError, PrecisionError: settings, data or a base that cannot work.
         ProcessError: another process failed or was lost.
         TypeError: an option that does not exist.
     """

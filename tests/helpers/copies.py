@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     elif isinstance(value, QuantState):
         known[id(value)] = made = copy.copy(value)
         vars(made).update({name: _copied(each, known) for name, each in vars(value).items()})
+    elif isinstance(value, MethodType):
+        made = MethodType(value.__func__, _copied(value.__self__, known))
     elif isinstance(value, PreTrainedConfig | GenerationConfig | HfQuantizer):
         known[id(value)] = made = copy.deepcopy(value, known)
     else:

@@ -9,16 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import NPTAdapter
+from npt.base.load import EMBEDDED_FOLDER
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
-from npt.errors import SmokeTestError
+from npt.errors import PrecisionError, SmokeTestError
 from npt.train.smoke import smoke_test
 
 # Anomaly detection prints where a NaN came from; here the NaN are planted.
@@ -205,3 +207,13 @@ def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batc
         torch.equal(p, before[key]) and p.grad is None
         for key, p in adapter_parameters(model).items()
     )
+
+
+def test_a_4_bit_base_of_the_users_own_is_refused_by_its_reason(tmp_path, tokenizer) -> None:
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, quantization_config=packing)
+    npt.attach(model, NPTConfig(rank=4))
+    config = TrainConfig(max_steps=1, output_dir=str(tmp_path / "run"))
+    with pytest.raises(PrecisionError, match=r"computes in bfloat16 .*npt\.load_base"):
+        npt.Trainer(model, tokenizer, [{"text": "hello " * 99}] * 40, config)
+    assert not (tmp_path / "run").exists()
