@@ -174,9 +174,8 @@ def test_the_stream_is_fp32_from_a_bf16_embedding_to_a_bf16_head(load_model, bat
 def test_tokens_are_added_to_a_loaded_base(load_model, batch, quantization):
     model = load_model(quantization)
     expected = model(batch.input_ids).logits
-    copy = deepcopy(model)
-    for resized in (model, copy):
-        size = model.config.vocab_size
+    size = model.config.vocab_size
+    for resized in (deepcopy(model), model):
         resized.resize_token_embeddings(size + 2, mean_resizing=False)
         assert resized.get_input_embeddings().weight.shape[0] == size + 2
         audit_precision(resized)
