@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +28,14 @@ class Sample:
     """One row of a batch.
 
     id: the record, and the token it starts at. labels: of each token; None if all are targets.
-    lengths: of the documents packed into it; None for one."""
+    lengths: of the documents packed into it; None for one. said: what a conversation says, which
+    is the same on the day after, as its tokens may not be."""
 
     id: str
     input_ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
+    said: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def document(self) -> str:
@@ -42,8 +44,11 @@ class Sample:
 
     @property
     def heldout(self) -> bool:
-        """One sample in twenty, by a hash of its tokens: the same on every machine."""
-        digest = hashlib.sha256(",".join(map(str, self.input_ids)).encode()).digest()
+        """One sample in twenty, by a hash of what it says, or of its tokens: the same on every
+        machine and day.
+        """
+        said = ",".join(map(str, self.input_ids)) if self.said is None else self.said
+        digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
         return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
 
 

@@ -19,7 +19,7 @@ class Content:
 
     used: further columns that it is made of. unused: keys inside them that it is not made of.
     opened, closed: add a start token, an end token. noted: messages by what became of them.
-    skipped: why it is left out."""
+    skipped: why it is left out. said: what it says, if its tokens may be others tomorrow."""
 
     columns: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
@@ -31,6 +31,7 @@ class Content:
     closed: bool = True
     noted: Mapping[str, int] = field(default_factory=dict)
     skipped: str | None = None
+    said: str | None = None
 
 
 Read = Callable[[str, Record, Any, DataConfig], Content]

@@ -53,12 +53,14 @@ class Counts:
 
 
 class Encoded(NamedTuple):
-    """A record's tokens. prompt: how many leading ones are no targets; None for a text."""
+    """A record's tokens. prompt: how many leading ones are no targets; None for a text. said: as
+    of `Content`."""
 
     name: str
     ids: list[int]
     prompt: int | None = None
     labels: list[int] | None = None
+    said: str | None = None
 
 
 class Encoder:
@@ -121,7 +123,8 @@ class Encoder:
         front = (self._opening if content.opened else []) + (prompt[0] if prompt else [])
         end = self.tokenizer.eos_token_id
         close = [end] if content.closed and end is not None and last[-1] != end else []
-        return Encoded(name, front + last + close, len(front) if prompt else None)
+        ids, given = front + last + close, len(front) if prompt else None
+        return Encoded(name, ids, given, said=content.said)
 
     @cached_property
     def _begins_with_space(self) -> bool:

@@ -12,12 +12,14 @@ answer is the completion.
 
 from __future__ import annotations
 
+import json
 import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from npt.config import DataConfig
+from npt.data.chat import has_template, render
 from npt.data.content import FORMS, Content
 from npt.data.encoding import check_characters, plain_text, text_of
 from npt.data.source import Record
@@ -197,7 +199,7 @@ def messages_of(name: str, record: Record, column: str) -> list[Any]:
 
 def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -> Content:
     """Return a conversation as the chat template writes it, start and end tokens included."""
-    if getattr(tokenizer, "chat_template", None) is None:
+    if not has_template(tokenizer):
         said = "is a conversation, but the tokenizer has no chat template"
         raise DataError(f"record {name} {said}; use prompt and completion texts")
     last = answer[-1] if answer else {"role": "user"}
@@ -205,10 +207,9 @@ def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -
         return Content(skipped="empty completion")
     if not prompt:  # no template writes an answer to nothing
         return Content(skipped="answer to nothing")
-    write = tokenizer.apply_chat_template
     try:
-        start = write(prompt, add_generation_prompt=True, tokenize=False)
-        whole = write([*prompt, *answer], add_generation_prompt=False, tokenize=False)
+        start = render(tokenizer, prompt, to_answer=True)
+        whole = render(tokenizer, [*prompt, *answer], to_answer=False)
     except Exception as error:  # templates raise what their authors wrote into them
         said = f"the chat template refuses it: {first_line(error)[:200]}; mend the record"
         raise DataError(f"record {name}: {said}") from error
@@ -222,7 +223,8 @@ def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -
         check_characters(name, what, text)
     spoken = [m["content"].strip() for m in (*prompt, *answer) if isinstance(m["content"], str)]
     noted = {UNWRITTEN: sum(text not in whole for text in spoken)}
-    return Content(texts=texts, opened=False, closed=False, noted=noted)
+    said = json.dumps([prompt, answer], sort_keys=True, default=str)
+    return Content(texts=texts, opened=False, closed=False, noted=noted, said=said)
 
 
 def given_ids(name: str, record: Record, *_: Any) -> Content:

@@ -124,7 +124,7 @@ def _fit_completion(record: Encoded, max_length: int, counts: Counts) -> list[Sa
         counts.skipped["no target"] += 1
         return []
     labels = [IGNORE_INDEX] * (record.prompt - start) + answer
-    return [Sample(f"{record.name}@{start}", tuple(ids), tuple(labels))]
+    return [Sample(f"{record.name}@{start}", tuple(ids), tuple(labels), said=record.said)]
 
 
 class Place(NamedTuple):

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.linear import cast_once
 from npt.config import SEED_MAX
+from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, continuation_text, prompt_tokens
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import end_ids
@@ -181,11 +182,6 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     return ids
 
 
-def has_template(tokenizer: Any) -> bool:
-    """Return whether the tokenizer has a chat template."""
-    return getattr(tokenizer, "chat_template", None) is not None
-
-
 def prompt_text(tokenizer: Any, text: str, *, chat: bool) -> str:
     """Return a text as the user's turn in the tokenizer's chat template if `chat` is set, else as
     it is.
@@ -202,9 +198,7 @@ def prompt_text(tokenizer: Any, text: str, *, chat: bool) -> str:
         ) from error
     if chat:
         try:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-            )
+            text = render(tokenizer, [{"role": "user", "content": text}], to_answer=True)
         except Exception as error:  # templates raise what their authors wrote into them
             raise DataError(
                 f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to leave the"

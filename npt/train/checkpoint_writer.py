@@ -143,6 +143,7 @@ class CheckpointWriter:
             "counted_from": self._data.counted_from,
             "settings": plain_settings(self._setup.all_settings()),
             "data": self._data.identity,
+            "date": self._setup.date,
             "initial": self._initial.as_dict(),
             "base_hash": self._base.strict,
             "versions": versions(),

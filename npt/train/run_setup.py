@@ -20,6 +20,7 @@ from npt.base.recipe import Recipe
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
+from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import Record
 from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.join import join_processes
@@ -101,6 +102,15 @@ class RunSetup:
         if self.checkpoint is not None:
             saved = self.checkpoint.record["settings"]
             self.changed = changed_settings(saved, self.all_settings())
+        # a chat template writes the date of the run's start, on every process and after a resume
+        begun = None if self.checkpoint is None else self.checkpoint.record.get("date")
+        if has_template(self.tokenizer):
+            fix_date(self.tokenizer, self.processes.first(lambda: begun or date_of(self.tokenizer)))
+
+    @property
+    def date(self) -> str | None:
+        """The date that the chat template writes; None without one."""
+        return date_of(self.tokenizer) if has_template(self.tokenizer) else None
 
     @property
     def window_size(self) -> int:

@@ -17,9 +17,10 @@ from npt.adapters.converted import adapter_mode
 from npt.adapters.layer import Mode
 from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.chat import has_template
 from npt.data.continuation import continuation_text
 from npt.evaluation.behaviour.prompts import Prompt
-from npt.evaluation.generate import has_template, prompt_ids, shared_text
+from npt.evaluation.generate import prompt_ids, shared_text
 from npt.evaluation.greedy import (
     Comparison,
     compare_prompts,

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import attached_config
 from npt.data.batch import Sample
+from npt.data.chat import has_template
 from npt.data.source import Record
 from npt.errors import ConfigError
 from npt.evaluation.behaviour.agreement import Agreement, measure_agreement
@@ -18,7 +19,7 @@ from npt.evaluation.behaviour.documents import beginnings
 from npt.evaluation.behaviour.needles import DEPTHS, Needles, find_needles, make_needles
 from npt.evaluation.behaviour.positions import Positions, measure_positions, rows_of
 from npt.evaluation.behaviour.prompts import PROMPTS
-from npt.evaluation.generate import has_template, prompt_ids
+from npt.evaluation.generate import prompt_ids
 from npt.evaluation.greedy import end_ids, parting_prompts
 from npt.evaluation.metrics import evaluating
 from npt.random_state import kept_random_state

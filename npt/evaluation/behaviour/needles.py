@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from npt.adapters.layer import Mode
 from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.chat import has_template
 from npt.data.continuation import bare_tokens, continuation_tokens, prompt_tokens
 from npt.errors import NumericalError
-from npt.evaluation.generate import has_template, prompt_text
+from npt.evaluation.generate import prompt_text
 from npt.evaluation.greedy import completion_states
 from npt.evaluation.metrics import mean_and_error
 

@@ -24,17 +24,20 @@ from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.chat import date_of, fix_date, has_template
 from npt.data.continuation import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
 from npt.evaluation.metrics import COLUMNS, evaluating
 from npt.runs.signals import StopOnSignal
-from npt.tools.collect.parts import Parts
+from npt.tools.collect.parts import Parts, begun_settings
 from npt.tools.collect.prompts import read_prompts
 
 NUM_PROMPTS = 256
 MAX_NEW_TOKENS = 64
+
+_DATE = "the chat template's date"
 
 _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
 
@@ -134,6 +137,11 @@ def collect(
         "--prompt_column": config.prompt_column,
         "--seed": seed,
     }
+    if has_template(tokenizer):
+        begun = begun_settings(Path(output)).get(_DATE)
+        if begun is not None:
+            fix_date(tokenizer, begun)
+        settings[_DATE] = date_of(tokenizer)
     origin = {"base_hash": base_hash, "adapter_hash": student}
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
     first = next(prompts, None)  # before there is a file

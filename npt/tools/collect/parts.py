@@ -23,6 +23,8 @@ from npt.stored import read_json
 # none of the endings that data are read from, so that a folder of outputs can be trained on
 SUFFIX = ".part"
 
+_SETTINGS = "settings.json"
+
 
 class Parts:
     """The parts of one output, a .jsonl file, locked while they are open. A part is its progress, a
@@ -77,7 +79,7 @@ class Parts:
             os.close(self._lock)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        path = self.folder / "settings.json"
+        path = self.folder / _SETTINGS
         if not path.exists():
             write_json(path, settings)
         before = read_json(path, ConfigError)
@@ -115,6 +117,12 @@ def check_output(output: Path) -> None:
                 f"--output {output} exists, but the folder {parts.name} that it is written from"
                 " does not; choose another file"
             )
+
+
+def begun_settings(output: Path) -> dict[str, Any]:
+    """Return the settings that an output was begun with; empty if it was not."""
+    path = parts_folder(output) / _SETTINGS
+    return dict(read_json(path, ConfigError)) if path.exists() else {}
 
 
 def parts_folder(output: Path) -> Path:
