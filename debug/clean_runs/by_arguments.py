@@ -1,0 +1,142 @@
+"""Examples by the settings of TrainingArguments, on one causal model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback
+
+from clean_runs.parts import Stream, causal, llama
+from clean_runs.watched import Example
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
+
+SETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "accumulation": {"gradient_accumulation_steps": 4, **EPOCHS},
+    "mean-per-micro-batch": {
+        "gradient_accumulation_steps": 3,
+        "average_tokens_across_devices": False,
+    },
+    "no-clipping": {"max_grad_norm": 0.0},
+    "hard-clipping": {"max_grad_norm": 0.01, "gradient_accumulation_steps": 2},
+    "cosine-with-warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 5},
+    "inverse-sqrt": {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0.5},
+    "stable-then-decay": {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 1},
+        "warmup_steps": 1,
+    },
+    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", **EVALUATED},
+    "greedy": {"lr_scheduler_type": "greedy", **EVALUATED},
+    "weight-decay": {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6},
+    "label-smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "checkpointing-reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "gradient_accumulation_steps": 2,
+    },
+    "bf16": {"bf16": True, "gradient_accumulation_steps": 2, "bf16_full_eval": True, **EVALUATED},
+    "log-nothing": {"logging_strategy": "no", "gradient_accumulation_steps": 2},
+    "log-epochs": {"logging_strategy": "epoch", "logging_first_step": True, **EPOCHS},
+    "log-unfiltered": {"logging_nan_inf_filter": False, "logging_steps": 2},
+    "best-at-end": {"eval_on_start": True, "save_total_limit": 1, **EVALUATED, **SAVED, **BEST},
+    "save-best": {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATED},
+    "by-epoch": {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_only_model": True,
+        "eval_accumulation_steps": 1,
+        **EPOCHS,
+    },
+    "grouped-by-length": {"train_sampling_strategy": "group_by_length", **EPOCHS},
+    "in-order-drop-last": {
+        "train_sampling_strategy": "sequential",
+        "dataloader_drop_last": True,
+        **EPOCHS,
+    },
+    "workers": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3, **EPOCHS},
+    "dispatched": {"accelerator_config": {"dispatch_batches": True, "even_batches": False}},
+    "noisy-embeddings": {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 2},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "tokens-seen": {"include_num_input_tokens_seen": "non_padding", **EVALUATED},
+    "all-tokens-seen": {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2},
+    "seeds": {"seed": 7, "data_seed": 11, "max_steps": 4},
+    "batch-size-found": {"auto_find_batch_size": True},
+    "memory-measured": {"torch_empty_cache_steps": 1, "prediction_loss_only": True, **EVALUATED},
+}
+
+
+def resumed(trainer: Any) -> Any:
+    """Train for two steps of four, and then the rest from the checkpoint."""
+    trainer.args.max_steps = 2
+    trainer.train()
+    trainer.args.max_steps = 4
+    return trainer.train(resume_from_checkpoint=True).metrics
+
+
+def evaluated(trainer: Any) -> Any:
+    """Train, evaluate and predict."""
+    trained = trainer.train().metrics
+    prediction = trainer.predict(trainer.eval_dataset)
+    return {**trained, **trainer.evaluate(), **prediction.metrics}
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Return the share of tokens that are guessed."""
+    guessed = prediction.predictions.argmax(-1)[:, :-1]
+    return {"accuracy": float((guessed == prediction.label_ids[:, 1:]).mean())}
+
+
+def last_layer_alone() -> Any:
+    """Return the model with all but its head frozen."""
+    model = llama(tie_word_embeddings=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "lm_head.weight")
+    return model
+
+
+def with_extras() -> list[Example]:
+    """Return examples whose Trainer is given more than arguments, or is used otherwise."""
+    watched = {**EVALUATED, **SAVED, **BEST}
+    group = "arguments"
+    return [
+        Example(
+            "resumed",
+            group,
+            partial(causal, arguments={**SAVED, "gradient_accumulation_steps": 2}),
+            resumed,
+        ),
+        Example("evaluated", group, partial(causal, compute_metrics=accuracy), evaluated),
+        Example(
+            "stopped-early",
+            group,
+            lambda folder: causal(
+                folder,
+                arguments={**watched, "learning_rate": 1.0, "max_steps": 9},
+                callbacks=[EarlyStoppingCallback(1)],
+            ),
+        ),
+        Example("model-init", group, partial(causal, model_init=lambda: llama())),
+        Example("bf16-weights", group, lambda f: causal(f, model=llama().to(torch.bfloat16))),
+        Example("frozen", group, lambda f: causal(f, model=last_layer_alone())),
+        Example(
+            "iterable",
+            group,
+            lambda f: causal(f, train_dataset=Stream(), arguments={"max_steps": 8}),
+        ),
+    ]
+
+
+def by_arguments() -> list[Example]:
+    """Return the examples."""
+    made = [
+        Example(name, "arguments", partial(causal, arguments=given)) for name, given in SETS.items()
+    ]
+    return made + with_extras()

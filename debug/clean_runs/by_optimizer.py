@@ -1,0 +1,124 @@
+"""Examples by optimizer: those of transformers' names that can run here, and torch's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clean_runs.parts import causal, llama
+from clean_runs.watched import Example
+
+NAMES: dict[str, dict[str, Any]] = {
+    "adamw_torch": {},
+    "adamw_torch_fused": {},
+    "adafactor": {},
+    "adagrad": {},
+    "ademamix": {},
+    "ademamix_8bit": {},
+    "adamw_8bit": {},
+    "lion_32bit": {},
+    "lion_8bit": {},
+    "paged_adamw_32bit": {},
+    "paged_lion_8bit": {},
+    "rmsprop": {"optim_args": "momentum=0.5,centered=True"},
+    "rmsprop_bnb": {},
+    "rmsprop_bnb_8bit": {},
+    "sgd": {"optim_args": "momentum=0.9,nesterov=True"},
+}
+"""Names of `optim`, and what else they are given."""
+
+THE_SAME = {
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_ademamix_32bit": "ademamix",
+    "paged_ademamix_8bit": "ademamix_8bit",
+    "paged_lion_32bit": "lion_32bit",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
+}
+"""Names that run the code of another one on a CPU, which pages nothing."""
+
+NOT_HERE = {
+    "adamw_anyprecision": "torchdistx is on no package index",
+    "adamw_torch_4bit": "torchao is not installed",
+    "adamw_torch_8bit": "torchao is not installed",
+    "adamw_torch_npu_fused": "for an NPU",
+    "adamw_torch_xla": "for XLA",
+    "adalomo": "steps inside backward, which a guard refuses",
+    "apollo_adamw": "apollo_torch is not installed",
+    "apollo_adamw_layerwise": "steps inside backward, which a guard refuses",
+    "galore_adafactor": "galore_torch is not installed",
+    "galore_adafactor_layerwise": "steps inside backward, which a guard refuses",
+    "galore_adamw": "galore_torch is not installed",
+    "galore_adamw_8bit": "galore_torch is not installed",
+    "galore_adamw_8bit_layerwise": "steps inside backward, which a guard refuses",
+    "galore_adamw_layerwise": "steps inside backward, which a guard refuses",
+    "grokadamw": "grokadamw is not installed",
+    "lomo": "steps inside backward, which a guard refuses",
+    "schedule_free_adamw": "schedulefree is not installed",
+    "schedule_free_radam": "schedulefree is not installed",
+    "schedule_free_sgd": "schedulefree is not installed",
+    "stable_adamw": "torch-optimi is not installed",
+}
+"""Names without an example, by the reason; torch's own optimizers below replace them."""
+
+OWN: dict[str, tuple[type, dict[str, Any]]] = {
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True, "foreach": False}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "AdamW": (torch.optim.AdamW, {"foreach": True, "maximize": True}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "NAdam": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+"""torch's optimizers, given by their class."""
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_steps": 4}
+
+
+def given_by_class(folder: Path, kind: type, settings: dict[str, Any]) -> Any:
+    """Return a Trainer that makes the optimizer itself."""
+    return causal(
+        folder, arguments=ACCUMULATED, optimizer_cls_and_kwargs=(kind, {"lr": 0.01, **settings})
+    )
+
+
+def over_a_part(folder: Path) -> Any:
+    """Return a Trainer whose optimizer steps the matrices alone; the norm is of all."""
+    model = llama()
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    optimizer = torch.optim.Muon(matrices, lr=0.01)
+    return causal(folder, model=model, arguments=ACCUMULATED, optimizers=(optimizer, None))
+
+
+def in_two_groups(folder: Path) -> Any:
+    """Return a Trainer with its optimizer and schedule given, two rates, and moments in bf16."""
+    model = llama().to(torch.bfloat16)
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    rest = [p for p in model.parameters() if p.ndim > 1]
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 0.01}, {"params": norms, "lr": 0.1}])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return causal(folder, model=model, arguments=ACCUMULATED, optimizers=(optimizer, schedule))
+
+
+def by_optimizer() -> list[Example]:
+    """Return the examples."""
+    group = "optimizers"
+    named = [
+        Example(name, group, partial(causal, arguments={"optim": name, **ACCUMULATED, **more}))
+        for name, more in NAMES.items()
+    ]
+    own = [
+        Example(name, group, partial(given_by_class, kind=kind, settings=settings))
+        for name, (kind, settings) in OWN.items()
+    ]
+    return [
+        *named,
+        *own,
+        Example("Muon-over-matrices", group, over_a_part),
+        Example("AdamW-in-two-groups", group, in_two_groups),
+    ]

@@ -1,0 +1,75 @@
+#!/usr/bin/env python
+"""Does a guard change a clean run? Small runs in the installed transformers and TRL, each plain and
+with npt.guard.protect, compared bit for bit.
+
+    python debug/compare_trainers.py                          all of them, some three minutes
+    python debug/compare_trainers.py --only dpo,vit,Muon-over-matrices
+    python debug/compare_trainers.py --json                   all differences
+
+Compared are weights, optimizer, schedule, random numbers, the log, what train(), evaluate() and
+predict() return, the Trainer's state, the files of checkpoints, and every callback event with the
+gradients at it. What the guard adds is left out: `refused` in the log and guard.json in
+checkpoints. Nothing is left on the disk. The exit status is 0 when all runs are equal, else 1.
+"""
+
+import argparse
+import sys
+import warnings
+
+import torch
+from rich.table import Table
+from transformers.utils import logging
+
+from clean_runs.examples import EXAMPLES
+from clean_runs.watched import compared
+from npt.console import make_console
+from npt.files import to_json
+from npt.flags import OneLineParser
+
+
+def main() -> int:
+    parser = OneLineParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--only", metavar="LIST", help="examples by name (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="print all differences as JSON instead of a table"
+    )
+    given = parser.parse_args()
+    names = [each.id for each in EXAMPLES] if given.only is None else given.only.split(",")
+    unknown = next((name for name in names if name not in [e.id for e in EXAMPLES]), None)
+    if unknown is not None:
+        known = ", ".join(each.id for each in EXAMPLES)
+        parser.error(f"there is no example {unknown!r}; choose from {known}")
+    torch.set_num_threads(1)  # at these sizes the fastest
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")  # of transformers and TRL, twice for each run
+    console, progress = make_console(), make_console(stderr=True)
+    table = Table(title="a guard on clean runs of other people's trainers")
+    for heading in ("example", "of", "guarded"):
+        table.add_column(heading, overflow="fold")
+    figures = []
+    for example in (each for each in EXAMPLES if each.id in names):
+        try:
+            differences = compared(example)
+        except Exception as error:  # one that cannot run is no proof, and ends no other
+            differences = [f"{type(error).__name__}: {error}"]
+        result = "equal" if not differences else f"{len(differences)} differ: {differences[0]}"
+        if progress.is_terminal:
+            progress.print(f"{example.id}: {result}")
+        table.add_row(example.id, example.group, result)
+        figures.append({"id": example.id, "of": example.group, "differences": differences})
+    equal = sum(not figure["differences"] for figure in figures)
+    if given.json:
+        print(to_json({"examples": figures, "equal": equal, "total": len(figures)}, indent=2))
+    else:
+        console.print(table)
+        console.print(f"{equal} of {len(figures)} equal")
+    return 0 if equal == len(figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

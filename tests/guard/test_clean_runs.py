@@ -1,0 +1,98 @@
+"""Clean runs of other people's trainers are what they were without a guard, bit for bit: the
+examples of debug/compare_trainers.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.training_args import OptimizerNames
+
+from clean_runs.by_optimizer import NAMES, NOT_HERE, THE_SAME
+from clean_runs.examples import EXAMPLES
+from clean_runs.watched import Example, compared
+from npt.guard.trainer import TrainerGuard, TrainerMixin
+from npt.step.flat_gradients import FlatGradients
+
+ROOT = Path(__file__).parents[2]
+BY_ID = {example.id: example for example in EXAMPLES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.id)
+def test_a_guard_changes_nothing_of_a_clean_run(example: Example) -> None:
+    assert compared(example) == []
+
+
+def loses_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = TrainerMixin.log
+    monkeypatch.setattr(TrainerMixin, "log", lambda self, logs, *rest: own(self, dict(logs), *rest))
+
+
+def clips_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainerGuard, "whole_norm", False)
+
+
+def hides_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlatGradients, "show", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "where"),
+    [
+        (loses_what_is_added, "defaults", "returned epoch: only plain"),
+        (clips_a_part, "Muon-over-matrices", "weights lm_head.weight: other bits"),
+        (hides_gradients, "accumulation", "grad model.embed_tokens.weight: None for"),
+    ],
+)
+def test_a_guard_that_changes_a_run_is_found(
+    broken: Any, name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    differences = compared(BY_ID[name])
+    assert any(where in line for line in differences), differences
+
+
+def test_every_optimizer_of_transformers_is_accounted_for() -> None:
+    assert not NAMES.keys() & NOT_HERE.keys()
+    assert set(THE_SAME.values()) <= NAMES.keys()
+    assert {
+        name.value for name in OptimizerNames
+    } == NAMES.keys() | THE_SAME.keys() | NOT_HERE.keys()
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    path = ROOT / "debug" / "compare_trainers.py"
+    spec = importlib.util.spec_from_file_location("compare_trainers_script", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", [path.name, *arguments])
+    return module.main()
+
+
+def test_the_script_says_which_runs_differ(monkeypatch, capsys) -> None:
+    loses_what_is_added(monkeypatch)
+    assert script(monkeypatch, "--only", "defaults,log-nothing", "--json") == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["equal"], figures["total"]) == (0, 2)
+    assert "returned epoch: only plain" in figures["examples"][0]["differences"]
+    monkeypatch.undo()
+    assert script(monkeypatch, "--only", "defaults") == 0
+    assert "1 of 1 equal" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        script(monkeypatch, "--only", "nothing")
+    assert "there is no example 'nothing'; choose from defaults," in capsys.readouterr().err
+
+
+def test_the_page_counts_the_examples() -> None:
+    page = (ROOT / "docs" / "results" / "robustness.md").read_text(encoding="utf-8")
+    groups = Counter(example.group for example in EXAMPLES)
+    assert f"Each of {len(EXAMPLES)} small runs" in page
+    assert f"{groups['arguments']} sets of" in page
+    assert f"{groups['optimizers']} optimizers" in page
+    assert f"{groups['trainers']} models and trainers" in page
