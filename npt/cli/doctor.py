@@ -103,6 +103,7 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
     how = {name: given[name] for name in ("batch_size", "seed", "max_records")}
+    how["ends"] = getattr(model_config, "eos_token_id", None)
     found = {}
     with console.status("reading the data"):
         for part in sources_of(data):

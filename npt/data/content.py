@@ -34,6 +34,15 @@ class Content:
     said: str | None = None
 
 
+def filled(record: Record) -> Record:
+    """Return a record's columns that are not null; all of them if it has a name at most besides.
+
+    Merged tables have null in the columns of other forms.
+    """
+    columns = {column: value for column, value in record.items() if value is not None}
+    return columns if columns.keys() - {"id", PIECE} else record
+
+
 Read = Callable[[str, Record, Any, DataConfig], Content]
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
-from npt.data.content import FORMS, PIECE, Content
+from npt.data.content import FORMS, PIECE, Content, Form, filled
 from npt.data.continuation import begins_with_space, continuation_tokens, opening_tokens
 from npt.data.source import Record
 from npt.errors import DataError, kind_of
@@ -101,10 +101,13 @@ class Encoder:
             raise DataError(f"record {number} is {kind_of(record)}, not a mapping like {wanted}")
         given = record.get("id")
         name = str(number if given is None else given)
-        form = next(form for form in FORMS.values() if form.columns <= record.keys())
-        if self._config.prompt_column is not None and "input_ids" not in record:
+        columns = filled(record)
+        form = _form_of(columns)
+        if form is FORMS["text"] and self._config.text_column not in columns:
+            columns, form = record, _form_of(record)  # the error names what is null
+        if self._config.prompt_column is not None and "input_ids" not in columns:
             form = FORMS["prompt and completion"]
-        content = form.read(name, record, self.tokenizer, self._config)
+        content = form.read(name, columns, self.tokenizer, self._config)
         flags = _FLAGS[len(content.columns)]
         texts = [text_of(name, record, *of) for of in zip(content.columns, flags, strict=True)]
         return name, content, [*content.texts, *texts]
@@ -133,6 +136,10 @@ class Encoder:
     @cached_property
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
+
+
+def _form_of(record: Record) -> Form:
+    return next(form for form in FORMS.values() if form.columns <= record.keys())
 
 
 def text_of(name: str, record: Record, column: str, flag: str) -> str:

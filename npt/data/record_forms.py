@@ -7,14 +7,14 @@
     {"input_ids": [...]}                                        perhaps with labels and a mask
 
 A prompt may be a list of messages. The tokenizer's chat template writes conversations; the last
-answer is the completion.
+answer whose `weight` is not 0 is the completion.
 """
 
 from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ PROMPT, COMPLETION = "prompt", "completion"
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 EARLIER = "earlier answers taken as context"
 AFTER = "messages after the last answer left out"
+WEIGHT = "weight"  # key of a message or a turn: 0 if it is not to be trained
 UNWRITTEN = "messages that the chat template does not write as they are"
 _INT64_MAX = 2**63 - 1
 
@@ -124,14 +125,11 @@ def conversation(name: str, record: Record, tokenizer: Any, config: DataConfig) 
     content = templated(name, tokenizer, prompt, answer)
     columns = (column,) if answer_column is None else (column, answer_column)
     lists = {c: record[c] for c in columns if isinstance(record.get(c), list)}
-    turns = [(c, turn) for c, entries in lists.items() for turn in entries if is_turn(turn)]
     unused = {
-        f"{c}.{key}"
-        for c, turn in turns
-        for key, value in turn.items()
-        if key not in ("from", "value") and value is not None
+        f"{c}.{key}" for c, entries in lists.items() for entry in entries for key in _unused(entry)
     }
-    with_system = turns and prompt and prompt[0]["content"] == record.get("system")
+    turns = any(is_turn(entry) for entries in lists.values() for entry in entries)
+    with_system = turns and prompt and prompt[0].get("content") == record.get("system")
     earlier = sum(message["role"] not in NO_ANSWER for message in prompt)
     noted = {**content.noted, EARLIER: earlier, AFTER: after}
     return replace(
@@ -145,7 +143,7 @@ def conversation(name: str, record: Record, tokenizer: Any, config: DataConfig) 
 def _prompt_and_answer(
     name: str, record: Record, column: str, answer_column: str | None
 ) -> tuple[list[Any], list[Any], int]:
-    """Return the messages before the answer, those of it, and the number after it."""
+    """Return the messages before the last answer to train, those of it, and the number after."""
     prompt, after, answer = messages_of(name, record, column), 0, None
     if answer_column is None:
         answers = [
@@ -153,6 +151,8 @@ def _prompt_and_answer(
             for number, message in enumerate(prompt)
             if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
         ]
+        # the last one that is to be trained, if any is
+        answers = [number for number in answers if prompt[number].get(WEIGHT) != 0] or answers
         last = answers[-1] if answers else len(prompt) - 1
         after = max(0, len(prompt) - last - 1)
         prompt, answer = prompt[:last], prompt[last : last + 1]
@@ -161,13 +161,27 @@ def _prompt_and_answer(
     elif isinstance(record.get(answer_column), str):
         answer = [{"role": "assistant", "content": record[answer_column]}]
     for where, messages in ((column, prompt), (answer_column or column, answer)):
-        if messages is None or not all(
-            isinstance(m, Mapping) and "role" in m and "content" in m for m in messages
-        ):
+        if messages is None or not all(map(_is_message, messages)):
             wanted = '{"role": "user", "content": ...}'
             raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
     assert answer is not None
     return prompt, answer, after
+
+
+def _is_message(entry: Any) -> bool:
+    """Return whether an entry is a message: one that calls functions may lack a content."""
+    written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
+    return written and "role" in entry
+
+
+def _unused(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a turn or a message that nothing is made of; the template has the rest."""
+    for key, value in entry.items():
+        used = not is_turn(entry) or key in ("from", "value")
+        if key == WEIGHT:
+            used = value in (0, 1)
+        if value is not None and not used:
+            yield key
 
 
 def is_turn(entry: Any) -> bool:
@@ -190,7 +204,7 @@ def messages_of(name: str, record: Record, column: str) -> list[Any]:
         if not isinstance(said, str):
             has = f"turn {number} has {kind_of(said)} as 'value'"
             raise DataError(f"record {name}: {has}; write a text, or leave the turn out")
-        messages.append({"role": role, "content": said})
+        messages.append({"role": role, "content": said, WEIGHT: turn.get(WEIGHT)})
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -203,7 +217,11 @@ def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -
         said = "is a conversation, but the tokenizer has no chat template"
         raise DataError(f"record {name} {said}; use prompt and completion texts")
     last = answer[-1] if answer else {"role": "user"}
-    if last["role"] in NO_ANSWER or not str(last["content"] or "").strip():
+    if last.get(WEIGHT) == 0:
+        return Content(skipped="answer of weight 0")
+    prompt, answer = ([_given_keys(m) for m in messages] for messages in (prompt, answer))
+    silent = not str(last.get("content") or "").strip()
+    if last["role"] in NO_ANSWER or (silent and not answer[-1].keys() - {"role", "content"}):
         return Content(skipped="empty completion")
     if not prompt:  # no template writes an answer to nothing
         return Content(skipped="answer to nothing")
@@ -218,13 +236,36 @@ def templated(name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]) -
             f"record {name}: the chat template writes the prompt differently with an answer after"
             " it, so the answer's tokens cannot be told; use prompt and completion texts"
         )
+    if silent and _is_blank(tokenizer, [*prompt, *answer], whole):
+        return Content(skipped="empty completion")
     texts = start, whole[len(start) :]
     for what, text in zip(("prompt", "answer"), texts, strict=True):
         check_characters(name, what, text)
-    spoken = [m["content"].strip() for m in (*prompt, *answer) if isinstance(m["content"], str)]
+    contents = [message.get("content") for message in (*prompt, *answer)]
+    spoken = [content.strip() for content in contents if isinstance(content, str)]
     noted = {UNWRITTEN: sum(text not in whole for text in spoken)}
     said = json.dumps([prompt, answer], sort_keys=True, default=str)
     return Content(texts=texts, opened=False, closed=False, noted=noted, said=said)
+
+
+def _given_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as a template should see it: without its weight, and without keys that are
+    null because other messages of its table have them."""
+    return {
+        key: value
+        for key, value in message.items()
+        if key == "content" or (key != WEIGHT and value is not None)
+    }
+
+
+def _is_blank(tokenizer: Any, messages: list[dict[str, Any]], whole: str) -> bool:
+    """Return whether the template writes no more of a last message without a text than of one that
+    calls no functions either."""
+    last = {"role": messages[-1]["role"], "content": messages[-1].get("content")}
+    try:
+        return whole == render(tokenizer, [*messages[:-1], last], to_answer=False)
+    except Exception:  # no form for an answer of nothing
+        return False
 
 
 def given_ids(name: str, record: Record, *_: Any) -> Content:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npt.config import DataConfig
+from npt.data.content import filled
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
 from npt.errors import ConfigError, DataError
 
@@ -149,6 +150,7 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
     first = next(iter(records), None)
     if not isinstance(first, Mapping):
         return config
+    first = filled(first)
     if config.prompt_column is not None and config.prompt_column not in first:
         config = replace(config, prompt_column=None, completion_column=None)
     if config.text_column not in first and usual in first:

@@ -262,9 +262,9 @@ class TestShareGPT:
     def test_what_is_not_used_is_counted_by_its_key(self, chatting) -> None:
         counts = Counts()
         record = said(("human", "a"), ("gpt", "b"), tools="[]", weight=1.0, source="", id="7")
-        record["conversations"][1] |= {"weight": 0, "markdown": None}
+        record["conversations"][1] |= {"score": 0, "markdown": None}
         one(record, chatting, counts)
-        assert counts.unused == {"tools": 1, "weight": 1, "conversations.weight": 1}
+        assert counts.unused == {"tools": 1, "weight": 1, "conversations.score": 1}
         one({"prompt": "a", "completion": "b", "url": "c"}, chatting, counts)
         list(
             cut(
@@ -277,7 +277,7 @@ class TestShareGPT:
         assert counts.unused == {
             "tools": 1,
             "weight": 1,
-            "conversations.weight": 1,
+            "conversations.score": 1,
             "url": 2,
             "text": 1,
         }

@@ -9,6 +9,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.content import filled
 from npt.data.encoding import Counts, Encoder
 from npt.data.record_forms import (
     COMPLETION,
@@ -48,6 +49,7 @@ def prompt_record(
     number: int, record: Any, tokenizer: Any, config: DataConfig, length: int
 ) -> dict[str, Any]:
     """Return a record's prompt as a record of its own: {"id", "input_ids"}."""
+    record = filled(record) if isinstance(record, Mapping) else record
     if isinstance(record, Mapping) and "input_ids" not in record:
         column = config.prompt_column
         if column is None and _is_instruction(record, config):

@@ -5,7 +5,7 @@ to mend. One pass in constant memory.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from typing import Any
@@ -67,8 +67,9 @@ class DataReport:
     complete: False if `max_records` ended the pass. shortest, median, longest: tokens of a sample.
     padding, padding_packed: expected share of a batch, without and with packing. heldout: samples;
     None if the source has held-out records of its own. moved_labels: targets whose label is another
-    token. outside: ids and labels outside the vocabulary. copies: share of samples that repeat
-    another one, counted or (copies_exact False) estimated.
+    token. answers, ended: samples with labels, and those of them with one of `end_tokens` among
+    their targets. outside: ids and labels outside the vocabulary. copies: share of samples that
+    repeat another one, counted or (copies_exact False) estimated.
     """
 
     name: str
@@ -88,6 +89,9 @@ class DataReport:
     padding_packed: float = 0.0
     targets: int = 0
     moved_labels: int = 0
+    answers: int = 0
+    ended: int = 0
+    end_tokens: tuple[str, ...] = ()
     id_min: int | None = None
     id_max: int | None = None
     outside: int = 0
@@ -109,8 +113,8 @@ class DataReport:
         del values["counts"]
         return values
 
-    def add(self, sample: Sample, start: int | None) -> None:
-        """Count a sample's ids and labels; `start` is the tokenizer's start token."""
+    def add(self, sample: Sample, start: int | None, ends: Collection[int]) -> None:
+        """Count a sample's ids and labels; `start` and `ends` are start and end tokens."""
         ids, size = sample.input_ids, self.vocab_size
         low, high = min(ids), max(ids)
         self.id_min = low if self.id_min is None else min(self.id_min, low)
@@ -125,6 +129,8 @@ class DataReport:
             pairs = zip(ids, sample.labels, strict=True)
             targets = [(token, label) for token, label in pairs if label != IGNORE_INDEX]
             moved = [label for token, label in targets if label != token]
+            self.answers += 1
+            self.ended += any(label in ends for _, label in targets)
             self.targets += len(targets)
             self.moved_labels += len(moved)
             outside += sum(not 0 <= label < size for label in moved)
@@ -135,11 +141,12 @@ class DataReport:
 
 def examine(
     config: DataConfig, tokenizer: Any, vocab_size: int, *, batch_size: int = 4, seed: int = 0,
-    max_records: int | None = None,
+    max_records: int | None = None, ends: int | Sequence[int] | None = None,
 ) -> DataReport:  # fmt: skip
     """Read a data set once, as training would, and report on it; faults are noted and passed over.
-    `num_samples` is not applied. max_records: look at the first ones only. Raise DataError if
-    nothing of it can be opened.
+    `num_samples` is not applied. max_records: look at the first ones only. ends: further end
+    tokens than the tokenizer's, as a base's configuration has them. Raise DataError if nothing of
+    it can be opened.
     """
     check_source(config)
     name, own = config.dataset_name, config.dataset_name in OWN_HELDOUT
@@ -147,11 +154,14 @@ def examine(
     reading, lengths, packed, copies = Reading(config), Lengths(), Lengths(), Copies()
     shown, block = Reservoir[Sample](SHOWN, seed), Reservoir[Sample](SHUFFLE_BLOCK, seed)
     start = getattr(tokenizer, "bos_token_id", None)
+    further = ends if isinstance(ends, Sequence) else (ends,)
+    all_ends = {i for i in (tokenizer.eos_token_id, *further) if i is not None}
+    report.end_tokens = tuple(map(str, tokenizer.convert_ids_to_tokens(sorted(all_ends))))
     records = iter(reading)
     chosen = records if max_records is None else islice(records, max_records)
     while chunk := list(islice(chosen, _RECORDS_AT_ONCE)):
         for sample in _samples(chunk, tokenizer, config, report.counts, reading):
-            report.add(sample, start)
+            report.add(sample, start, all_ends)
             lengths.add(len(sample.input_ids))
             copies.add(sample.input_ids)
             shown.add(sample)
@@ -269,6 +279,13 @@ def _problems(report: DataReport) -> Iterator[Problem]:
     if counts.skipped.total() > 0.01 * counts.records:
         what = f"{listed(counts.skipped)} of {counts.records:,} records are skipped"
         yield Problem(what, "remove them if that is not meant")
+    if report.answers and not report.ended:
+        ends = ", ".join(map(repr, report.end_tokens)) or "the tokenizer has none"
+        yield Problem(
+            f"none of the {report.answers:,} answers has an end token ({ends})",
+            "let the chat template, or the data, write one after an answer, or the student never"
+            " learns to stop",
+        )
     if report.double_starts:
         what = f"{report.double_starts:,} samples begin with two start tokens"
         yield Problem(what, "take the start token out of the text, the tokenizer adds it")
