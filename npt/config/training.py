@@ -79,12 +79,16 @@ class Optimiser(Settings):
     )
     num_epochs: int = _optimiser(
         1,
-        "passes over the data, when max_steps does not end the run first",
+        "passes over the data, unless max_steps says how long the run is",
         often=True,
         bound=at_least(1),
     )
     max_steps: int | None = _optimiser(
-        None, "optimizer steps, at most", often=True, bound=at_least(1)
+        None,
+        "optimizer steps of the run, whatever num_epochs is: the data begin again as often as that"
+        " takes",
+        often=True,
+        bound=at_least(1),
     )
     warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0))
     scheduler_type: str = _optimiser("cosine", "learning rate after warm-up", choices=SCHEDULES)

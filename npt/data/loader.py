@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, starmap
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from npt.data.batch import PAD_ID, Batch, Sample, collate
+from npt.data.batch import Batch, Sample, collate
 from npt.data.samples import Place, Samples, uniform
 from npt.errors import DataError
 
@@ -84,7 +84,8 @@ class Other(NamedTuple):
 class Loader:
     """Batches from a position on, epoch after epoch; a batch never crosses the end of one.
 
-    others: sources that are mixed in, drawn by the seed, their shares and a sample's number. pin:
+    others: sources that are mixed in, drawn by the seed, their shares and a sample's number.
+    endless: the data begin again after `epochs` too, for as long as they can be read again. pin:
     put the batches into pinned memory, for a GPU to copy from.
     """
 
@@ -92,22 +93,23 @@ class Loader:
         self,
         samples: Samples,
         batch_size: int,
-        pad_id: int = PAD_ID,
         *,
         side: str = "right",
         epochs: int = 1,
+        endless: bool = False,
         others: Sequence[Other] = (),
         seed: int = 0,
     ):
         self.samples, self.others = samples, tuple(others)
-        self._batch_size, self._pad_id, self._side, self._epochs = batch_size, pad_id, side, epochs
+        self._batch_size, self._side, self._epochs = batch_size, side, epochs
+        self._end = math.inf if endless else epochs
         self._bounds = tuple(accumulate(other.share for other in self.others))
         self._seed = seed
         self.pin = False
 
     def count(self, limit: int | None = None, begun: int = 0) -> int | None:
-        """Count the batches of all epochs but the `begun` samples, no further than `limit`; None
-        for a stream."""
+        """Count the batches of `epochs` but the `begun` samples, no further than `limit`; None for
+        a stream."""
         size = self.samples.count(None if limit is None else limit * self._batch_size + begun)
         if size is None:
             return None
@@ -134,7 +136,7 @@ class Loader:
         return starmap(self._loaded, self.groups(start, self._batch_size))
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
-        batch = collate(group, self._pad_id, side=self._side)
+        batch = collate(group, side=self._side)
         batch = replace(batch, offset=position.drawn - len(group))
         return Loaded(position.epoch, batch.pinned() if self.pin else batch, position)
 
@@ -145,7 +147,7 @@ class Loader:
             for number, other in enumerate(self.others)
         ]
         group: list[Sample] = []
-        for own, epoch, place in self.samples.walk(position.epoch, position.place, self._epochs):
+        for own, epoch, place in self.samples.walk(position.epoch, position.place, self._end):
             if epoch != position.epoch:
                 if group:
                     yield group, position

@@ -118,20 +118,19 @@ class RunData:
                 warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if counts.unused:
                 self._setup.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
-            if begun_again and self._setup.data_config.dataset_mix is not None:
+            mixed = self._setup.data_config.dataset_mix is not None
+            if begun_again and (mixed or self._setup.config.max_steps is not None):
                 self._setup.say(f"{label}: came to its end and was begun again {begun_again} times")
 
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that begins after so many samples, if it is known."""
-        c, size = self._setup.config, self._setup.window_size
-        made, tried = self.counted_from["steps"], self.counted_from["micro_batches"]
-        left = None if c.max_steps is None else max(0, c.max_steps - made)
-        limit = None if left is None else tried + left * size
-        micro_batches = self.loader.count(limit, begun)
+        if self._setup.config.max_steps is not None:
+            return self._setup.config.max_steps
+        micro_batches = self.loader.count(begun=begun)
         if micro_batches is None:
-            return c.max_steps
-        steps = made + math.ceil(max(0, micro_batches - tried) / size)
-        return steps if c.max_steps is None else min(steps, c.max_steps)
+            return None
+        made, tried = self.counted_from["steps"], self.counted_from["micro_batches"]
+        return made + math.ceil(max(0, micro_batches - tried) / self._setup.window_size)
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         """Refuse to read a generator twice."""
@@ -180,6 +179,7 @@ class RunData:
             config.batch_size,
             side=setup.data_config.padding_side,
             epochs=config.num_epochs,
+            endless=config.max_steps is not None,
             others=[
                 Other(other, source.share, source.label)
                 for other, source in zip(others, sources[1:], strict=True)
@@ -220,14 +220,16 @@ class RunData:
     def _leaves_enough(self, samples: Samples, after: Position, steps: int | None) -> bool:
         """Return whether a run can begin after the samples that its start was solved on.
 
-        `max_steps` can be kept, or a tenth of the samples is left out at most.
+        `num_epochs` hold `max_steps` without them, or a tenth of the samples is left out at most.
         """
         config = self._setup.config
         if not samples.sized:  # a stream is long, if it continues at all
             return next(samples.walk(0, after.place), None) is not None
         assert steps is not None
-        later = steps * self._setup.window_size * config.batch_size
-        return steps == config.max_steps or after.begun <= LEFT_OUT * (after.begun + later)
+        later = steps * self._setup.window_size
+        if config.max_steps is not None and self.loader.count(later, after.begun) == later:
+            return True
+        return after.begun <= LEFT_OUT * (after.begun + later * config.batch_size)
 
     def _last_resize(self) -> dict[str, int]:
         """Return the steps made when the size of a window changed last, and the micro-batches of

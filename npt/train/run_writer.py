@@ -182,6 +182,12 @@ class RunWriter:
         step, best = best_of(folder.path) or (loop.steps, fidelity.aim)
         self._trackers.summarize({"final": fidelity.aim, "best": best}, loop.steps, best_step=step)
         self._data.report(self._folder, self.warn, loop.position)
+        asked = self._setup.config.max_steps
+        if asked is not None and loop.steps < asked:
+            self.warn(
+                f"the data ended after {loop.steps} of --max_steps {asked} steps and cannot be read"
+                " again; pass a list, which can"
+            )
         loop.divergence.at_end(loop.steps, fidelity, self.measure_modulation(loop.steps))
         if self._setup.config.behaviour:
             self.measure_behaviour(loop.steps)

@@ -28,7 +28,6 @@ SHARED = settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-PAD = 2
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +84,7 @@ def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -
         Other(Samples(other, tokenizer, npt.DataConfig(max_length=10), seed=4 + number), part)
         for number, (other, part) in enumerate(zip(replay, shares, strict=True))
     ]
-    return Loader(samples, options.pop("batch_size", 2), PAD, others=others, seed=3, **options)
+    return Loader(samples, options.pop("batch_size", 2), others=others, seed=3, **options)
 
 
 def content(loaded: Loaded) -> tuple[Any, ...]:
@@ -332,6 +331,14 @@ class TestBatches:
         assert saved == [loaded.position for loaded in made] and {
             position.begun for position in saved
         } == {begun}
+
+    def test_endless_ones_go_on_where_the_counted_ones_end(self, tokenizer):
+        counted = list(make_loader(tokenizer, records(9), epochs=3).batches())
+        loader = make_loader(tokenizer, records(9), endless=True)
+        assert loader.count() == len(counted) // 3
+        more = list(itertools.islice(loader.batches(), len(counted) + 1))
+        assert [content(each) for each in more[:-1]] == [content(each) for each in counted]
+        assert more[-1].epoch == 3
 
     def test_of_a_stream_they_cannot_be_counted(self, tokenizer):
         assert make_loader(tokenizer, Stream(records(20))).count() is None

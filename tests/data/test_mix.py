@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 from collections import Counter
@@ -28,7 +29,6 @@ SHARED = settings(
     max_examples=8,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-PAD = 2
 
 
 def written(folder: Path, name: str, count: int, **more: Any) -> Path:
@@ -64,7 +64,7 @@ def loader(tokenizer: Any, config: npt.DataConfig, *, seed: int = 3, **options: 
         Other(other, source.share, source.label)
         for other, source in zip(others, sources[1:], strict=True)
     ]
-    return Loader(samples, options.pop("batch_size", 3), PAD, others=mixed, seed=seed, **options)
+    return Loader(samples, options.pop("batch_size", 3), others=mixed, seed=seed, **options)
 
 
 def names(found: Loader, start: Position = Position()) -> list[Any]:  # noqa: B008 - a constant
@@ -357,7 +357,7 @@ def test_a_calibrated_start_uses_all_sources_and_training_the_rest(
     assert trainer.data.start.begun == sum(name.startswith("x") for name in solved)
     seen = [
         name
-        for window in trainer.data.windows()
+        for window in itertools.islice(trainer.data.windows(), 5)
         for batch in window.batches
         for name in batch.sample_ids
     ]

@@ -138,7 +138,7 @@ def test_seed_and_place_in_the_data_name_other_numbers() -> None:
 
 def test_every_batch_has_its_own_place_and_keeps_it_on_resume(tmp_path) -> None:
     samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
-    loader = Loader(samples, 2, 0, epochs=2)
+    loader = Loader(samples, 2, epochs=2)
     loaded = list(loader.batches())
     assert [one.batch.offset for one in loaded] == [0, 2, 4, 6, 7, 9, 11, 13]
     again = list(loader.batches(loaded[2].position))

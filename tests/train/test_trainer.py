@@ -487,7 +487,8 @@ def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> No
         ({"batch_size": 4, "gradient_accumulation_steps": 2}, 2, [2, 1]),
         # on into the next epoch
         ({"batch_size": 4, "gradient_accumulation_steps": 2, "num_epochs": 2}, 3, [2, 2, 2]),
-        ({"batch_size": 5, "max_steps": 30}, 2, [1, 1]),
+        ({"batch_size": 5, "max_steps": 7}, 7, [1] * 7),
+        ({"batch_size": 5, "max_steps": 7, "num_epochs": 2}, 7, [1] * 7),
         ({"batch_size": 5, "max_steps": 3, "num_epochs": 9}, 3, [1] * 3),
     ],
 )
@@ -791,6 +792,21 @@ def test_a_stream_with_max_steps_has_a_length(build) -> None:
         [1e-3, 2e-3 / 3, 1e-3 / 3]
     )
     assert events(result.folder, "warning") == []
+
+
+def test_a_stream_begins_again_until_max_steps_are_made(build) -> None:
+    trainer = build(Stream(4), streaming=True, max_steps=9, batch_size=2)
+    result = trainer.train()
+    assert result.steps == 9 and events(result.folder, "warning") == []
+    assert "data: came to its end and was begun again 4 times" in said(trainer)
+
+
+def test_a_generator_that_ends_before_max_steps_is_warned_of(build) -> None:
+    trainer = build((r for r in texts(6)), streaming=True, max_steps=9, batch_size=2)
+    result = trainer.train()
+    assert result.steps == 3 and result.fidelity is not None
+    (warning,) = events(result.folder, "warning")
+    assert "3 of --max_steps 9" in warning["message"] and "pass a list" in warning["message"]
 
 
 def test_a_list_and_a_stream_of_it_hold_out_the_same_samples(build) -> None:
