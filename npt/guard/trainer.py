@@ -278,7 +278,9 @@ class TrainerMixin(Trainer):
         optimizer.step = step
 
     def _uncount(self, outcome: Outcome) -> None:
-        """Take the refused rows out of the tokens and operations that a Trainer has counted."""
+        """Take the refused rows out of the tokens and operations that a Trainer has counted, and a
+        window that was refused as a whole out of its metrics and its loss.
+        """
         assert self.guard is not None
         processes, seen = self.guard.window.processes, self.state.num_input_tokens_seen
         whole_window = any(refusal.micro_batch is None for refusal in outcome.refused)
@@ -294,6 +296,10 @@ class TrainerMixin(Trainer):
                     self._track_num_input_tokens(inputs)
         (refused,) = processes.sums([self.state.num_input_tokens_seen - seen])
         self.state.num_input_tokens_seen = seen - int(refused)
+        if whole_window:
+            self._restore_metrics(self._counted)
+            mean = self._logged_again([])
+            self._tr_loss += mean
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._norm  # clipped when the window was closed
