@@ -125,7 +125,7 @@ class Guard:
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
         guarded = self._guarded = Guarded(trainable, optimizer, self.whole_norm)
-        self._home = guarded.clipped[0].device
+        self._home = next(iter(guarded.stepped.values())).device
         processes = _all_processes(self._home) if processes is None else processes
         sigmas = self.settings.spike_sigmas
         self._spikes = None if sigmas is None else SpikeGuard(sigmas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -44,29 +44,33 @@ class Guarded:
             trainable = list(trainable)  # an iterator can be read once
         self._trainable, self._optimizer, self._whole_norm = trainable, optimizer, whole_norm
         _check_optimizer(optimizer)
-        self.look()
-
-    def look(self) -> dict[str, nn.Parameter]:
-        """Take in the parameters as they are now; return all whose gradients are held, by name."""
         own = self._own()
         if not own:
             raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
-        names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
-        for name, parameter in _named(self._trainable):
-            if parameter in own or (self._whole_norm and parameter.requires_grad):
-                names.setdefault(parameter, name)
-        if own.isdisjoint(names):
+        # of a Trainer, the optimizer may have the parameters of a loss alone
+        if not whole_norm and own.isdisjoint(p for _, p in _named(trainable)):
             raise ConfigError(
                 "none of the optimizer's parameters is among the guard's; give the guard the model"
                 " that the optimizer was made for"
             )
+        self.look()
+
+    def look(self, held: Set[nn.Parameter] = frozenset()) -> dict[str, nn.Parameter]:
+        """Take in the parameters as they are now; return all whose gradients are held, by name.
+
+        held: stay, though they may be frozen at the moment.
+        """
+        own, named = self._own(), list(_named(self._trainable))
+        names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
+        for name, p in named:
+            if p in own or p in held or (self._whole_norm and p.requires_grad):
+                names.setdefault(p, name)
         clipped = list(names)
         for group, settings in enumerate(self._optimizer.param_groups):
-            for place, parameter in enumerate(settings["params"]):
-                if parameter in own:
-                    of = f"parameter {place} of the optimizer's group {group}"
-                    names.setdefault(parameter, of)
-        sharded = next((name for parameter, name in names.items() if _is_sharded(parameter)), None)
+            for place, p in enumerate(settings["params"]):
+                if p in own or p in held:
+                    names.setdefault(p, f"parameter {place} of the optimizer's group {group}")
+        sharded = next((name for p, name in names.items() if _is_sharded(p)), None)
         if sharded is not None:
             raise ConfigError(
                 f"{sharded} is sharded over processes, and a guard needs whole tensors; train with"
@@ -74,18 +78,17 @@ class Guarded:
             )
         self.stepped = {name: p for p, name in names.items() if p in own}
         self.clipped = clipped if self._whole_norm else list(names)
-        return {name: parameter for parameter, name in names.items()}
+        # a large model's modules take longer to walk than a micro-batch's guard
+        self._watched = [p for _, p in named] if self._whole_norm else []
+        return {name: p for p, name in names.items()}
 
     def follow(self, window: GradientWindow[Any]) -> None:
         """Guard parameters too that have come to require a gradient, or to be stepped."""
         held = frozenset(window.gradients.parameters)
         joined = self._own().difference(window.update.parameters)
-        wanted = set(joined)
-        if self._whole_norm:
-            wanted.update(p for _, p in _named(self._trainable) if p.requires_grad)
-        if not joined and wanted <= held:
+        if not joined and held.issuperset(p for p in self._watched if p.requires_grad):
             return
-        named = self.look()
+        named = self.look(held)
         window.update.extend({name: p for name, p in self.stepped.items() if p in joined})
         window.gradients.extend({name: p for name, p in named.items() if p not in held})
         window.gradients.clipped = tuple(self.clipped)

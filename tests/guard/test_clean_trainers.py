@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -246,6 +245,22 @@ def test_what_is_unfrozen_on_the_way_is_trained(tmp_path) -> None:
     assert len(guarded.guard.update.names) == len(list(guarded.model.parameters()))
 
 
+class InTurn(Unfreezing):
+    """Trains its last norm, then a layer, then the norm again."""
+
+    def freeze(self, _frozen: bool) -> None:
+        turn = ("model.norm", "model.layers.1.", "model.norm")[min(self.state.global_step, 2)]
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name.startswith(("lm_head", turn)))
+
+
+def test_what_is_frozen_for_a_while_is_clipped_again(tmp_path) -> None:
+    plain, guarded = both(
+        [row(i) for i in range(8)], tmp_path, small_llama, InTurn, max_grad_norm=0.1
+    )
+    assert logged(plain, "loss", "grad_norm") == logged(guarded, "loss", "grad_norm")
+
+
 class Scaled(InOrder):
     """Its loss has a parameter, which is not of the model."""
 
@@ -273,45 +288,22 @@ def test_parameters_of_a_loss_are_trained_too(tmp_path) -> None:
     assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
 
 
-class Gradients(TrainerCallback):
-    """Notes the norms of what is in `.grad`."""
+class ScaledAlone(Scaled):
+    """The optimizer has no other parameter; the model stays as it is."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, list[float | None]]] = []
-
-    def note(self, event: str, *_: Any, model: nn.Module, **__: Any) -> None:
-        norms = [None if p.grad is None else p.grad.norm().item() for p in model.parameters()]
-        self.seen.append((event, norms))
+    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW([self.scale], lr=0.1)
+        return self.optimizer
 
 
-EVENTS = ("substep_end", "pre_optimizer_step", "optimizer_step", "step_end")
-for _event in EVENTS:
-    setattr(Gradients, f"on_{_event}", partialmethod(Gradients.note, _event))
-
-
-def test_callbacks_see_the_gradients_of_a_plain_trainer(tmp_path) -> None:
-    def noting(*arguments: Any, **named: Any) -> Any:
-        return InOrder(*arguments, **named, callbacks=[Gradients()])
-
-    rows, how = [row(i) for i in range(12)], {"gradient_accumulation_steps": 3, "max_steps": 2}
-    one, other = (
-        next(c for c in trainer.callback_handler.callbacks if isinstance(c, Gradients)).seen
-        for trainer in both(rows, tmp_path, small_llama, noting, **how)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_may_be_all_that_is_trained(frozen, tmp_path) -> None:
+    plain, guarded = both(
+        [row(i) for i in range(8)],
+        tmp_path,
+        lambda: small_llama().requires_grad_(not frozen),
+        ScaledAlone,
     )
-    assert one == other
-    assert [event for event, _ in one] == [EVENTS[0], *EVENTS] * 2
-    assert all(norms.count(None) == 0 for event, norms in one if event != "step_end")
-
-
-@pytest.mark.parametrize("counted", ["all", "non_padding"])
-def test_tokens_and_operations_are_those_of_rows_that_counted(tmp_path, counted) -> None:
-    bad = [row(i) for i in range(9)]
-    bad[4] = row(4) | {"input_ids": torch.full_like(row(4)["input_ids"], VOCABULARY)}
-    how = {"gradient_accumulation_steps": 3, "include_num_input_tokens_seen": counted}
-    plain = trainer_of(InOrder, [row(i) for i in range(9)], tmp_path, **how)
-    guarded = protect(trainer_of(InOrder, bad, tmp_path, **how))
-    for trainer in (plain, guarded):
-        trainer.train()
-    assert guarded.guard.counts.refused == 1
-    assert guarded.state.num_input_tokens_seen * 9 == plain.state.num_input_tokens_seen * 8 > 0
-    assert guarded.state.total_flos * 9 == pytest.approx(plain.state.total_flos * 8)
+    assert plain.scale.item() == guarded.scale.item() != 1.0
+    assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")

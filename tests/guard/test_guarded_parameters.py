@@ -53,6 +53,7 @@ def test_a_parameter_that_comes_later_is_guarded_from_then_on(change, when) -> N
             for model, optimizer in ((plain, own), (guarded, other)):
                 if (window, place) == at:
                     change(model, optimizer)
+                    plain.late.grad = None  # of before it joined: nothing has looked at it
             inputs = torch.full((1, 3), 1.0 + window + place)
             (plain(inputs).square().sum() / 2).backward()
             with guard.micro_batch() as micro:
