@@ -75,7 +75,7 @@ def _check_flags(given: dict[str, Any]) -> None:
     if given["plan"]:
         return
     used = {"device", *_OF_PRODUCTS} if given["products"] else set()
-    switches = ("shape", "device", "measure", "no_trial", "safe_mode")
+    switches = ("shape", "device", "gpu", "measure", "no_trial", "safe_mode")
     unused = [name for name in sorted(_OF_PLAN & set(given)) if name not in used]
     unused += [name for name in switches if given.get(name) and name not in used]
     if unused:
@@ -149,6 +149,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cpu", "cuda"),
         help="that is planned for or measured on (default: the GPU, if there is one)",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="CARD",
+        help="plan for a card that need not be here: its memory as 24GB, or a name as rtx-4090",
     )
     add_switch(parser, "measure", "run a few steps for real as well, and compare")
     add_switch(parser, "no_trial", "leave the time out, for which one layer is run")

@@ -12,6 +12,7 @@ from npt.cli.arguments import open_base, plain_table
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError
 from npt.flags import build
+from npt.planning.cards import UTILISATION, Card, find_card
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class CalibrationForecast:
 @dataclass(frozen=True)
 class Page:
     """A plan. memory: a `MemoryPlan`. limit: bytes, None if unknown. remedies: settings that would
-    fit. times: `StepTime` by strategy. measured: `Measured` by strategy, if it was run.
+    fit. times: `StepTime` by strategy. measured: `Measured` by strategy, if it was run. card: that
+    is planned for, if it need not be here.
     """
 
     name: str
@@ -45,10 +47,45 @@ class Page:
     times: dict[str, Any]
     measured: dict[str, Any]
     calibration: CalibrationForecast | None = None
+    card: Card | None = None
 
     @property
     def fits(self) -> bool:
-        return self.limit is None or self.memory.peak <= self.limit
+        start = 0 if self.card is None else self.start
+        return self.limit is None or max(self.memory.peak, start) <= self.limit
+
+    @property
+    def start(self) -> int:
+        """Bytes on a card before the first step: of the base, or of the calibrated start."""
+        solved = 0 if self.calibration is None else self.calibration.device_bytes
+        return max(self.memory.terms[0].bytes, solved)
+
+    @property
+    def hours(self) -> float | None:
+        """Of the planned steps on the card, of 1,000 if their number is open; without the start."""
+        if self.card is None:
+            return None
+        from npt.planning.flops import training_flops
+
+        w, per_token = self.workload, 0.0
+        for name, share in w.training.stage_shares:
+            config = w.stages[name]
+            per_token += share * training_flops(
+                w.shape,
+                w.length,
+                w.form,
+                name,
+                own_teacher=w.teacher is not None,
+                logits=float(bool(config.logit_kl_weight)),
+                checkpointing=config.gradient_checkpointing,
+            )
+        speed = UTILISATION * self.card.tflops * 1e12
+        return per_token * self.tokens * self.steps / speed / 3600
+
+    @property
+    def steps(self) -> int:
+        """That the hours are of."""
+        return self.workload.training.max_steps or 1000
 
     @property
     def tokens(self) -> int:
@@ -66,6 +103,9 @@ class Page:
             "ranks_are_approximate": self.workload.approximate,
             "memory": self.memory.as_dict(),
             "limit_bytes": self.limit,
+            "gpu": None if self.card is None else self.card._asdict(),
+            "start_bytes": None if self.card is None else self.start,
+            "hours": self.hours,
             "fits": self.fits,
             "remedies": [{"setting": flag, "peak_bytes": peak} for flag, peak in self.remedies],
             "time": {
@@ -146,6 +186,12 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
     from npt.planning.plan import Planner, remedies
     from npt.planning.timing import predict_time
 
+    card = None if given["gpu"] is None else find_card(given["gpu"])
+    if card is not None and given["measure"]:
+        raise ConfigError(
+            "--measure runs steps on the device that is here, --gpu plans for one that need not be;"
+            " drop one of the two"
+        )
     name, workload = _workload(given)
     training = workload.training
     precision = given.get("matmul_precision", "auto")
@@ -155,7 +201,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
     torch.set_float32_matmul_precision(precision)
     with console.status("counting the memory of a few layers"):
         planner = Planner(workload)
-        limit = available(workload.device)
+        limit = available(workload.device) if card is None else card.bytes
         if training.max_memory is not None:
             limit = training.max_memory_bytes
             try:
@@ -168,7 +214,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
         found = [] if fits or limit is None else remedies(workload, limit, planner.counts)
         base = memory.terms[0].bytes
         del planner  # no fake model may be alive when memory is measured
-    trial = not given["no_trial"]
+    trial = not given["no_trial"] and card is None
     calibration = None
     if workload.adapter.init == "calibrated":
         calibration = forecast_calibration(workload, base, limit, trial)
@@ -185,7 +231,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
             )
         with console.status("running a few steps"):
             measured = _measured(given, workload, memory)
-    return Page(name, workload, memory, limit, found, times, measured, calibration)
+    return Page(name, workload, memory, limit, found, times, measured, calibration, card)
 
 
 def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
@@ -195,13 +241,16 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.adapters.fit import check_fit
     from npt.base.load import read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.planning.shape import llama_config, parse_shape
+    from npt.planning.shape import llama_config, parse_shape, shape_of
     from npt.planning.workload import Workload
     from npt.train.run_checks import check_trainable
 
     base, adapter, data, training = (
         build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig)
     )
+    if given["gpu"] is not None and given["shape"] is None:  # the hub is not asked for a known one
+        given = {**given, "shape": shape_of(base.model_name)}
+        given.pop("model_name", None)
     if given["shape"] is None:
         name, config, stored = base.model_name, read_config(base.model_name), None
     elif "model_name" in given:
@@ -219,10 +268,10 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     check_trainable(adapter, None, base.teacher_precision is not None)
     if given["device"] == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "--device is cuda, but there is no GPU here; a plan is made on the device that it"
-            " is for"
+            "--device is cuda, but there is no GPU here; --gpu plans for one that is not"
         )
-    device = None if given["device"] is None else torch.device(given["device"])
+    device = "cuda" if given["gpu"] is not None else given["device"]
+    device = None if device is None else torch.device(device)
     return name, Workload.of(
         base, config, adapter, training, data.max_length, device, stored=stored
     )
@@ -274,7 +323,7 @@ def print_page(page: Page, console: Any) -> None:
     shape = w.shape
     console.say(
         f"{page.name}: L {shape.layers}, D {shape.hidden}, F {shape.ffn}, V {shape.vocab:,},"
-        f" {stored}, on {w.device}",
+        f" {stored}, on {w.device if page.card is None else f'a card of {page.card.gib} GiB'}",
         f"rank {max(w.ranks)} on {w.depth.converted} layers, {' then '.join(w.stages)}; a step of"
         f" {c.gradient_accumulation_steps} x {c.batch_size} samples of {w.length:,} tokens",
     )
@@ -304,7 +353,9 @@ def print_page(page: Page, console: Any) -> None:
     console.print()
     console.print(table)
     console.say(*_verdict(page))
-    if page.calibration is not None:
+    if page.card is not None:
+        console.say(*_card_lines(page, page.card))
+    elif page.calibration is not None:
         console.say(*_calibration_lines(page.calibration, str(w.device)))
     for name, time in page.times.items():
         table = plain_table(f"time of a step, {name}", "seconds")
@@ -358,6 +409,8 @@ def _verdict(page: Page) -> list[str]:
         return [peak]
     size = shown(page.limit)
     room = f"the {size} free on {page.workload.device}"
+    if page.card is not None:
+        room = f"the {size} that CUDA leaves of {page.card.gib} GiB"
     if page.workload.training.max_memory is not None:
         room = f"--max_memory {size}"
     lines = [f"{peak}; it {'fits' if page.fits else 'does not fit'} into {room}"]
@@ -367,6 +420,15 @@ def _verdict(page: Page) -> list[str]:
             for flag, less in page.remedies
         ] or ["  no single setting would; lower several, or take a smaller base"]
     return lines
+
+
+def _card_lines(page: Page, card: Card) -> list[str]:
+    start, training = (size / 2**30 for size in (page.start, page.memory.peak))
+    return [
+        f"start {start:.2f} GiB, training {training:.2f} GiB, of {card.gib} GiB",
+        f"{page.hours:.2g} hours for {page.steps:,} steps after the start, at {UTILISATION:.0%} of"
+        f" the {card.tflops:g} TFLOP/s of {card.name}: assumed, not measured",
+    ]
 
 
 def _against(predicted: float, measured: float, text: Any) -> tuple[str, str, str]:

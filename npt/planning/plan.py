@@ -49,7 +49,9 @@ class Planner:
         counts: dict[Any, int] | None = None,
     ):
         self.workload = w = workload
-        self._device = FakeDevice(w.device)
+        # a card that is not here is counted with the kernels of the CPU
+        here = w.device.type != "cuda" or torch.cuda.is_available()
+        self._device = FakeDevice(w.device if here else "cpu")
         self._models: dict[tuple[Depth, bool], Any] = {}
         self.counts: dict[Any, int] = {} if counts is None else counts
         base = base_bytes if base_bytes is not None else self._base_bytes(w.quantization, w.stored)

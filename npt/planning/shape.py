@@ -4,6 +4,7 @@ configuration."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -139,6 +140,16 @@ def parse_shape(text: str) -> Shape:
             f" multiple of {kv_heads}"
         )
     return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
+
+
+def shape_of(name: str) -> str | None:
+    """Return the named shape that a model's name begins with, as `meta-llama/Llama-3.1-8B-Instruct`
+    does; None if it is a folder or a file, or none does.
+    """
+    if Path(name).exists():
+        return None
+    own = name.rpartition("/")[2].lower()
+    return next((shape for shape in SHAPES if own.startswith(shape)), None)
 
 
 def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -379,3 +381,40 @@ def test_the_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "doctor" in capsys.readouterr().out
+
+
+class TestPlanForACardThatIsNotHere:
+    FLAGS = ("doctor", "--plan", "--model_name", "org/Llama-3.2-1B-Instruct", "--use_quantization")
+    FLAGS += ("--layers", "upper_half", "--max_length", "256", "--init", "random")
+
+    def plan(self, capsys: Any, *flags: str) -> tuple[int, str]:
+        status = main([*self.FLAGS, *flags])
+        return status, capsys.readouterr().out
+
+    def test_it_needs_neither_the_card_nor_the_hub(self, capsys) -> None:
+        status, said = self.plan(capsys, "--gpu", "24GB", "--max_steps", "500")
+        assert status == 0 and "on a card of 24 GiB" in said
+        assert re.search(r"start [\d.]+ GiB, training [\d.]+ GiB, of 24 GiB\n", said)
+        assert re.search(r"[\d.]+ hours for 500 steps .* 40% of the 35.6 TFLOP/s of rtx-3090", said)
+
+    def test_hours_go_with_the_steps_and_the_cards_speed(self, capsys) -> None:
+        def hours(*flags: str) -> float:
+            return json.loads(self.plan(capsys, "--json", *flags)[1])["plan"]["hours"]
+
+        slow = hours("--gpu", "NVIDIA A100 80GB")
+        assert slow == hours("--gpu", "a100-80gb", "--max_steps", "1000")
+        assert hours("--gpu", "h100", "--max_steps", "500") == pytest.approx(slow * 156 / 494 / 2)
+
+    def test_one_that_is_too_small_is_said(self, capsys) -> None:
+        status, said = self.plan(capsys, "--gpu", "1GB")
+        assert status == 2 and "does not fit into the 424.00 MiB that CUDA leaves of 1 GiB" in said
+
+    @pytest.mark.parametrize("text", ["", "rtx", "0GB", "900GB", "24 cats"])
+    def test_what_is_no_card_is_refused_with_those_that_are(self, text, capsys) -> None:
+        assert main([*self.FLAGS, "--gpu", text]) == 2
+        said = capsys.readouterr().err
+        assert f"--gpu is {text!r}; " in said and "rtx-4090" in said and said.count("\n") == 1
+
+    def test_steps_are_not_run_on_it(self, capsys) -> None:
+        assert main([*self.FLAGS, "--gpu", "24GB", "--measure"]) == 2
+        assert "--measure runs steps on the device that is here" in capsys.readouterr().err
