@@ -190,7 +190,7 @@ def settings_rows(group: str) -> Iterable[list[str]]:
             flag = f"`--{flag_of(f)}`"
             value = value_words(f.metadata, plain_type(hints[f.name]))
             said = f.metadata["help"].replace("%%", "%")
-            yield [flag if is_rare(f) else f"**{flag}**", shown_default(f), value, said]
+            yield [flag if is_rare(f) else f"**{flag}**", shown_default(f.default), value, said]
 
 
 def value_words(metadata: Mapping[str, Any], kind: type) -> str:

@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -190,7 +190,9 @@ def add_settings(
 
 def _add_setting(group: Any, f: Field[Any], kind: type) -> None:
     name, choices = flag_of(f), f.metadata.get("choices")
-    how: dict[str, Any] = {"help": f"{f.metadata.get('help', '')} (default: {shown_default(f)})"}
+    how: dict[str, Any] = {
+        "help": f"{f.metadata.get('help', '')} (default: {shown_default(f.default)})"
+    }
     if kind is bool:
         how |= {"nargs": "?", "const": True, "type": _boolean, "metavar": "BOOL"}
     elif kind is tuple:
@@ -379,14 +381,13 @@ def is_rare(f: Field[Any]) -> bool:
     return not f.metadata["often"]
 
 
-def shown_default(f: Field[Any]) -> str:
-    """Return a field's default, as help texts have it."""
-    default = f.default if f.default is not MISSING else None
-    if isinstance(default, tuple):
-        return ",".join(default)
-    if isinstance(default, bool):
-        return str(default).lower()
-    return "unset" if default is None else str(default)
+def shown_default(value: Any) -> str:
+    """Return a default as help texts have it."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else str(value)
 
 
 def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:

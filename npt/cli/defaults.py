@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from npt.config import INITS, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config import INITS, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError
-from npt.flags import read_yaml
+from npt.flags import read_yaml, shown_default
 from npt.presets import presets
 from npt.train.sources import DATASETS, named
 
@@ -199,10 +199,27 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_auto(parser: argparse.ArgumentParser) -> None:
-    """Let `--init` take `auto` as well, and say that it is the default."""
-    action = parser._option_string_actions["--init"]
-    action.choices = (AUTO, *INITS)
-    action.help = (
+    """Let `--init` take `auto` as well, and show the defaults that a run without other flags has,
+    with those of another base and of a random start where they differ.
+    """
+    flags = parser._option_string_actions
+    flags["--init"].choices = (AUTO, *INITS)
+    flags["--init"].help = (
         "auto: calibrated if that can be solved, else random; random: small normal start;"
         " calibrated: closed form (default: auto)"
     )
+    bare = with_defaults({}).given
+    others = {
+        "another base": with_defaults(with_data({"model_name": "..."}, "...").given).given,
+        "--init random": with_defaults({"init": "random"}).given,
+    }
+    for f in (
+        f for cls in SETTINGS for f in fields(cls) if flag_of(f) not in ("init", "model_name")
+    ):
+        name = flag_of(f)
+        shown, *values = (
+            shown_default(given.get(name, f.default)) for given in (bare, *others.values())
+        )
+        differ = {case: v for case, v in zip(others, values, strict=True) if v != shown}
+        cases = "".join(f"; {case}: {value}" for case, value in differ.items())
+        flags[f"--{name}"].help = f"{f.metadata['help']} (default: {shown}{cases})"

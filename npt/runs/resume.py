@@ -159,12 +159,12 @@ def _same_sources(setting: str, old: Any, new: Any) -> bool:
     """Return whether two values of a setting name the same data, files by whatever path."""
     if not (isinstance(old, str) and isinstance(new, str)):
         return False
-    before, after = ((old, 1.0),), ((new, 1.0),)
-    if setting == "dataset_mix":
-        try:
-            before, after = DataConfig(dataset_mix=old).mix, DataConfig(dataset_mix=new).mix
-        except ConfigError:  # the record may hold anything
-            return False
+    if setting != "dataset_mix":
+        return _same_source(old, new)
+    try:
+        before, after = DataConfig(dataset_mix=old).mix, DataConfig(dataset_mix=new).mix
+    except ConfigError:  # the record may hold anything
+        return False
     return len(before) == len(after) and all(
         share == other_share and _same_source(name, other)
         for (name, share), (other, other_share) in zip(before, after, strict=True)

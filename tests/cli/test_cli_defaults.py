@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,25 @@ class TestStart:
         assert found["learning_rate"] == 3e-5
         named = {"adapter": "RUN", "model_name": "tiny"}
         assert with_defaults(named, model_name="tiny").given["learning_rate"] == 3e-4
+
+
+def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--help_all"])
+    words = " ".join(capsys.readouterr().out.split())
+    shown = {
+        match[1]: match[2]
+        for match in re.finditer(r" --(\w+) (?:(?! --\w+ ).)*?\(default: ([^)]*)\)", words)
+    }
+    for name, value in with_defaults({}).given.items():
+        if name != "init":
+            assert shown[name].partition(";")[0] == str(value), name
+    assert shown["strategy"] == "end_to_end; --init random: local"
+    assert shown["learning_rate"] == "0.0003; another base: 3e-05; --init random: 0.001"
+    assert shown["max_steps"] == "150; another base: unset; --init random: 600"
+    assert shown["dataset_name"] == f"builtin; another base: {WEB_TEXT}"
+    assert shown["save_steps"] == "500" and shown["seed"] == "0"
 
 
 class TestData:
