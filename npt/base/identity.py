@@ -61,6 +61,14 @@ _COMPUTING = (
 # The same for some families; left out if not set, so that other hashes stay.
 _COMPUTING_IN_SOME = ("sliding_window", "layer_types", "no_rope_layers")
 
+_WHOLE = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    *_COMPUTING_IN_SOME,
+)
+
 _WORTH_A_THREAD = 1 << 20
 """Bytes from which on two hashes of them are made at the same time."""
 
@@ -74,7 +82,8 @@ class BaseIdentity:
 
     config, codes, dense: see above. source: of the checkpoint that `load_base` packed it from.
     packed_on: the kind of device, `cpu` or `cuda`; both None if it was not packed on loading.
-    strict: `base_hash`, over every byte.
+    strict: `base_hash`, over every byte. written: `config` as earlier versions have it, who hashed
+    settings as the checkpoint writes them.
     """
 
     config: str
@@ -83,6 +92,7 @@ class BaseIdentity:
     source: str | None
     packed_on: str | None
     strict: str
+    written: str = ""
 
     def as_record(self) -> dict[str, Any]:
         """Return the entries by which a file names its base, `base_hash` and `base_parts`."""
@@ -102,6 +112,8 @@ class BaseIdentity:
                 return None
             return f"base hash {_short(strict)} there, {_short(self.strict)} here"
         differing = [name for name in PARTS if theirs.get(name) != getattr(self, name)]
+        if theirs.get("config") == self.written and "config" in differing:
+            differing.remove("config")
         if "codes" in differing and self._packed_from_the_same(theirs):
             differing.remove("codes")
         said = [
@@ -135,11 +147,14 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
     settings = model.config.to_dict()
     computing = {key: settings.get(key) for key in _COMPUTING}
     computing |= {key: settings[key] for key in _COMPUTING_IN_SOME if settings.get(key) is not None}
-    config = json.dumps(computing, sort_keys=True, default=str).encode()
+    written, config = (
+        json.dumps(entries, sort_keys=True, default=str).encode()
+        for entries in (computing, _canonical(computing))
+    )
     packed = {
         f"{name}.weight": module.weight.quant_state for name, module in quantized_linears(model)
     }
-    strict, codes, dense = hashlib.sha256(config), hashlib.sha256(), hashlib.sha256()
+    strict, codes, dense = hashlib.sha256(written), hashlib.sha256(), hashlib.sha256()
     seen: dict[tuple[torch.device, int], str] = {}
     with ThreadPoolExecutor(1) as second:  # hashing leaves the interpreter to others
         for key, tensor in sorted(_state(model).items()):
@@ -177,7 +192,28 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
         source,
         packed_on,
         strict.hexdigest(),
+        hashlib.sha256(written).hexdigest(),
     )
+
+
+def _canonical(value: Any, key: str = "") -> Any:
+    """Return settings in one form of the several in which checkpoints write the same: 10000 for
+    10000.0, and rotary embeddings with the name that `rope_type` had before, or with all of a head
+    rotated.
+    """
+    if isinstance(value, Mapping):
+        entries = {name: _canonical(each, name) for name, each in value.items()}
+        if "rope_type" in entries:
+            entries.pop("type", None)
+        if entries.get("partial_rotary_factor") == 1:
+            del entries["partial_rotary_factor"]
+        return entries
+    if isinstance(value, list | tuple):
+        return [_canonical(each, key) for each in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    whole = key in _WHOLE or key.endswith("max_position_embeddings")
+    return int(value) if whole and value == int(value) else float(value)
 
 
 def _state(model: PreTrainedModel) -> dict[str, Any]:

@@ -254,3 +254,24 @@ class TestSource:
             json.dumps({"weight_map": {"a": "gone.safetensors"}})
         )
         assert source_hash(str(tmp_path), "nf4") is None
+
+
+REWRITTEN: dict[str, dict[str, Any]] = {
+    "a whole number": {"rope_theta": 10000},
+    "the older name of a type": {"type": "default"},
+    "all of a head": {"partial_rotary_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_a_setting_written_otherwise_is_the_same_base(load_model, case) -> None:
+    model, other = load_model("nf4"), load_model("nf4")
+    other.config.rope_parameters = {**other.config.rope_parameters, **REWRITTEN[case]}
+    identities = [npt.base_identity(each) for each in (model, other)]
+    for one, two in (identities, identities[::-1]):
+        assert one.mismatch(two.as_record()) is None
+        # of a version that hashed what was written
+        parts = {**two.as_record()["base_parts"], "config": two.written}
+        assert two.mismatch({"base_parts": parts}) is None
+    other.config.rope_parameters["rope_theta"] = 10001
+    assert "configuration" in str(npt.base_identity(other).mismatch(identities[0].as_record()))
