@@ -19,20 +19,22 @@ from transformers import (
 )
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.device import default_device
 from npt.base.families import check_family
 from npt.base.gguf.cache import converted, find_gguf, place_of
 from npt.base.gguf.configuration import configuration_of
 from npt.base.gguf.file import GGUFFile
 from npt.base.gguf.tokenizer import tokenizer_of
 from npt.base.identity import note_source
-from npt.base.linear import quantized_linears, statistics_of
+from npt.base.linear import quantized_linears
+from npt.base.placement import check_pieces, check_placed, device_map_of
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
-from npt.config import COMPUTE_DTYPES, DEVICE_MAPS, QUANT_TYPES, check_attention
+from npt.base.rotary import by_document
+from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError, first_line
 
 EMBEDDED = "tiny"
@@ -110,7 +112,7 @@ def load_base(
     source = _locate(name)
     config = read_config(name)
     tokenizer = load_tokenizer(name)
-    places = _places(device, device_map)
+    places = device_map_of(device, device_map)
     packed = quantization is not None or getattr(config, "quantization_config", None) is not None
     if compute_dtype != "fp32" and not packed:
         raise ConfigError(
@@ -134,8 +136,8 @@ def load_base(
         arguments["quantization_config"] = packing_config(packing, double_quant)
     with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
         model = _read_weights(name, source, arguments)
-    _check_placed(name, model)
-    _check_pieces(name, model)
+    check_placed(name, model)
+    check_pieces(name, model)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -184,7 +186,7 @@ def load_teacher(
     check_attention(attn_implementation)
     check_teacher(name, read_config(name))
     arguments = {
-        "device_map": _places(device, None),
+        "device_map": device_map_of(device, None),
         "dtype": COMPUTE[precision],
         "attn_implementation": implementation_of(attn_implementation),
     }
@@ -283,58 +285,6 @@ def _packing_on(device: torch.device) -> Iterator[None]:
         Bnb4BitHfQuantizer.get_quantize_ops = before
 
 
-def _places(device: str | torch.device | None, device_map: str | Mapping[str, Any] | None) -> Any:
-    """Return transformers' device map."""
-    if device_map is None:
-        return {"": torch.device(device) if device is not None else default_device()}
-    if device is not None:
-        raise ConfigError(f"device is {device} and device_map {device_map!r}; drop one of the two")
-    if isinstance(device_map, Mapping):
-        return dict(device_map)
-    if device_map not in DEVICE_MAPS:
-        raise ConfigError(
-            f"device_map is {device_map!r}; choose from {', '.join(DEVICE_MAPS)}, or map module"
-            " names to devices"
-        )
-    return device_map
-
-
-def _check_placed(name: str, model: PreTrainedModel) -> None:
-    """Refuse weights that every step would fetch from disk or host.
-
-    Parameters, buffers and the statistics of 4-bit weights are looked at, not the state dict, which
-    has entries of bitsandbytes' own that it makes on the host.
-    """
-    places = {
-        key: tensor.device for key, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-    for key, module in quantized_linears(model):
-        for part, tensor in statistics_of(module).items():
-            places[f"{key}.weight.{part}"] = tensor.device
-    on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
-    fetched = ("meta", "cpu") if on_gpu else ("meta",)
-    left = next((key for key, place in places.items() if place.type in fetched), None)
-    if left is not None:
-        raise ModelError(
-            f"{name} is not all on the GPUs: {left} was left to the host or the disk; load it in 4"
-            " bit, or take more GPUs"
-        )
-
-
-def _check_pieces(name: str, model: PreTrainedModel) -> None:
-    """Refuse layers on several devices, statistics of 4-bit weights included."""
-    for index, layer in enumerate(model.model.layers):
-        tensors: list[torch.Tensor] = list(layer.parameters())
-        for _, module in quantized_linears(layer):
-            tensors += statistics_of(module).values()
-        devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
-        if len(devices) > 1:
-            raise ModelError(
-                f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer must"
-                " stay in one piece"
-            )
-
-
 def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
     """Return a model with all its weights, read from safetensors, without running any code.
 
@@ -354,6 +304,7 @@ def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
             "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **given)
         )
     _check_complete(name, model, report)
+    by_document(model)
     return model
 
 
@@ -426,9 +377,19 @@ def _read(what: str, name: str, load: Any) -> Any:
         raise
     # several libraries read a broken file, each with its own classes of errors
     except Exception as error:
+        remedy = (
+            "a local folder, 'tiny', or a hub id with the network reachable and, for gated models,"
+            " a login"
+        )
+        if f"file named {SAFE_WEIGHTS_NAME}" in str(error):
+            remedy = (
+                "weights are read from safetensors alone; a pickle that you trust, such as"
+                " pytorch_model.bin, is written so by"
+                f" AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER), the"
+                " tokenizer likewise"
+            )
         raise ModelError(
-            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} (a local folder,"
-            " 'tiny', or a hub id with the network reachable and, for gated models, a login)"
+            f"cannot load the {what} of {name!r}: {first_line(error)[:300]} ({remedy})"
         ) from error
 
 

@@ -21,6 +21,7 @@ from npt.base.families import check_family
 from npt.base.linear import quantized_linears
 from npt.base.load import check_quantization, packing_config
 from npt.base.precision import audit_precision, enforce_policy
+from npt.base.rotary import by_document
 from npt.config import check_attention
 
 DENSE = ("lm_head",)
@@ -66,6 +67,7 @@ def random_base(
     rotary = type(model.model.rotary_emb)
     # made on no device, it holds no frequencies
     model.model.rotary_emb = rotary(model.config).to(device)
+    by_document(model)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     if quantization is not None:
         enforce_policy(model, compute_dtype)

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from npt.base.linear import quantized_linears
-from npt.base.load import _check_pieces, _check_placed
+from npt.base.placement import check_pieces, check_placed
 from npt.errors import ModelError
 from npt.planning.fake_device import FakeDevice
 
@@ -65,7 +65,7 @@ def statistics(part: str) -> Any:
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
 def test_a_base_on_a_gpu_is_taken(quantization) -> None:
-    _check_placed("base", on_cuda(quantization))
+    check_placed("base", on_cuda(quantization))
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_what_is_left_behind_is_refused_by_name(leave) -> None:
     model = on_cuda()
     name = leave(model)
     with pytest.raises(ModelError, match=rf"base is not all on the GPUs: {re.escape(name)} "):
-        _check_placed("base", model)
+        check_placed("base", model)
 
 
 def test_a_base_on_the_host_alone_is_taken() -> None:
-    _check_placed("base", FakeDevice(device="cpu").base(CONFIG, "nf4", torch.bfloat16))
+    check_placed("base", FakeDevice(device="cpu").base(CONFIG, "nf4", torch.bfloat16))
 
 
 def test_a_weight_whose_statistics_are_on_another_gpu_is_refused() -> None:
@@ -107,4 +107,4 @@ def test_a_weight_whose_statistics_are_on_another_gpu_is_refused() -> None:
     with pytest.raises(
         ModelError, match="layer 1 on cuda:0 and cuda:1; a layer must stay in one piece"
     ):
-        _check_pieces("base", model)
+        check_pieces("base", model)
