@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.linear import cast_once
 from npt.config import SEED_MAX
+from npt.data.batch import PAD_ID
 from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, continuation_text, prompt_tokens
 from npt.errors import ConfigError, DataError, NumericalError
@@ -242,7 +243,6 @@ def write(
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], device=device)
     ends = sorted(end_ids(model, tokenizer))
-    pad = getattr(tokenizer, "pad_token_id", None)
     cuda = [device] if device.type == "cuda" else []
     started = time.perf_counter()
     with _quiet(), torch.random.fork_rng(devices=cuda), cast_once(model.get_output_embeddings()):
@@ -251,7 +251,7 @@ def write(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             eos_token_id=ends or None,
-            pad_token_id=pad if pad is not None else (ends or [0])[0],
+            pad_token_id=PAD_ID,  # one row has none; the tokenizer's may be one without a row
             logits_processor=LogitsProcessorList([NoNaN(), *decoding.warpers()]),
             streamer=Streamer(tokenizer, show, prompt) if show is not None else None,
             **decoding.arguments(),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -94,6 +95,9 @@ def lm_eval(
     manager = find_tasks(tasks, tasks_path)
     evaluate = import_module("lm_eval.evaluator").simple_evaluate
     adapter = import_module("lm_eval.models.huggingface").HFLM
+    tokenizer = copy.deepcopy(tokenizer)  # the harness gives it a pad token if it has none
+    if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
+        tokenizer.pad_token = None  # the harness would have it looked up
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     found: Results = {}
     with evaluating(model), _quiet():

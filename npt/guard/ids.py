@@ -52,7 +52,8 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         ids = arguments[0] if arguments else None
         bad = _bad(ids, _rows_of(embedding)) if _whole_numbers(ids) else None
         if bad is not None and bool(bad.any()):
-            raise _unknown("input_ids", ids, bad, _rows_of(embedding))
+            padding = _masked(bad, inputs.get("attention_mask"))
+            raise _unknown("input_ids", ids, bad, _rows_of(embedding), padding)
 
     handle = embedding.register_forward_pre_hook(check)
     try:
@@ -61,9 +62,20 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         handle.remove()
 
 
-def _unknown(name: str, ids: Any, bad: Tensor, size: int | None) -> DataError:
+def _unknown(
+    name: str, ids: Any, bad: Tensor, size: int | None, padding: bool = False
+) -> DataError:
     assert size is not None
-    return DataError(f"{name} has {int(ids[bad][0])}, and the model knows ids from 0 to {size - 1}")
+    known = f"and the model knows ids from 0 to {size - 1}"
+    if not padding:
+        return DataError(f"{name} has {int(ids[bad][0])}, {known}")
+    remedy = "call model.resize_token_embeddings(len(tokenizer)) or set another pad_token"
+    return DataError(f"{name} has {int(ids[bad][0])} as padding, {known}; {remedy}")
+
+
+def _masked(bad: Tensor, mask: Any) -> bool:
+    """Return whether all of these positions are padding, which a model looks up all the same."""
+    return isinstance(mask, Tensor) and mask.shape == bad.shape and not bool((mask != 0)[bad].any())
 
 
 def _whole_numbers(ids: Any) -> bool:

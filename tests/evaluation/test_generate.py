@@ -12,6 +12,7 @@ from sentencepieces import PLAIN, PREFIXING, speaker_of, tokenizer_of
 from slow_greedy import alone
 
 import npt
+from npt.base.load import load_tokenizer
 from npt.data.continuation import continuation_text
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.generate import Decoding, Streamer, first_difference, prompt_ids, write
@@ -22,6 +23,19 @@ LIMIT = 12
 
 def settings(**others) -> dict:
     return {"max_new_tokens": LIMIT, **others}
+
+
+def test_generation_pads_with_a_token_of_the_base(tiny, monkeypatch) -> None:
+    model, _ = tiny
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    given: list[int] = []
+    generate = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda **how: given.append(how["pad_token_id"]) or generate(**how)
+    )
+    write(model, tokenizer, prompt_ids(tokenizer, PROMPT), Decoding(2))
+    assert given and all(0 <= pad < model.config.vocab_size for pad in given)
 
 
 def test_greedy_text_is_that_of_recomputation_and_streams_whole(tiny) -> None:

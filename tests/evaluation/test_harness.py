@@ -6,6 +6,7 @@ With NPT_EXTRAS=eval its absence is a failure.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -133,6 +134,28 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
         assert math.isnan(scores["own_text"]["byte_perplexity_se"])
         perplexities.add(round(scores["own_text"]["byte_perplexity"], 3))
     assert len(perplexities) == 3  # three models, not one
+
+
+@pytest.mark.usefixtures("the_harness")
+def test_a_pad_token_that_the_base_does_not_know_is_not_looked_up(student, tmp_path) -> None:
+    model, tokenizer = student
+    padded = copy.deepcopy(tokenizer)
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert padded.pad_token_id >= model.config.vocab_size
+    tasks = write_tasks(tmp_path)
+    written = (
+        'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{good}}"\n'
+        "generation_kwargs: {max_gen_toks: 3, until: []}\n"
+        "metric_list:\n  - {metric: exact_match, aggregation: mean, higher_is_better: true}\n"
+    )
+    source = (tasks / "choice.yaml").read_text().split("output_type")[0]
+    (tasks / "choice.yaml").write_text(source.replace("own_choice", "own_words") + written)
+    scores = [
+        lm_eval(model, one, ["own_words"], tasks_path=tasks, batch_size=2)
+        for one in (tokenizer, padded)
+    ]
+    assert scores[0] == scores[1] and scores[0]["student"]["own_words"]["samples"] == 5
+    assert padded.pad_token == "[PAD]"
 
 
 @pytest.mark.usefixtures("the_harness")

@@ -68,8 +68,9 @@ class DataReport:
     padding, padding_packed: expected share of a batch, without and with packing. heldout: samples;
     None if the source has held-out records of its own. moved_labels: targets whose label is another
     token. answers, ended: samples with labels, and those of them with one of `end_tokens` among
-    their targets. outside: ids and labels outside the vocabulary. copies: share of samples that
-    repeat another one, counted or (copies_exact False) estimated.
+    their targets. pad_token: that of the tokenizer, with its id. outside: ids and labels outside
+    the vocabulary. copies: share of samples that repeat another one, counted or (copies_exact
+    False) estimated.
     """
 
     name: str
@@ -92,6 +93,7 @@ class DataReport:
     answers: int = 0
     ended: int = 0
     end_tokens: tuple[str, ...] = ()
+    pad_token: tuple[str, int] | None = None
     id_min: int | None = None
     id_max: int | None = None
     outside: int = 0
@@ -157,6 +159,8 @@ def examine(
     further = ends if isinstance(ends, Sequence) else (ends,)
     all_ends = {i for i in (tokenizer.eos_token_id, *further) if i is not None}
     report.end_tokens = tuple(map(str, tokenizer.convert_ids_to_tokens(sorted(all_ends))))
+    if tokenizer.pad_token_id is not None:
+        report.pad_token = str(tokenizer.pad_token), tokenizer.pad_token_id
     records = iter(reading)
     chosen = records if max_records is None else islice(records, max_records)
     while chunk := list(islice(chosen, _RECORDS_AT_ONCE)):
@@ -263,6 +267,14 @@ def _problems(report: DataReport) -> Iterator[Problem]:
         )
     if not counts.samples:
         return
+    if report.pad_token is not None and not 0 <= report.pad_token[1] < report.vocab_size:
+        token, pad = report.pad_token
+        yield Problem(
+            f"the pad token {token!r} has the id {pad}, outside the vocabulary [0,"
+            f" {report.vocab_size})",
+            "npt pads with an id that every base has; for other trainers call"
+            " model.resize_token_embeddings(len(tokenizer)) or set another pad_token",
+        )
     if report.moved_labels:
         yield Problem(
             f"{report.moved_labels:,} labels are not the token at their place",

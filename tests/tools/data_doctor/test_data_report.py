@@ -248,6 +248,16 @@ def test_ids_outside_the_vocabulary_are_counted_and_one_named(
     assert not report.trainable
 
 
+def test_a_pad_token_that_the_base_does_not_know_is_said(tmp_path):
+    config = write(tmp_path / "data.jsonl", *({"text": f"x_{i} = {i * i}\n"} for i in range(60)))
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    report = examine(config, tokenizer, VOCAB)
+    said = "the pad token '[PAD]' has the id 2048, outside the vocabulary [0, 2048)"
+    assert said in problems(report) and "resize_token_embeddings" in problems(report)
+    assert report.trainable and report.outside == 0
+
+
 def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
     report = examine(
         write(tmp_path / "data.jsonl", {"text": ""}, {"input_ids": [5]}), tokenizer, VOCAB
