@@ -191,9 +191,14 @@ def reachable(store: dist.Store | None) -> bool:
 def abort_groups(seconds: float) -> bool:
     """Abort all process groups without waiting for their kernels; return whether it is done.
 
-    NCCL's abort may hang: after these seconds it is left to a daemon thread.
+    NCCL's abort may hang.
     """
-    thread = threading.Thread(target=_abort_groups, name="npt-abort", daemon=True)
+    return ended_within(seconds, _abort_groups)
+
+
+def ended_within(seconds: float, act: Callable[[], object]) -> bool:
+    """Return whether `act` ends within these seconds; else it is left to a daemon thread."""
+    thread = threading.Thread(target=act, name="npt-bounded", daemon=True)
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npt.distributed.heartbeat import Heartbeat, Pace, abort_groups, reachable
+from npt.distributed.heartbeat import Heartbeat, Pace, abort_groups, ended_within, reachable
 from npt.errors import ConfigError, NPTError, ProcessError, StoppedError
 
 ANSWER_SECONDS = 5.0
@@ -280,24 +280,48 @@ class ProcessGroup:
             return {}, silent if self.size == 2 else []
         until = time.monotonic() + ANSWER_SECONDS
         while silent and not reasons and time.monotonic() < until:
-            if not reachable(self._store):
+            left = self._left_by(silent)
+            if left is None:
                 return {}, [0]  # without a launcher process 0 keeps the store
-            with contextlib.suppress(RuntimeError, ValueError):
-                for process in list(silent):
-                    if self._store.check([f"{_KEY}{process}"]):
-                        reason = json.loads(self._store.get(f"{_KEY}{process}"))
-                        silent.remove(process)
-                        if reason:
-                            reasons[process] = reason
+            silent = [process for process in silent if process not in left]
+            reasons = {process: reason for process, reason in left.items() if reason}
             if self.size == 2:
                 break
             time.sleep(0.05)
         return reasons, silent
 
+    def _left_by(self, others: Sequence[int]) -> dict[int, dict[str, Any]] | None:
+        """Return the reasons that others have left; None if the store does not answer."""
+        found: dict[int, dict[str, Any]] = {}
+
+        def look(store: dist.Store) -> None:
+            for process in others:
+                if store.check([f"{_KEY}{process}"]):
+                    found[process] = json.loads(store.get(f"{_KEY}{process}"))
+
+        return dict(found) if self._ask(look) else None
+
     def _tell(self, reason: dict[str, Any]) -> None:
-        if self._store is not None and reachable(self._store):
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{_KEY}{self.index}", json.dumps(reason))
+        self._ask(lambda store: store.set(f"{_KEY}{self.index}", json.dumps(reason)))
+
+    def _ask(self, request: Callable[[dist.Store], object]) -> bool:
+        """Ask something of the store; return whether it answers at all.
+
+        The port of a process that was stopped still takes connections, and torch waits for its
+        answer for ever.
+        """
+        store = self._store
+        if store is None or not reachable(store):
+            return False
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                request(store)
+
+        if not ended_within(ANSWER_SECONDS, ask):
+            self._store = None  # what waits in it holds its lock
+            return False
+        return True
 
     def _disconnect(self) -> None:
         self.broken = self.size > 1

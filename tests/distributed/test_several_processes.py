@@ -5,6 +5,7 @@ one of them cannot continue.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from process_work import loaded, looped, loops, random_windows, records, trained
-from several import Ended, several, values
+from several import DEADLINE, Ended, Several, several, values
 
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
@@ -275,6 +276,28 @@ def test_a_process_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: 
     left, slept = several(2, looped, base, str(tmp_path / "run"), windows, timeout=1.0)
     assert "process 1 does not answer any more (Timed out" in left.value["error"]
     assert "have ended without process 1" in slept.value["error"]
+
+
+def stopping(processes: ProcessGroup) -> None:
+    for number in range(4):
+        if processes.main and number == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        processes.sums([1.0])
+
+
+def test_a_stopped_process_that_keeps_the_store_is_named_in_time(monkeypatch) -> None:
+    """Without torchrun: the store's port still takes connections, and answers nothing."""
+    monkeypatch.setattr("npt.distributed.processes.ANSWER_SECONDS", 1.0)
+    several = Several(2, stopping, (), timeout=2.0, launcher=False)
+    first, second = several.processes
+    second.join(DEADLINE)
+    try:
+        assert second.exitcode == 0, "it waits for ever"
+    finally:
+        first.kill()
+    _, ended = several.wait()
+    assert ended.kind == "ProcessError" and ended.status == 6 and ended.seconds < 20
+    assert "process 0 does not answer any more" in ended.error
 
 
 # --- whole runs

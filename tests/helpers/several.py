@@ -58,10 +58,17 @@ class Ended:
 
 
 class Several:
-    """Processes that were started and not yet waited for."""
+    """Processes that were started and not yet waited for. launcher: it keeps the key-value store,
+    as torchrun does; else process 0 does.
+    """
 
     def __init__(
-        self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
+        self,
+        size: int,
+        act: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        timeout: float,
+        launcher: bool = True,
     ):
         device = os.environ.get("NPT_DEVICE", "")
         context = multiprocessing.get_context("fork" if device == "cpu" else "forkserver")
@@ -71,7 +78,7 @@ class Several:
         for process in range(size):
             here, there = context.Pipe()
             stack = self._stack(process)
-            started = (there, stack, process, size, timeout, act, arguments, device)
+            started = (there, stack, process, size, timeout, act, arguments, device, launcher)
             process = context.Process(target=_process, args=started, daemon=True)
             process.start()
             there.close()
@@ -79,8 +86,11 @@ class Several:
             self._pipes.append(here)
         # only now: it serves in a thread, and a fork has the locks that another thread held
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
+        if not launcher:
+            del self._store  # its port is free
         for pipe in self._pipes:
-            pipe.send(self._store.port)
+            pipe.send(port)
 
     def _stack(self, process: int) -> str:
         return os.path.join(self._stacks.name, str(process))
@@ -136,6 +146,7 @@ def _process(
     act: Callable[..., Any],
     arguments: tuple[Any, ...],
     device: str,
+    launcher: bool,
 ) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, os.open(stack, os.O_CREAT | os.O_WRONLY))
@@ -147,7 +158,7 @@ def _process(
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(pipe.recv()),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(launcher),
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     # that of the test's own process, which may have trained alone
