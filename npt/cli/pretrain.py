@@ -189,6 +189,7 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     from npt.train.sources import check_sources
 
     base, adapter, data, training, start, _ = settings
+    processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
     resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
     if resumes:
         adapter = replace(adapter, ranks=ranks)

@@ -164,6 +164,7 @@ class ProcessGroup:
             for name in everyone[0] | theirs:
                 one, other = everyone[0].get(name), theirs.get(name)
                 if one != other:
+                    one, other = ("unset" if value is None else value for value in (one, other))
                     raise self.everywhere(
                         ConfigError(
                             f"process {process} has {name} {other}, process 0 has {one}; start"

@@ -37,7 +37,7 @@ from npt.step.schedule import kind_of_run
 from npt.step.splitting import MicroBatchSplitter
 from npt.train.run_checks import check_model, check_window, teacher_record
 
-MAY_DIFFER = ("resume", "output_dir", "model_name", "dataset_name", "replay_dataset", "dataset_mix")
+MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
 """Settings in which the processes of a run may differ: paths on their machines."""
 
 
@@ -93,6 +93,8 @@ class RunSetup:
         self.adapter_config = check_model(self.model, config, self.data_config)
         self.teacher_record = teacher_record(self.model, self.teacher)
         check_window(config, self.data_config, self.processes.size)
+        # before an exchange that only some settings bring: it would be paired with another one
+        self.processes.agree(self._shared_settings())
         self.resumed = self._find_resumed()
         if self.checkpoint is None:
             layers, width = len(npt_layers(self.model)), self.model.config.hidden_size
@@ -173,13 +175,11 @@ class RunSetup:
         """Refuse processes that would not do the same; `facts` are further values to compare."""
         if self.processes.size == 1:
             return
-        plain = plain_settings(self.all_settings())
-        settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
         tensors = adapter_parameters(self.model).values()
         adapters = sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in tensors)).hexdigest()
         self.processes.agree(
             {
-                **settings,
+                **self._shared_settings(),
                 "a base of hash": base.strict,
                 "adapters of hash": adapters,
                 **facts,
@@ -189,6 +189,12 @@ class RunSetup:
                 **{f"version of {name}": version for name, version in versions().items()},
             }
         )
+
+    def _shared_settings(self) -> dict[str, Any]:
+        """Return what every process of a run must have alike, known before its data."""
+        plain = plain_settings(self.all_settings())
+        settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
+        return {**settings, "a chat template": has_template(self.tokenizer)}
 
     def _find_resumed(self) -> Resumed | None:
         """Find the run to resume. The main process looks; the others read what it found."""

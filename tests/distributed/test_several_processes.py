@@ -399,6 +399,29 @@ def test_processes_with_other_settings_are_refused_by_name(run: Any, tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "both", "own"),
+    [
+        ("resume", None, "auto"),
+        ("resume", "auto", None),
+        ("resume", "auto", "{}/other"),
+        ("output_dir", "{}/run", "{}/other"),
+        ("seed", 0, 1),
+    ],
+    ids=str,
+)
+def test_processes_that_begin_otherwise_are_refused_before_any_folder(
+    run: Any, tmp_path: Path, name: str, both: Any, own: Any
+) -> None:
+    both, own = (v.format(tmp_path) if isinstance(v, str) else v for v in (both, own))
+    ended = run("run", own={0: {name: both}, 1: {name: own}}, timeout=5.0)
+    for one in ended:
+        assert one.kind == "ConfigError" and one.status == 2 and one.seconds < 5
+        words = f"process 1 has --{name} {own}, process 0 has {both}".replace("None", "unset")
+        assert words in str(one.error)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_save_that_fails_on_process_0_leaves_the_processes_in_step(run: Any) -> None:
     processes = values(
         run("run", plant="second save", save_steps=1, gradient_accumulation_steps=2, count=24)
