@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +26,34 @@ def printable(text: str, one_line: bool = False) -> str:
     return text.replace("\n", "\\n") if one_line else text
 
 
+def put(text: str, end: str = "\n") -> None:
+    """Write a result to standard output at once: JSON, a text. It ends quietly if nobody reads any
+    more, as in `npt ... | head`.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        _abandon(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def complain(line: str) -> None:
+    """Write a line to standard error, if that can be written to."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _abandon(sys.stderr)
+
+
+def _abandon(stream: Any) -> None:
+    """Let nothing that is still written to the stream fail: Python flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class QuietConsole(Console):
     """A console that falls silent when nobody reads it any more, as in `npt pretrain | head`, or
     its disk is full: printing never ends a run. (rich ends the program on a broken pipe.)
@@ -40,8 +69,7 @@ class QuietConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        # Python flushes it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        _abandon(self.file)
 
     def say(self, *lines: str) -> None:
         """Print each line as it is: neither wrapped nor read as markup."""

@@ -68,6 +68,16 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def check_room(path: Path, size: int) -> None:
+    """Raise the OSError that making a file or folder of so many bytes at `path` would meet."""
+    path = Path(path).absolute()
+    above = next(parent for parent in path.parents if parent.exists())
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=PARTIAL, dir=above):
+        pass
+    if shutil.disk_usage(above).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in UTF-8, atomically."""
     write_bytes(path, text.encode("utf-8"))

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from npt.config import GROUPS, flag_of, hints_of
+from npt.console import put
 from npt.errors import ConfigError, kind_of
 from npt.presets import presets, settings_file
 
@@ -151,7 +152,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 class _HelpAll(argparse.Action):
     def __call__(self, parser: Any, *_: Any) -> None:
-        print(parser.format_help(rare_too=True), end="")
+        put(parser.format_help(rare_too=True), end="")
         parser.exit()
 
 

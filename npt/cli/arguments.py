@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npt.config import BaseConfig, DataConfig
+from npt.console import put
 from npt.files import to_json
 from npt.flags import add_settings, build
 
@@ -235,7 +236,7 @@ def load_student(base: BaseConfig, given: Mapping[str, Any], console: Any) -> St
 
 def print_json(value: Any) -> None:
     """Print standard JSON on stdout."""
-    print(to_json(value, indent=2))
+    put(to_json(value, indent=2))
 
 
 def plain_table(*headings: str) -> Any:

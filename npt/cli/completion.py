@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from npt.config import TRACKERS, BaseConfig
+from npt.console import put
 from npt.extras import require
 from npt.presets import presets, studies
 
@@ -33,7 +34,7 @@ def completion(given: dict[str, Any]) -> int:
         found = _values(action, shtab.FILE, shtab.DIRECTORY)
         if found is not None:
             setattr(action, "complete", found)  # noqa: B010 - shtab's own attribute, which argparse's class does not have
-    print(shtab.complete(parser, given["shell"]))
+    put(shtab.complete(parser, given["shell"]))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import (
@@ -19,6 +20,7 @@ from npt.cli.arguments import (
 from npt.config import TARGETS, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
+from npt.files import check_room
 from npt.flags import build
 
 _DEFAULTS: dict[str, Any] = {
@@ -86,7 +88,8 @@ def _undo(student: Student, given: dict[str, Any], console: Any) -> None:
 def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
     import npt
     from npt.adapters.consolidate import update_from
-    from npt.adapters.files.adapter_files import adapter_hash
+    from npt.adapters.converted import adapter_parameters
+    from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
     from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
     from npt.data.source import open_source, own_heldout
@@ -101,7 +104,10 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
         search,
     )
 
-    model, tokenizer = student.model, student.tokenizer
+    model, tokenizer, output = student.model, student.tokenizer, Path(given["output"])
+    size = sum(p.numel() * p.element_size() for p in adapter_parameters(model).values())
+    check_replaceable(output)
+    check_room(output, size)
     max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
@@ -153,7 +159,16 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
         update = make(alpha)
         npt.consolidate(model, update)
         retention = before.against(model)
-    npt.save_adapter(model, given["output"], base=student.identity)
+    if not given["json"]:
+        print_retention(retention, console, "held-out" if heldout else "TRAINING", tried)
+    try:
+        npt.save_adapter(model, output, base=student.identity)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written: {error.strerror}; choose another, and what was"
+            f" found need not be searched for again: --token {token} --alpha {alpha:.9g}"
+            f" --targets {','.join(targets)} --layers {update.record['layers']}"
+        ) from error
     updates = len(npt.consolidated(model))
     if given["json"]:
         choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
@@ -162,7 +177,6 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
             found["tried"] = [choice.as_dict() for choice in tried]
         print_json(found)
         return
-    print_retention(retention, console, "held-out" if heldout else "TRAINING", tried)
     bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
     console.say(
         f"token {token} ({tokenizer.decode([modulation.token_id])!r}), layers"

@@ -20,7 +20,7 @@ from npt.cli.arguments import (
     print_json,
     with_base,
 )
-from npt.console import make_console, printable
+from npt.console import make_console, printable, put
 from npt.errors import ConfigError, DataError
 
 SIDE_BY_SIDE = 100
@@ -100,7 +100,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _show(text: str) -> None:
-    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+    put(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _Job:
             return write(model, self.tokenizer, self.ids, **how)
         _show(self.text)
         written = write(model, self.tokenizer, self.ids, show=_show, **how)
-        print()
+        put("")
         return written
 
 

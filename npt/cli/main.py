@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from npt.console import printable
+from npt.console import complain, printable
 from npt.errors import NPTError, StoppedError, is_out_of_memory
 from npt.flags import OneLineParser
 from npt.version import __version__
@@ -69,19 +69,22 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
     except (NPTError, StoppedError) as error:
         if debug:
             raise
-        print(f"{speaker}: error: {printable(str(error), one_line=True)}", file=sys.stderr)
+        complain(f"{speaker}: error: {printable(str(error), one_line=True)}")
         return error.exit_status
     except KeyboardInterrupt:
-        print(f"{speaker}: interrupted", file=sys.stderr)
+        complain(f"{speaker}: interrupted")
         return 130
+    except OSError as error:  # the disk's, and rights
+        if debug or error.strerror is None:
+            raise
+        about = "" if error.filename is None else f"{error.filename}: "
+        complain(f"{speaker}: error: {printable(about + error.strerror, one_line=True)}")
+        return 2
     except (RuntimeError, MemoryError) as error:
         if debug or not is_out_of_memory(error):
             raise
         reason = next(iter(str(error).split(". ")[0].splitlines()), "") or type(error).__name__
-        print(
-            f"{speaker}: error: out of memory: {reason}; lower --batch_size or --max_length",
-            file=sys.stderr,
-        )
+        complain(f"{speaker}: error: out of memory: {reason}; lower --batch_size or --max_length")
         return 2
 
 
@@ -133,4 +136,4 @@ def _show_warning(
     message: Warning | str, category: type[Warning], *_: object, **__: object
 ) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {printable(str(message), one_line=True)}", file=sys.stderr)
+        complain(f"warning: {printable(str(message), one_line=True)}")

@@ -1,5 +1,8 @@
+import errno
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -226,3 +229,28 @@ def test_on_the_embedded_model_a_fact_rises_while_the_rest_stays(short_library, 
         assert found["recall"][stream]["gain"] > 0, stream
         # 0.0103 measured with the text of Python 3.11.2
         assert found["forgetting"][stream]["kl"] < 0.02, stream
+
+
+def test_an_output_that_cannot_be_is_refused_before_measuring(call, monkeypatch, tmp_path):
+    monkeypatch.setattr("npt.tools.editing.edit_metrics.Before", None)
+    (tmp_path / "file").write_text("text")
+    assert call("--text", "a fact", output="file/out")[0] == 2
+    status, _, said = call("--text", "a fact", output="x" * 300)
+    assert status == 2 and "File name too long" in said and said.count("\n") == 1
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("npt.files.shutil.disk_usage", lambda path: full)
+    status, _, said = call("--text", "a fact")
+    assert status == 2 and "out: No space left on device" in said
+
+
+def test_a_disk_that_fills_later_costs_no_search(call, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(npt, "save_adapter", full)
+        status, out, said = call("--text", "a fact", "--search")
+    assert status == 2 and "Forgetting: change on" in out
+    assert "No space left on device; choose another" in said and said.count("\n") == 1
+    again = said.partition("searched for again: ")[2].split()
+    assert call("--text", "a fact", *again)[0] == 0

@@ -81,7 +81,7 @@ def save_adapter(
     attached_config(model)
     folder = Path(folder)
     check_savable(adapter_parameters(model), folder)
-    _check_replaceable(folder)
+    check_replaceable(folder)
     base = base if base is not None else base_identity(model)
     with new_folder(folder) as temporary:
         write_adapter(model, temporary, base, base_name=base_name, fidelity=fidelity)
@@ -337,7 +337,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
