@@ -87,7 +87,10 @@ class Recipe:
         return recipe if sound else None
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self)
+        record = asdict(self)
+        if self.dtype is None:
+            del record["dtype"]  # so that a file of an earlier version stays as it was
+        return record
 
     @property
     def flags(self) -> dict[str, Any]:
