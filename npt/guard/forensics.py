@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -237,11 +237,19 @@ def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
     except Exception as error:  # the run is more than its diagnosis
         return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
     if verdict is not None:
-        return Finding(refusal, verdict)
+        return Finding(refusal, _named(verdict, refusal, kept.batch))
     why = "computed again, all was finite: suspect the hardware or a race"
     if kept.run is None:
         why += ", or a loss made outside of the model, which micro_batch(run=...) has traced too"
     return Finding(refusal, None, why)
+
+
+def _named(verdict: Verdict, refusal: Refusal, batch: Any) -> Verdict:
+    """Return a verdict that names the sample of its row, if each row has a name."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if verdict.row is None or ids is None or len(ids) != len(refusal.sample_ids):
+        return verdict
+    return replace(verdict, sample=refusal.sample_ids[verdict.row])
 
 
 def recorded(model: nn.Module, kept: Kept, step: int) -> Record | None:

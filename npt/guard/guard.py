@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -40,6 +40,9 @@ from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 
 REMEMBERED = 256
 """Refusals that are remembered for a post-mortem."""
+
+Describe = Callable[[int], tuple[str, ...]]
+"""Returns the `rows` of a refused micro-batch of this process, by its place in the window."""
 
 
 @dataclass
@@ -241,17 +244,17 @@ class Guard:
             norm = self.window.close()
         return None if norm is None else float(norm)
 
-    def begin_again(self) -> list[Refusal]:
+    def begin_again(self, describe: Describe | None = None) -> list[Refusal]:
         """Forget the open window and what its micro-batches drew, if one was refused.
 
         For losses that are shares of the window's, since the survivors' shares are now larger:
-        compute these again. Every process must call it.
+        compute these again. Every process must call it. describe: gives `rows` to refusals.
 
         Returns:
             The refusals of all processes, which the window's outcome will have too; without any,
             the window is unchanged.
         """
-        own = self.window.open_refusals()
+        own = _described(self.window.open_refusals(), describe)
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
             self._found += self._forensics.trace(own, self.counts.windows + 1)
@@ -393,6 +396,14 @@ def _all_processes(device: torch.device) -> ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ProcessGroup()
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _described(refusals: list[Refusal], describe: Describe | None) -> list[Refusal]:
+    if describe is None:
+        return refusals
+    return [
+        r if r.micro_batch is None else replace(r, rows=describe(r.micro_batch)) for r in refusals
+    ]
 
 
 def _largest(

@@ -32,6 +32,7 @@ from npt.guard.guard import Guard, Outcome
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.order import Names, Order, note_order, skipped_by
 from npt.guard.parallel import whole
+from npt.guard.rows import describe_rows
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
 
@@ -149,7 +150,7 @@ class TrainerMixin(Trainer):
             return loss
         losses = None
         refused: set[int] = set()
-        while refusals := guard.begin_again():
+        while refusals := guard.begin_again(self._rows_at):
             process, processes = guard.window.processes.index, guard.window.processes.size
             own = [r.micro_batch for r in refusals if r.process == process]
             refused |= {index // processes for index in own if index is not None}
@@ -170,6 +171,11 @@ class TrainerMixin(Trainer):
         ):
             micro.loss = loss = super().training_step(model, inputs, items)
         return loss
+
+    def _rows_at(self, place: int) -> tuple[str, ...]:
+        assert self.guard is not None
+        inputs = self._inputs[place // self.guard.window.processes.size]
+        return describe_rows(inputs, self.processing_class)
 
     def _labels_are_tokens(self) -> bool:
         """Return whether the loss is a stock one, in which a label is a token or -100."""

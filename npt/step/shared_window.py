@@ -112,8 +112,8 @@ class AcrossProcesses:
 def gathered(own: Iterable[R], kind: type[R], processes: ProcessGroup) -> list[R]:
     """Return the records of all processes, those of each in their order; every process calls it."""
     everyone = processes.gather_json([asdict(record) for record in own])
-    return [
-        kind(**{**entry, "sample_ids": tuple(entry["sample_ids"])})
-        for entries in everyone
-        for entry in entries
-    ]
+    found = []
+    for entry in (entry for entries in everyone for entry in entries):
+        lists = {name: tuple(v) for name, v in entry.items() if isinstance(v, list)}
+        found.append(kind(**{**entry, **lists}))
+    return found

@@ -82,9 +82,12 @@ def refusal_of(
     micro: MicroBatchFlags[S], loss: float, names: Sequence[str], process: int
 ) -> Refusal:
     """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
-    kind, detail, tensor = "loss", f"loss is {loss}", None
     names = names[: len(micro.norms)]  # more may have joined since
-    if math.isfinite(loss):
+    kind, detail, tensor = "loss", f"loss is {loss}", None
+    if not math.isfinite(loss):
+        bad = int((~micro.norms.isfinite()).sum())
+        detail += f", and {bad or 'none'} of {len(names)} gradients are not finite"
+    else:
         kind, detail = "gradient", describe_norms(micro.norms, names)
         tensor = worst(micro.norms, names)
     return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)

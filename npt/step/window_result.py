@@ -28,6 +28,9 @@ class Sums(Protocol):
 
 S = TypeVar("S", bound=Sums)
 
+SHOWN_ROWS = 4
+"""Rows of a refused micro-batch that its message describes."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -36,7 +39,8 @@ class Refusal:
     kind: `data` (refused before any computation), `loss` or `gradient`; for a whole window `norm`,
     `spike` or `update` (parameters or moments after the step). micro_batch: index in the window
     over all processes, None for a whole window. process: the process that computed it. tensor: the
-    first that was not finite, by name, or of finite gradients that are too large the largest.
+    first that was not finite, by name, or of finite gradients that are too large the largest. rows:
+    a line about each of its rows, if they are known.
     """
 
     kind: str
@@ -45,6 +49,7 @@ class Refusal:
     sample_ids: tuple[str, ...] = ()
     process: int = 0
     tensor: str | None = None
+    rows: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as events and post-mortems store it: the process as `rank`, the tensor in
@@ -53,12 +58,15 @@ class Refusal:
         values = asdict(self)
         process = values.pop("process")
         del values["tensor"]
+        if not self.rows:
+            del values["rows"]
         return {**values, "rank": process}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Refusal:
         """Return what `as_dict` gave."""
         names = {**values, "sample_ids": tuple(map(str, values["sample_ids"]))}
+        names["rows"] = tuple(map(str, values.get("rows", ())))
         process = names.pop("rank")
         return cls(**names, process=process)
 
@@ -68,7 +76,17 @@ class Refusal:
         )
         where += f" on process {self.process}" if self.process else ""
         samples = f" (samples {', '.join(self.sample_ids)})" if self.sample_ids else ""
-        return f"{where}{samples}: {self.kind}: {self.detail}"
+        return f"{where}{samples}: {self.kind}: {self.detail}{self._shown_rows()}"
+
+    def _shown_rows(self) -> str:
+        """Return the lines about the first rows, each with its name."""
+        names: Sequence[str] = [f"row {i}" for i in range(len(self.rows))]
+        if len(self.sample_ids) == len(self.rows):
+            names = [f"sample {name}" for name in self.sample_ids]
+        pairs = list(zip(names, self.rows, strict=True))
+        said = [f"{name}: {line}" for name, line in pairs[:SHOWN_ROWS] if line]
+        said += [f"{len(pairs) - SHOWN_ROWS} rows more"] if len(pairs) > SHOWN_ROWS else []
+        return "".join(f"; {line}" for line in said)
 
 
 @dataclass(frozen=True)
