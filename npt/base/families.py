@@ -9,7 +9,7 @@ norms of q and k of Qwen3, layers without rotary embedding of SmolLM3), which no
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,6 +68,9 @@ def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "ful
         raise ModelError(f"the family {model_type!r} is known already")
     FAMILIES[model_type] = Family(layer, sight)
 
+
+MOST_LAYERS = 2_000
+"""Ten times those of the deepest models; a network of so many is built in seconds."""
 
 LAYER_PARTS = (
     "input_layernorm",
@@ -131,6 +134,28 @@ def check_family(name: str, config: PreTrainedConfig) -> None:
     raise ModelError(
         f"{name} is {kind}{because}; only {', '.join(FAMILIES)} models can be converted"
     )
+
+
+def check_counts(name: str, entries: Mapping[str, Any]) -> None:
+    """Refuse more layers or experts than a model is ever made of, before a configuration lists
+    them or a model is built of them.
+
+    Args:
+        name: of the base, for the message.
+        entries: of its configuration, parts of it among them.
+
+    Raises:
+        ModelError: names the entry.
+    """
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            check_counts(name, value)
+        counted = key.endswith(("layer", "layers", "block_count", "experts"))
+        if counted and isinstance(value, int | float) and value > MOST_LAYERS:
+            raise ModelError(
+                f"{name} says {key} {value:,}, and a base may have {MOST_LAYERS:,} at most; its"
+                " configuration is damaged"
+            )
 
 
 def is_known(model: nn.Module) -> bool:

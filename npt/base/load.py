@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.families import check_family
+from npt.base.families import check_counts, check_family
 from npt.base.gguf.cache import converted, find_gguf, place_of
 from npt.base.gguf.configuration import configuration_of
 from npt.base.gguf.file import GGUFFile
@@ -225,6 +225,7 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
     if file is not None:
         return configuration_of(GGUFFile(file))
     source = _locate(name)
+    _check_counts(name, source)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
     with _Quiet():
         check_family(name, config)
@@ -241,6 +242,7 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     if file is not None:
         return tokenizer_of(GGUFFile(file))
     source = _locate(name)
+    _check_counts(name, source)  # transformers reads the configuration for it as well
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
 
 
@@ -332,6 +334,14 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
             f"{name}: the weight {key} has shape {found}, its configuration calls for {wanted}; the"
             " two do not belong together"
         )
+
+
+def _check_counts(name: str, source: str) -> None:
+    """Refuse a configuration that would list or build layers for ever."""
+    entries, _ = _read(
+        "configuration", name, lambda: PreTrainedConfig.get_config_dict(source, **_NO_CODE)
+    )
+    check_counts(name, entries)
 
 
 def _unconverted(name: str) -> Path | None:

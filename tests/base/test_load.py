@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.load import read_config
+from npt.base.load import load_tokenizer, read_config
 from npt.base.placement import check_pieces
 from npt.errors import ConfigError, ModelError
 
@@ -92,6 +92,22 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
         "--use_quantization with --use_fp16: fp16 is not used, the 4-bit base computes in fp32"
     )
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"num_hidden_layers": 10_000_000},
+        {"model_type": "qwen2", "num_hidden_layers": 10**12},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**12}},
+        {"model_type": "mixtral", "num_local_experts": 10**12},
+    ],
+)
+def test_layers_without_end_are_refused_before_they_are_made(copy, entries):
+    in_config(**entries)(copy)
+    for load in (read_config, load_tokenizer, npt.load_base):
+        with pytest.raises(ModelError, match="a base may have 2,000 at most"):
+            load(str(copy))
 
 
 def test_the_configuration_is_read_without_weights(copy):

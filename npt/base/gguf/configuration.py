@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from npt.base.families import FAMILIES
+from npt.base.families import FAMILIES, check_counts
 from npt.base.gguf.file import PLAIN, GGUFFile
 from npt.errors import first_line
 from npt.stored import shown
@@ -86,6 +86,10 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             f"has the entry {name}.{unknown[0]}, which may change what the model computes and is"
             " not known; load a folder of the model instead"
         )
+    layers, blocks = _count(file, "block_count"), len(file.tensors)
+    if layers > blocks:
+        raise file.refusal(f"says block_count {layers:,} and holds {blocks} tensors; it is damaged")
+    check_counts(str(file.path), {"block_count": layers})
     heads = _count(file, "attention.head_count")
     width = _count(file, "embedding_length")
     head = _count(file, "attention.key_length", width // heads)
@@ -95,7 +99,7 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
         vocab_size=_rows(file),
         hidden_size=width,
         intermediate_size=_count(file, "feed_forward_length"),
-        num_hidden_layers=_count(file, "block_count"),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=_count(file, "attention.head_count_kv", heads),
         head_dim=head,

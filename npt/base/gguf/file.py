@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from npt.errors import ModelError, first_line, kind_of
 from npt.extras import require
 from npt.stored import shown
@@ -15,6 +17,31 @@ SUFFIX = ".gguf"
 
 PLAIN = ("F32", "F16", "BF16")
 """Types of numbers that are not quantised."""
+
+
+_MOST_READS = 10_000_000
+"""Several times the entries of the largest vocabularies, two reads for each."""
+
+
+def _bounded_reader() -> Any:
+    """Return a reader that ends where its file does. Its own reads nothing there, at any length
+    that a damaged file claims.
+    """
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it claims {end:,} bytes and more")
+            self.reads += 1
+            if self.reads > _MOST_READS:
+                raise ValueError(f"its metadata have more than {_MOST_READS:,} entries")
+            return super()._get(offset, dtype, count, *rest, **named)
+
+    return Reader
 
 
 class GGUFFile:
@@ -28,7 +55,6 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         require("gguf", f"{path}, a GGUF file,")
-        from gguf import GGUFReader
 
         self.path = path
         try:
@@ -39,7 +65,7 @@ class GGUFFile:
                     f"{path} is no GGUF file: it begins with {start!r}, not with {MAGIC!r}; fetch"
                     " it again"
                 )
-            self._reader = GGUFReader(path)
+            self._reader = _bounded_reader()(path)
         except (ModelError, MemoryError):
             raise
         # numpy and the reader meet the end of a file in many ways

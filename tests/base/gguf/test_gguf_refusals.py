@@ -5,6 +5,7 @@ left.
 from __future__ import annotations
 
 import errno
+import struct
 import sys
 
 import numpy as np
@@ -13,6 +14,7 @@ from gguf_files import Type, made_model, write_gguf
 
 import npt
 from npt.base.gguf import convert as module
+from npt.base.gguf import file as reading
 from npt.base.load import load_tokenizer, read_config
 from npt.errors import ConfigError, ModelError
 
@@ -57,6 +59,36 @@ def refused(name, words: str, kind: type[Exception] = ModelError) -> None:
 def test_a_file_that_cannot_be_a_base_is_refused(how, words, tmp_path, cache) -> None:
     refused(write_gguf(tmp_path / "a.gguf", **how), words)
     assert not cache.exists() or not list(cache.iterdir())
+
+
+def claiming(count: int, kind: int = 0) -> bytes:
+    """A file of one entry, an array of so many numbers (or of another kind), and nothing in it."""
+    entry = struct.pack("<QcIIQ", 1, b"a", 9, kind, count)
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry
+
+
+def test_counts_beyond_the_files_end_are_refused_at_once(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(claiming(2**60))
+    assert file.stat().st_size == 49
+    refused(file, "damaged, cut short at 49 bytes")
+    for bytes_ in (
+        claiming(2**60, kind=8),
+        claiming(2**60, kind=9),
+        b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60),
+    ):
+        file.write_bytes(bytes_)
+        refused(file, f"damaged, cut short at {len(bytes_)} bytes")
+    monkeypatch.setattr(reading, "_MOST_READS", 1000)
+    file.write_bytes(claiming(2000) + bytes(2000))
+    refused(file, "its metadata have more than 1,000 entries")
+
+
+def test_more_layers_than_tensors_are_refused_at_once(tmp_path) -> None:
+    file = write_gguf(tmp_path / "a.gguf", metadata={"llama.block_count": 10**8})
+    refused(file, "says block_count 100,000,000 and holds 20 tensors; it is damaged")
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
