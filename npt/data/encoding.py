@@ -7,19 +7,28 @@ the completion's first. The two are tokenised separately, as in generation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
 from npt.data.content import FORMS, PIECE, Content, Form, filled
-from npt.data.continuation import begins_with_space, continuation_tokens, opening_tokens
+from npt.data.continuation import (
+    bare_tokens,
+    begins_with_space,
+    continuation_tokens,
+    opening_tokens,
+)
 from npt.data.source import Record
 from npt.errors import DataError, kind_of
 
 _FLAGS = (), ("--text_column",), ("--prompt_column", "--completion_column")
 _COLUMNS_NAMED = 32
+
+TEXT_AT_ONCE = 1 << 20
+"""Characters that a tokenizer is given at once, of one text or of several. It takes some 200 bytes
+for each, and ends the process if it does not get them."""
 
 
 @dataclass
@@ -74,11 +83,7 @@ class Encoder:
         counted and left out. A record with nothing to train on in it is a DataError."""
         read = [self._read(number, record) for number, record in chunk]
         every = [text for _, _, texts in read for text in texts]
-        tokens: list[list[int]] = []
-        if every:
-            found = self.tokenizer(every, verbose=False, add_special_tokens=False)["input_ids"]
-            tokens = list(map(list, found))
-        encoded = []
+        tokens, encoded = self._tokens_of(every), []
         for (_, record), (name, content, texts) in zip(chunk, read, strict=True):
             counts.add(record, content)
             ids, tokens = tokens[: len(texts)], tokens[len(texts) :]
@@ -93,6 +98,32 @@ class Encoder:
             else:
                 encoded.append(joined)
         return encoded
+
+    def _tokens_of(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text; the tokenizer is given TEXT_AT_ONCE characters a call."""
+        tokens: list[list[int]] = []
+        group: list[str] = []
+        for text in (*texts, None):
+            full = text is None or sum(map(len, group)) + len(text) > TEXT_AT_ONCE
+            if full and group:
+                found = self.tokenizer(group, verbose=False, add_special_tokens=False)["input_ids"]
+                tokens, group = tokens + list(map(list, found)), []
+            if text is not None and len(text) > TEXT_AT_ONCE:
+                tokens.append(self._in_pieces(text))
+            elif text is not None:
+                group.append(text)
+        return tokens
+
+    def _in_pieces(self, text: str, before: str | None = None, follows: bool = False) -> list[int]:
+        """Return the tokens of a text piece by piece; if it follows, of what follows `before`."""
+        ids: list[int] = []
+        for piece in _pieces(text):
+            if follows and self._begins_with_space:
+                ids += continuation_tokens(self.tokenizer, before, piece)
+            else:
+                ids += bare_tokens(self.tokenizer, piece)
+            before, follows = None, True
+        return ids
 
     def _read(self, number: int, record: Record) -> tuple[str, Content, list[str]]:
         """Return a record's name, its content and the texts of that."""
@@ -118,8 +149,8 @@ class Encoder:
         """Return start token, prompt, completion or text, and end token; None if it is empty."""
         *prompt, last = tokens
         if (prompt or not content.opened) and self._begins_with_space:
-            before = texts[0] if prompt else None
-            last = continuation_tokens(self.tokenizer, before, texts[-1])
+            before = texts[0] if prompt and len(texts[0]) <= TEXT_AT_ONCE else None
+            last = self._in_pieces(texts[-1], before, follows=True)
         # a text of spaces is a text, a completion of spaces is none
         if not last or (prompt and not texts[-1].strip()):
             return None
@@ -136,6 +167,19 @@ class Encoder:
     @cached_property
     def _opening(self) -> list[int]:
         return opening_tokens(self.tokenizer)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield pieces of at most TEXT_AT_ONCE characters, cut after a line end, else before a space,
+    else anywhere."""
+    start = 0
+    while len(text) - start > TEXT_AT_ONCE:
+        most = start + TEXT_AT_ONCE
+        ends = text.rfind("\n", start, most) + 1, text.rfind(" ", start + 1, most), most
+        end = next(end for end in ends if end > start)
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _form_of(record: Record) -> Form:
