@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.segment import Segment
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""All but tab and newline; with what turns the direction of text around."""
-
-
-def printable(text: str, one_line: bool = False) -> str:
-    """Return text with its control characters written out, as Python writes them.
-
-    Names, records and templates come from outside, and a terminal obeys what it is sent: an escape
-    could hide a line, a newline forge one.
-
-    Args:
-        one_line: newlines are written out too.
-    """
-    text = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
-    return text.replace("\n", "\\n") if one_line else text
+from npt.errors import printable
 
 
 def put(text: str, end: str = "\n") -> None:
@@ -60,21 +47,31 @@ class QuietConsole(Console):
     """
 
     def print(self, *objects: Any, **named: Any) -> None:
-        """Print; see `printable` for what becomes of text."""
-        objects = tuple(printable(each) if isinstance(each, str) else each for each in objects)
         try:
             super().print(*objects, **named)
         except OSError:
             self.on_broken_pipe()
+
+    def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
+        """Render as `Console` does, with text made `printable`: that of tables and bars too."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         _abandon(self.file)
 
     def say(self, *lines: str) -> None:
-        """Print each line as it is: neither wrapped nor read as markup."""
-        for line in lines:
-            self.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(self, *lines)
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print each line as it is, neither wrapped nor read as markup; a newline in one is written
+    out.
+    """
+    for line in lines:
+        line = printable(line, one_line=True)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def silent_console() -> QuietConsole:

@@ -8,6 +8,10 @@ plain exception and shows its traceback.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""All but tab and newline; with what turns the direction of text around."""
 
 EXIT_STATUSES = {
     "0": "done",
@@ -34,6 +38,24 @@ def kind_of(value: object) -> str:
     """Return the type of a value with its article, for messages."""
     name = type(value).__name__
     return f"{article(name)} {name}"
+
+
+def printable(text: str, one_line: bool = False) -> str:
+    """Return text with its control characters written out, as Python writes them.
+
+    Names, records and templates come from outside, and a terminal obeys what it is sent: an escape
+    could hide a line, a newline forge one.
+
+    Args:
+        one_line: newlines are written out too.
+    """
+    text = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return text.replace("\n", "\\n") if one_line else text
+
+
+def printable_lines(lines: Iterable[str]) -> str:
+    """Return a text of these lines, each of them one whatever it quotes."""
+    return "\n".join(printable(line, one_line=True) for line in lines)
 
 
 class NPTError(Exception):

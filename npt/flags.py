@@ -18,7 +18,7 @@ import yaml
 
 from npt.config import GROUPS, flag_of, hints_of
 from npt.console import put
-from npt.errors import ConfigError, kind_of
+from npt.errors import ConfigError, kind_of, printable
 from npt.presets import presets, settings_file
 
 ALIASES = {
@@ -147,7 +147,8 @@ class OneLineParser(argparse.ArgumentParser):
                 action.help = text
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        line = printable(message, one_line=True)
+        self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
 
 
 class _HelpAll(argparse.Action):

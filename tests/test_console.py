@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from npt.cli import main as command
 from npt.cli.main import main
-from npt.console import QuietConsole, printable
+from npt.console import QuietConsole
+from npt.diagnostics.tracer.verdict import Verdict
+from npt.errors import printable
+from npt.train.progress import ProgressDisplay
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,68 @@ def test_control_characters_are_written_out(text, shown) -> None:
     assert printable(text) == shown
     stream = io.StringIO()
     QuietConsole(file=stream, width=120).say(text)
-    assert stream.getvalue() == shown.replace("tab\t", "tab     ") + "\n"
+    assert stream.getvalue() == shown.replace("tab\t", "tab     ").replace("\n", "\\n") + "\n"
+
+
+FORGED = "x\nnpt: done\x1b[31m\r"
+
+
+def assert_harmless(text: str) -> None:
+    assert "npt: done" in text and not {"\x1b", "\r"} & set(text)
+    assert not any(line.startswith("npt: done") for line in text.splitlines())
+
+
+def test_tables_bars_and_titles_cannot_steer_the_terminal() -> None:
+    stream = io.StringIO()
+    console = QuietConsole(file=stream, width=60)
+    table = Table("\x1b[1mhead", title="\x1b]0;title\x07")
+    table.add_row(Text("\x1b[2Kcell"))
+    for shown in (table, Panel("in\x1b[2K", title="\x9b2K"), Text("\u202ebidi"), "[b]\x1b[2K"):
+        console.print(shown)
+    assert "\\x1b[2K" in stream.getvalue() and printable(stream.getvalue()) == stream.getvalue()
+
+
+def test_a_verdict_keeps_its_lines_whatever_it_quotes() -> None:
+    verdict = Verdict(
+        cause="overflow",
+        phase="forward",
+        module=FORGED,
+        source=FORGED,
+        tensor=FORGED,
+        value=1.0,
+        reached=FORGED,
+        explanation="why",
+        remedy="mend it",
+    )
+    assert_harmless(str(verdict))
+    assert len(str(verdict).splitlines()) == 5
+
+
+def test_names_of_files_forge_no_line_of_a_run(tmp_path, capsys) -> None:
+    data = tmp_path / f"{FORGED}.jsonl"
+    lines = [json.dumps({"text": f"text {i} of some words"}) for i in range(9)]
+    data.write_text("\n".join(lines))
+    run = "--init random --layers 7 --max_steps 1 --max_length 16 --batch_size 1 --eval_samples 1"
+    where = ["--dataset_name", str(data), "--output_dir", str(tmp_path / FORGED)]
+    assert main(["pretrain", *run.split(), "--no_smoke_test", *where]) == 0
+    assert_harmless(capsys.readouterr().out)
+    assert main(["doctor", "--data", str(data)]) == 0
+    assert_harmless(capsys.readouterr().out)
+
+
+def test_a_callers_own_console_gets_safe_lines_too() -> None:
+    stream = io.StringIO()
+    ProgressDisplay(None, Console(file=stream)).say(FORGED)
+    assert_harmless(stream.getvalue())
+
+
+def test_the_parsers_own_errors_are_one_line(capsys) -> None:
+    for arguments in (["--max_steps", FORGED], [FORGED], ["--" + FORGED], ["--init", FORGED]):
+        with pytest.raises(SystemExit) as ended:
+            main(["pretrain", *arguments])
+        (line,) = capsys.readouterr().err.split("\n")[:-1]
+        assert ended.value.code == 2
+        assert_harmless(line)
 
 
 def test_an_error_is_one_line_whatever_it_quotes(capsys, tmp_path) -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from npt.console import say
+
 
 class Display:
     """A bar on a terminal, a line per layer elsewhere."""
@@ -36,7 +38,7 @@ class Display:
         self._bar.advance(self._task, steps)
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, line)
 
     def close(self) -> None:
         if not self._bar.disable:  # stopping prints a line elsewhere

@@ -20,8 +20,8 @@ from npt.cli.arguments import (
     print_json,
     with_base,
 )
-from npt.console import make_console, printable, put
-from npt.errors import ConfigError, DataError
+from npt.console import make_console, put
+from npt.errors import ConfigError, DataError, printable
 
 SIDE_BY_SIDE = 100
 """Columns of a terminal from which on two texts are printed side by side."""
@@ -248,7 +248,9 @@ def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -
     from rich.text import Text
 
     panels = {
-        mode: _shortened(Text.assemble((prompt, "dim"), common, (rest, "bold")))
+        mode: _shortened(
+            Text.assemble((printable(prompt), "dim"), printable(common), (printable(rest), "bold"))
+        )
         for mode, (common, rest) in texts.items()
     }
     if console.width >= SIDE_BY_SIDE:

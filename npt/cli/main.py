@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from npt.console import complain, printable
-from npt.errors import NPTError, StoppedError, is_out_of_memory
+from npt.console import complain
+from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
 from npt.flags import OneLineParser
 from npt.version import __version__
 

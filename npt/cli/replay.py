@@ -24,7 +24,7 @@ def replay(given: dict[str, Any]) -> int:
     if given["json"]:
         print_json(result.as_dict())
     else:
-        make_console().say(str(result))
+        make_console().say(*str(result).split("\n"))
     return 0
 
 

@@ -70,7 +70,7 @@ def trace(given: dict[str, Any]) -> int:
     elif verdict is None:
         console.say(f"no fault in {seen} {'batch' if seen == 1 else 'batches'} of {traced}")
     else:
-        console.say(f"batch {seen - 1} of {traced}:\n{verdict}")
+        console.say(f"batch {seen - 1} of {traced}:", *str(verdict).split("\n"))
     return 0 if verdict is None else 1
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import FIGURES, NO_ERROR
 from npt.evaluation.greedy import Divergence
@@ -127,7 +128,8 @@ def _sources_table(fidelity: Fidelity, width: int) -> Table:
     headings = ["tokens", *(FIGURES[name].short for name in shown)]
     table = _table("The student by source", width, ["source"], headings)
     for source, f in fidelity.sources.items():
-        table.add_row(Text(source), f"{f.tokens:,}", *(_figure(f, name) for name in shown))
+        label = Text(printable(source, one_line=True))
+        table.add_row(label, f"{f.tokens:,}", *(_figure(f, name) for name in shown))
     return table
 
 

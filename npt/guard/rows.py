@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from npt.errors import printable
 from npt.guard.ids import IGNORED
 
 LETTERS = 80
@@ -52,8 +53,6 @@ def _row(row: Mapping[str, Tensor], prefix: str, tokenizer: Any) -> str:
 
 
 def _text(ids: Tensor, tokenizer: Any) -> list[str]:
-    from npt.console import printable  # only now: a guard needs no console
-
     try:
         text = printable(tokenizer.decode(ids[: 2 * LETTERS].tolist()), one_line=True)
     except Exception:  # no tokenizer, or one that does not know these ids: the refusal says which

@@ -17,7 +17,7 @@ import torch
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.diagnostics.tracer.trace import first_fault
 from npt.diagnostics.tracer.verdict import Verdict
-from npt.errors import ConfigError
+from npt.errors import ConfigError, printable_lines
 from npt.postmortem.bundle import Bundle, read_bundle
 from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import suspect
@@ -158,7 +158,7 @@ class Replay:
             if index in data:
                 told = [f"{data[index]}; nothing is computed on it"]
             lines += [f"  {line}" for line in told]
-        return "\n".join([*lines, "", f"what to do: {self._remedy()}"])
+        return printable_lines([*lines, "", f"what to do: {self._remedy()}"])
 
     def _compared(self) -> str:
         if self.reproduced:

@@ -13,6 +13,7 @@ import torch
 from npt.adapters.converted import npt_layers
 from npt.data.batch import find_fault
 from npt.diagnostics.tracer.verdict import Verdict
+from npt.errors import printable_lines
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import check_index, trace_again, verdict_lines
 from npt.postmortem.restore import restored
@@ -49,7 +50,7 @@ class BatchReplay:
             lines.append(f"layer {index:3} NMSE {nmse:.6g}")
         for name, norm in self.gradient_norms.items():
             lines.append(f"{name:{width}} gradient norm {norm:.6g}")
-        return "\n".join([*lines, *verdict_lines(self.verdict)])
+        return printable_lines([*lines, *verdict_lines(self.verdict)])
 
 
 def replay_batch(

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from npt.console import say
+
 
 class ProgressDisplay:
     """A bar with loss, tokens/s, refusals and the time left; without a terminal, lines.
@@ -52,7 +54,7 @@ class ProgressDisplay:
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, line)
 
     def close(self) -> None:
         """Stop the bar."""

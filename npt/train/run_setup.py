@@ -19,7 +19,7 @@ from npt.base.precision import declared_dtype, quantization_of
 from npt.base.recipe import Recipe
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
-from npt.console import make_console, silent_console
+from npt.console import make_console, say, silent_console
 from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import Record
 from npt.distill.strategies import Strategy, strategy_of
@@ -141,7 +141,7 @@ class RunSetup:
 
     def say(self, line: str) -> None:
         """Print a line on the main process."""
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, line)
 
     def schedule(self, total_steps: int | None) -> str:
         """Return the learning-rate schedule that a run of this length has."""

@@ -167,7 +167,7 @@ REFUSED = {
     ),
     "an unknown model": (["--model_name", "./no/such"], 2, ["./no/such", "--model_name"]),
     "a missing file": (["--dataset_name", "none.txt"], 2, ["none.txt", "--dataset_name"]),
-    "a folder without an adapter": (["--adapter", "/none"], 5, ["/none", "adapter_config.json"]),
+    "no folder of an adapter": (["--adapter", "/none"], 5, ["there is no folder /none;"]),
     "an adapter of another base": (["--adapter", "ADAPTER", "--no_use_quantization"], 5, ["base"]),
 }
 

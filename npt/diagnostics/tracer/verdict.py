@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from npt.errors import printable_lines
+
 Phase = Literal["forward", "recomputation", "backward", "data", "state"]
 """When the number arose: in forward, in its recomputation under checkpointing, in backward, or
 before anything was computed, in the batch (data) or among parameters, buffers and quantisation
@@ -98,7 +100,7 @@ class Verdict:
         lines += [f"  line: {self.source}"] if self.source else []
         lines += [f"  went in: {operand}" for operand in self.operands]
         lines += [f"  grew: {self.grew}"] if self.grew else []
-        return "\n".join([*lines, f"  remedy: {self.remedy}"])
+        return printable_lines([*lines, f"  remedy: {self.remedy}"])
 
     def _owner(self) -> str:
         """Return row, token and sample, as far as they are known."""

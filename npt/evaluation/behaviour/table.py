@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from npt.errors import printable
 from npt.evaluation.behaviour.agreement import Agreement
 from npt.evaluation.behaviour.answers import Answer, Answers, Choice
 from npt.evaluation.behaviour.measure import Behaviour
@@ -76,7 +77,8 @@ def _choice(choice: Choice) -> str:
 
 def _short(text: str) -> str:
     """Return a text on one line, its line ends shown, cut to SHOWN letters."""
-    shown = re.sub(r"\n{3,}", lambda found: f"⏎×{len(found[0])} ", text).replace("\n", "⏎")
+    shown = re.sub(r"\n{3,}", lambda found: f"⏎×{len(found[0])} ", printable(text))
+    shown = shown.replace("\n", "⏎")
     return shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 1]}…"
 
 

@@ -21,6 +21,7 @@ from npt.data.packing import pack
 from npt.data.report import listed_columns
 from npt.data.samples import SHUFFLE_BLOCK, cut
 from npt.data.source import OWN_HELDOUT, Record, check_source
+from npt.errors import printable
 from npt.tools.data_doctor.reading import Broken, Origin, Reading
 from npt.tools.data_doctor.statistics import Copies, Lengths, Reservoir
 
@@ -327,7 +328,7 @@ def print_report(report: DataReport, console: Console) -> None:
     _print(console, (report.name, "bold"), (some, ""))
     table = Table(show_header=False)
     for name, value in _rows(report).items():
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(name), Text(printable(value, one_line=True)))
     console.print(table)
     if report.broken:
         more = report.broken_total - len(report.broken)
@@ -393,6 +394,7 @@ def _print(console: Console, *parts: tuple[str, str]) -> None:
     """Print texts with their styles; what the console's encoding lacks as escapes, unwrapped."""
     text = Text()
     for piece, style in parts:
+        piece = printable(piece, one_line=True)
         plain = piece.encode(console.encoding, "backslashreplace").decode(console.encoding)
         text.append(plain, style=style or None)
     console.print(text, soft_wrap=True)
