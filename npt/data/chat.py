@@ -11,6 +11,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from npt.data.time_limit import time_limit
+
+RENDER_SECONDS = 30
+"""Longer than any template takes, which are programs that come with a model's files."""
+
 _DATE = "_npt_date"
 _CLOCK = "strftime_now"  # transformers' function for templates, which take plain data otherwise
 
@@ -36,18 +41,20 @@ def has_template(tokenizer: Any) -> bool:
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
     """Return the messages as the template writes them; `to_answer` opens the assistant's turn.
 
-    Templates raise whatever their authors wrote into them.
+    Templates raise whatever their authors wrote into them, and TimeLimitError after
+    `RENDER_SECONDS`.
     """
     dated: dict[str, Any] = {}
     if _CLOCK in str(tokenizer.chat_template):
         date = datetime.fromisoformat(date_of(tokenizer))
         written = {directive: date.strftime(directive) for directive in _DIRECTIVES}
         dated = {"chat_template": _MACRO + tokenizer.get_chat_template(), "npt_date": written}
-    return str(
-        tokenizer.apply_chat_template(
-            messages, add_generation_prompt=to_answer, tokenize=False, **dated
+    with time_limit(RENDER_SECONDS):
+        return str(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=to_answer, tokenize=False, **dated
+            )
         )
-    )
 
 
 def date_of(tokenizer: Any) -> str:
