@@ -227,21 +227,40 @@ def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
     """Compute a refused micro-batch once more under the tracer; nothing of it stays in the run."""
     if kept.run is None and not kept.calls and kept.inputs is None:
         return Finding(refusal, None, "the model was not called: there is nothing to compute again")
+    outcomes: list[Any] = []
+
+    def compute() -> Any:
+        outcomes.append(kept.compute(model))
+        return outcomes[-1]
+
     try:
         # only now: it needs transformers and bitsandbytes, which a guard does not
         from npt.diagnostics.tracer.trace import first_fault
 
         with kept_random_state():
             set_random_state(kept.random)
-            verdict = first_fault(model, kept.batch, lambda: kept.compute(model), exploded=True)
+            verdict = first_fault(model, kept.batch, compute, exploded=True)
     except Exception as error:  # the run is more than its diagnosis
         return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
     if verdict is not None:
         return Finding(refusal, _named(verdict, refusal, kept.batch))
-    why = "computed again, all was finite: suspect the hardware or a race"
-    if kept.run is None:
-        why += ", or a loss made outside of the model, which micro_batch(run=...) has traced too"
-    return Finding(refusal, None, why)
+    return Finding(refusal, None, _unexplained(refusal, outcomes[-1] if outcomes else None))
+
+
+def _unexplained(refusal: Refusal, outcome: Any) -> str:
+    """Return why no operation is named, though a micro-batch was computed again to `outcome`."""
+    finite = "computed again, all was finite"
+    if refusal.kind == "update":
+        return f"{finite}: the optimizer's step made the number, not a pass; {refusal.tensor}"
+    if refusal.kind in ("norm", "spike"):
+        return f"{finite}, as it was: the whole window was too large"
+    loss = outcome.get("loss") if isinstance(outcome, Mapping) else getattr(outcome, "loss", None)
+    if loss is None and not (isinstance(outcome, torch.Tensor) and outcome.dim() == 0):
+        return (
+            f"{finite}, without a loss: it is made outside of the model; say how with"
+            " micro_batch(run=...), or replay(..., loss=...)"
+        )
+    return f"{finite}: suspect the hardware or a race"
 
 
 def _named(verdict: Verdict, refusal: Refusal, batch: Any) -> Verdict:

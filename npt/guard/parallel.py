@@ -8,6 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
 def whole(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel, or the model."""
     return model.module if isinstance(model, DistributedDataParallel) else model

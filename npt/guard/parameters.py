@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from npt.errors import ConfigError
-from npt.guard.parallel import whole
+from npt.guard.parallel import plain_name, whole
 from npt.step.gradient_window import GradientWindow
 
 Trainable = nn.Module | Mapping[str, nn.Parameter] | Iterable[Any]
@@ -114,7 +114,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _named(trainable: Trainable) -> Iterable[tuple[str, nn.Parameter]]:
     if isinstance(trainable, nn.Module):
-        return whole(trainable).named_parameters()
+        return ((plain_name(name), p) for name, p in whole(trainable).named_parameters())
     if isinstance(trainable, Mapping):
         return trainable.items()
     entries = list(trainable)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from npt.errors import BundleError
 from npt.guard.forensics import Finding, Kept, traced
+from npt.guard.parallel import plain_name
 from npt.guard.postmortem import read_postmortem
 from npt.step.window_result import Refusal
 
@@ -57,7 +58,8 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 @contextmanager
 def _weights(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> Iterator[None]:
     """Let the model have the stored weights within the context."""
-    own = dict(model.named_parameters())
+    own = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    stored = {plain_name(name): weight for name, weight in stored.items()}
     for name, weight in stored.items():
         if name not in own or own[name].shape != weight.shape:
             there = f"of shape {tuple(own[name].shape)}" if name in own else "none"

@@ -16,7 +16,7 @@ from faults.row_faults import plant, row
 from npt.cli.main import main
 from npt.errors import BundleError, CheckpointError, TooManyRefusalsError
 from npt.guard import Guard, postmortem, protect, read_postmortem, replay
-from npt.guard.replay import _nested
+from npt.guard.replay import _nested, _weights
 
 
 def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[World, Path]:
@@ -187,3 +187,43 @@ def test_nested_inputs_are_put_together_again() -> None:
     made = _nested(found, torch.device("cpu"))
     assert made == {"a": (found["a.0"], {"b": found["a.1.b"]}), "text": ["one"], "none": None}
     assert _nested({"1": 2, "0": 1}, torch.device("cpu")) == (1, 2)
+
+
+def refused_once(folder: Path, model: Any, spoil: str, inputs: Any) -> Path:
+    """A post-mortem of one refusal: of a loss made outside of the model, or of an update."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e38 if spoil == "update" else 0.1)
+    guard = Guard(model, optimizer, max_refused=1, postmortem=folder, max_grad_norm=1e6)
+    with guard.micro_batch() as micro:
+        out = model(inputs)
+        micro.loss = out.square().sum() * (float("nan") if spoil == "loss" else 1.0)
+        micro.loss.backward()
+    with pytest.raises(TooManyRefusalsError):
+        guard.step()
+    guard.close()
+    return next(folder.glob("step-*"))
+
+
+def test_a_compiled_models_is_replayed_in_it_and_in_a_plain_one(tmp_path) -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    compiled = torch.compile(plain, backend="eager")
+    folder = refused_once(tmp_path, compiled, "", torch.tensor([[1.0, float("nan")]]))
+    assert set(read_postmortem(folder).weights) == set(dict(plain.named_parameters()))
+    for model in (plain, compiled):
+        (finding,) = replay(folder, model, loss=lambda model, x: model(*x).square().sum())
+        assert finding.verdict is not None and finding.verdict.cause == "corrupt input"
+    # one that was written by an earlier version
+    found = {f"_orig_mod.{name}": w for name, w in read_postmortem(folder).weights.items()}
+    with _weights(plain, {name: w + 1 for name, w in found.items()}, folder):
+        assert torch.equal(plain[0].bias, found["_orig_mod.0.bias"] + 1)
+
+
+def test_what_no_pass_made_is_not_put_down_to_the_hardware(tmp_path) -> None:
+    for spoil, said in {
+        "loss": "without a loss: it is made outside of the model; say how with",
+        "update": "the optimizer's step made the number, not a pass; 0.weight",
+    }.items():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        folder = refused_once(tmp_path / spoil, model, spoil, torch.ones(1, 2) * 1e3)
+        (finding,) = replay(folder, model)
+        assert finding.verdict is None and said in finding.why
+        assert "hardware" not in finding.why

@@ -38,6 +38,9 @@ masked gradient: torch.where hides a bad branch in forward only: make the argume
     where as well
 masked arithmetic: -Inf as a mask was used in arithmetic: mask with torch.where or finfo.min, do
     not add or multiply -Inf
+impossible alignment: a target of the CTC loss is longer than its input's steps can spell (a
+    repeated label needs a blank between): leave such samples out, lengthen the input, or pass
+    zero_infinity=True
 exploding product: activations have grown too large: look at where they grew; lower the learning
     rate (--learning_rate) or the scale of what is added (--additive_scale), raise
     --regularization_lambda, start with --safe_mode, watch the residual stream with --trace_steps

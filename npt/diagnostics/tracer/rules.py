@@ -54,6 +54,9 @@ NORMALISATIONS = names(
 )
 CASTS = names("_to_copy to copy_")
 PRODUCTS = names("mul mul_ addcmul")
+LONG_PRODUCTS = names("pow pow_ prod cumprod cumprod_ _linalg_det linalg_matrix_exp lgamma")
+"""Overflow of moderate numbers: factors are many, or the function grows faster than a product."""
+ALIGNMENTS = names("_ctc_loss _cudnn_ctc_loss")
 
 
 class Reason(NamedTuple):
@@ -340,6 +343,12 @@ def _low_precision(origin: Origin) -> Reason | None:
     return Reason("low-precision overflow", f"{left}, which ends at {ends:g}")
 
 
+def _alignment(origin: Origin) -> Reason | None:
+    if origin.value != math.inf:
+        return None
+    return Reason("impossible alignment", f"{origin.operation} of {_given(origin)} is infinite")
+
+
 def _product(origin: Origin) -> Reason | None:
     """Recognise infinity out of finite numbers, or NaN out of huge ones."""
     numbers = {name: t for name, t in origin.inputs if t.is_floating_point() or t.is_complex()}
@@ -354,7 +363,8 @@ def _product(origin: Origin) -> Reason | None:
             statistic = f"the quantisation statistic {size}, no trained weight's is"
             return Reason("corrupt absmax", statistic)
         return Reason("corrupt weight", f"{size}, no trained weight is")
-    if largest <= HUGE and not math.isinf(origin.value):
+    # an infinity of moderate numbers has another reason, unless there are many factors
+    if largest <= HUGE and not (math.isinf(origin.value) and origin.operation in LONG_PRODUCTS):
         return None
     dtype = origin.dtype
     ends = f", which ends at {torch.finfo(dtype).max:g}" if dtype.is_floating_point else ""
@@ -378,6 +388,7 @@ _RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], .
     (AVERAGES, _average),
     (NORMALISATIONS, _normalisation),
     (PRODUCTS, _hidden_branch),
+    (ALIGNMENTS, _alignment),
     (None, _mask_arithmetic),
     (None, _low_precision),
     (None, _product),

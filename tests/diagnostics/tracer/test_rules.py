@@ -140,6 +140,14 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, str, str]] = {
         "pow",
         "of numbers up to 504 and the constant 20",
     ),
+    "CTC of too long a target": (
+        lambda x: torch.nn.functional.ctc_loss(
+            x.log_softmax(-1)[:2, None], torch.tensor([[1, 1]]), (2,), (2,)
+        ),
+        "impossible alignment",
+        "_ctc_loss",
+        "is infinite",
+    ),
     "matmul": (
         lambda x: (x * 1e25) @ (x * 1e25).t(),
         "exploding product",
