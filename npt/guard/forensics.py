@@ -251,7 +251,7 @@ def _unexplained(refusal: Refusal, outcome: Any) -> str:
     """Return why no operation is named, though a micro-batch was computed again to `outcome`."""
     finite = "computed again, all was finite"
     if refusal.kind == "update":
-        return f"{finite}: the optimizer's step made the number, not a pass; {refusal.tensor}"
+        return f"{finite}: the optimizer's step made the number, not a pass; {refusal.detail}"
     if refusal.kind in ("norm", "spike"):
         return f"{finite}, as it was: the whole window was too large"
     loss = outcome.get("loss") if isinstance(outcome, Mapping) else getattr(outcome, "loss", None)
