@@ -66,6 +66,22 @@ def test_what_is_neither_is_refused_with_the_names_of_all():
         read_yaml("tinny", CLASSES)
 
 
+@pytest.mark.slow
+def test_the_preset_of_completions_learns_them(tmp_path, capsys):
+    rows = (
+        {"prompt": f"# item {i}\n", "completion": f"answer = {{{i % 4}: 'done'}}"}
+        for i in range(300)
+    )
+    data, run = tmp_path / "pairs.jsonl", tmp_path / "run"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = ["--dataset_name", str(data), "--max_steps", "30", "--output_dir", str(run)]
+    assert main(["pretrain", "--config", "completions", *flags]) == 0
+    assert "diverged" not in capsys.readouterr().out
+    found = json.loads((run / "fidelity.json").read_text(encoding="utf-8"))
+    assert found["student"]["perplexity"] < 0.2 * found["teacher"]["perplexity"]
+    assert found["initial"]["perplexity"] > 0.8 * found["teacher"]["perplexity"]
+
+
 LARGE = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "mistral-7b", "smollm2-135m")
 """Presets of models that are not at hand: planned, and never run."""
 

@@ -139,6 +139,13 @@ class Objective(Settings):
             )
 
     @property
+    def judged_by(self) -> str:
+        """The held-out figure that is lower for a better student: `perplexity` of one that learns
+        the data's own tokens, which its teacher may not know, else the `kl` to the teacher."""
+        learns = self.logit_kl_weight > 0 and self.logit_loss == "cross_entropy"
+        return "perplexity" if learns else "kl"
+
+    @property
     def stage_shares(self) -> tuple[tuple[str, float], ...]:
         """Strategies in their order, each with its share of the steps; without stages the one
         strategy with all of them.

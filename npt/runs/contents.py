@@ -16,7 +16,10 @@ RUN_FOLDER = {
     "adapter/": (
         "the student that the run ended with; `npt.from_pretrained(folder)` loads it with its base"
     ),
-    "best/": "with `--eval_steps`: the adapter of the lowest held-out KL, and its figures",
+    "best/": (
+        "with `--eval_steps`: the adapter of the lowest held-out KL (perplexity, if it learns"
+        " completions), and its figures"
+    ),
     "fidelity.json": (
         "`teacher`, `floor`, `initial` and `student`: perplexity, its ratio to the teacher's, KL,"
         " top-1 agreement and acceptance, each with its standard error under `<key>_se`; `layers`."

@@ -1,8 +1,8 @@
 """A run that is ruined although all of its numbers are finite: said when it shows, and at the end.
 
 Three things show it, none of which is refused: a loss far above its start, multipliers at their
-bounds with next to no gradient left, and a student that is further from its teacher than the floor,
-which has no adapters.
+bounds with next to no gradient left, and a student that is worse than the floor, which has no
+adapters: further from its teacher, or of a higher perplexity if it learns the data's own tokens.
 """
 
 from __future__ import annotations
@@ -102,9 +102,12 @@ class Divergence:
         """Judge the student against its floor, beyond one standard error; errors as of
         `after_step`.
         """
-        student, floor = fidelity.student, fidelity.floor
-        said = f"the student's KL to its teacher is {student.kl:.4g}, the floor's {floor.kl:.4g}"
-        self._judge("floor", step, said if student.kl - student.kl_se > floor.kl else None)
+        figure = self._context.config.judged_by
+        student, floor = getattr(fidelity.student, figure), getattr(fidelity.floor, figure)
+        name = "KL to its teacher" if figure == "kl" else figure
+        said = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
+        least = student - getattr(fidelity.student, f"{figure}_se")
+        self._judge("floor", step, said if least > floor else None)
 
     def at_end(self, step: int, fidelity: Fidelity, modulation: Modulation | None) -> None:
         """Judge the figures of a run that has come to its end, which nothing stops any more."""

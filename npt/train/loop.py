@@ -69,7 +69,7 @@ class Loop:
         self.divergence = Divergence(context, actions.modulation)
         self.steps = self.tokens = self.micro_batches = 0
         self.position = Position()
-        self.best_kl = math.inf
+        self.best = math.inf
         self.last_evaluation: int | None = None
         self.halts: dict[int, int] = {}  # processes that stopped, and why
         self._metrics = StepMetrics(context, self.stages)
@@ -135,9 +135,10 @@ class Loop:
             self._saved = self.micro_batches
 
     def keep_if_best(self, fidelity: Fidelity) -> None:
-        """Keep the adapters if these figures of theirs are the best so far, by KL."""
-        if fidelity.aim.kl < self.best_kl:  # never if it is NaN
-            self.best_kl = fidelity.aim.kl
+        """Keep the adapters if the figure that judges them is the best so far."""
+        figure = getattr(fidelity.aim, self.context.config.judged_by)
+        if figure < self.best:  # never if it is NaN
+            self.best = figure
             self.actions.save_best(fidelity)
 
     def state(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class Loop:
             "epoch": self._epoch,
             "last_evaluation": self.last_evaluation,
             "strategy": self.stage.config.strategy,
-            "best_kl": self.best_kl if math.isfinite(self.best_kl) else None,
+            "best_kl": self.best if math.isfinite(self.best) else None,
             "position": self.position.as_dict(),
         }
 
@@ -169,7 +170,7 @@ class Loop:
         self.last_evaluation = state["last_evaluation"]
         # A new folder has no best yet, whatever the old one had.
         if state["best_kl"] is not None and self.context.folder.has_best:
-            self.best_kl = state["best_kl"]
+            self.best = state["best_kl"]
         self.position = Position.from_dict(state["position"])
         self._metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None

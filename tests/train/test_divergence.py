@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,28 @@ def test_a_healthy_run_says_nothing_of_it(here) -> None:
     result = here.run("run", max_steps=12, eval_steps=4)
     assert not causes(result.folder) and result.diverged == ()
     assert status(read_run(result.folder))[0] == "good"
+
+
+PAIRS = [
+    {"input_ids": [5, 9 + i % 7, 6, 20, 21, 22], "labels": [-100] * 3 + [20, 21, 22]}
+    for i in range(80)
+]
+
+
+def test_a_student_of_completions_is_judged_by_them(load_model, tmp_path) -> None:
+    """It moves away from its teacher, which does not know them: the KL rises beyond the floor's."""
+    here = Runs(load_model(), tmp_path, lambda: PAIRS, eval_data=PAIRS[:4])
+    learning = {
+        "strategy": "end_to_end", "hidden_weight": 0.0, "logit_kl_weight": 1.0,
+        "logit_loss": "cross_entropy", "learning_rate": 0.02, "max_steps": 30, "eval_steps": 15,
+    }  # fmt: skip
+    result = here.run("run", **learning, stop_on_divergence=True)
+    found = result.fidelity
+    assert found.student.perplexity < 0.5 * found.teacher.perplexity
+    assert found.student.kl > found.floor.kl
+    assert not causes(result.folder) and result.diverged == ()
+    best = json.loads((result.folder / "best" / "fidelity.json").read_text())
+    assert best["student"]["perplexity"] == found.student.perplexity
 
 
 def test_an_evaluation_in_the_run_finds_it_too(here) -> None:
