@@ -156,6 +156,12 @@ class RunData:
         self.eval_samples, labels, held = evaluation_of(
             from_, setup.tokenizer, setup.config.eval_samples, setup.model.config.vocab_size
         )
+        if given and not all(held):  # training samples would have been taken in their place
+            raise DataError(
+                "eval_data has no sample to evaluate on: its records are empty, too short, or have"
+                f" ids outside the vocabulary [0, {setup.model.config.vocab_size}); mend them, or"
+                " leave eval_data out"
+            )
         self.heldout = all(held)
         self.eval_labels = labels if len(set(labels)) > 1 else None
         self._not_held_out = [
