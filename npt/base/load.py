@@ -111,6 +111,7 @@ def load_base(
         raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
     source = _locate(name)
     config = read_config(name)
+    _check_size(name, source, config)
     tokenizer = load_tokenizer(name)
     places = device_map_of(device, device_map)
     packed = quantization is not None or getattr(config, "quantization_config", None) is not None
@@ -184,13 +185,15 @@ def load_teacher(
     if precision not in COMPUTE:
         raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(COMPUTE)}")
     check_attention(attn_implementation)
-    check_teacher(name, read_config(name))
+    source, config = _locate(name), read_config(name)
+    check_teacher(name, config)
+    _check_size(name, source, config)
     arguments = {
         "device_map": device_map_of(device, None),
         "dtype": COMPUTE[precision],
         "attn_implementation": implementation_of(attn_implementation),
     }
-    model = _read_weights(name, _locate(name), arguments)
+    model = _read_weights(name, source, arguments)
     enforce_policy(model)
     model.requires_grad_(False)
     model.eval()
@@ -342,6 +345,25 @@ def _check_counts(name: str, source: str) -> None:
         "configuration", name, lambda: PreTrainedConfig.get_config_dict(source, **_NO_CODE)
     )
     check_counts(name, entries)
+
+
+def _check_size(name: str, source: str, config: PreTrainedConfig) -> None:
+    """Refuse a folder whose weights are too small for its configuration: memory would be taken for
+    every tensor that is missing or of another shape before one could be named.
+    """
+    stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+    width, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    attention = 2 * width * head * (heads + key_heads)
+    layer = attention + 3 * width * config.intermediate_size
+    parameters = config.vocab_size * width + config.num_hidden_layers * layer
+    if 0 < 2 * stored < parameters:  # 4 bit are the least that a parameter takes
+        raise ModelError(
+            f"{name} has {stored:,} bytes of weights, and its configuration calls for"
+            f" {parameters:,} parameters; the two do not belong together, or files are missing or"
+            " damaged"
+        )
 
 
 def _unconverted(name: str) -> Path | None:

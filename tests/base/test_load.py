@@ -110,6 +110,17 @@ def test_layers_without_end_are_refused_before_they_are_made(copy, entries):
             load(str(copy))
 
 
+@pytest.mark.parametrize(
+    "entry", ["hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_key_value_heads"]
+)
+def test_weights_too_small_for_the_configuration_take_no_memory(copy, monkeypatch, entry):
+    in_config(**{entry: 1_000_000_000})(copy)
+    monkeypatch.setattr("npt.base.load._read_weights", lambda *_: pytest.fail("memory was taken"))
+    for load in (npt.load_base, npt.load_teacher):
+        with pytest.raises(ModelError, match=r"has [\d,]+ bytes of weights, and .* parameters"):
+            load(str(copy))
+
+
 def test_the_configuration_is_read_without_weights(copy):
     (copy / "model.safetensors").unlink()
     assert read_config(str(copy)).num_hidden_layers == 4
@@ -199,7 +210,7 @@ class TestRefused:
                 r"cannot load the weights of .*model\.safetensors",
             ),
             (
-                lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100),
+                lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100_000),
                 r"cannot load the weights of",
             ),
             (truncate, r"cannot load the weights of"),
