@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.step.gradient_window import GradientWindow
+from npt.step.holdings import Reached
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Memory:
 
     gradients: of the window and of one micro-batch, always: a plain loop that sets gradients to
     None holds none while activations are largest, and one of the two in its step. undo: copies of
-    parameters and moments, during a step. shared: the gradients in fp32 that several processes sum,
-    before the step.
+    parameters and of all tensors of the optimizer, during a step. shared: the gradients in fp32
+    that several processes sum, before the step.
     """
 
     gradients: int
@@ -42,9 +43,12 @@ def memory_of(window: GradientWindow[Any]) -> Memory:
     gradients, update = window.gradients, window.update
     undo = shared = 0
     if update.undo:
-        undo = _bytes(tensor for _, tensor in update.tensors())
+        reached = Reached([update.optimizer], update.parameters)
+        undo = _bytes(reached.tensors.values())
         if not update.optimizer.state:
-            undo += _coming(update.optimizer, frozenset(update.parameters))
+            holdings = update.holdings()
+            undo += _coming(update.optimizer, reached, frozenset(update.parameters))
+            holdings.restore()  # what it keeps outside of its state was stepped too
     if window.processes.size > 1:
         for flat in gradients.sums:
             as_it_is = flat.dtype == torch.float32 and flat.device == update.home
@@ -52,23 +56,30 @@ def memory_of(window: GradientWindow[Any]) -> Memory:
     return Memory(_bytes([*gradients.scratch, *gradients.sums]), undo, shared)
 
 
-def _coming(optimizer: torch.optim.Optimizer, parameters: frozenset[nn.Parameter]) -> int:
-    """Return the bytes of the moments that an optimizer's first step will make."""
-    total = 0
+def _coming(
+    optimizer: torch.optim.Optimizer, reached: Reached, parameters: frozenset[nn.Parameter]
+) -> int:
+    """Return the bytes of the tensors that an optimizer's first step will make."""
+    total, held = 0, dict(reached.tensors)  # with what it makes for all parameters together
     for group in optimizer.param_groups:
         known: dict[Any, int] = {}
         for parameter in parameters.intersection(group["params"]):
             kind = parameter.shape, parameter.dtype, parameter.device
             if kind not in known:
-                known[kind] = _moments_of(optimizer, group, parameter)
+                known[kind] = _moments_of(optimizer, group, parameter, held)
             total += known[kind]
-    return total
+    return total + _bytes(held.values()) - _bytes(reached.tensors.values())
 
 
 def _moments_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: nn.Parameter,
+    held: dict[int, Tensor],
 ) -> int:
-    """Return the bytes that an optimizer keeps for a parameter, by a step over zeros like it."""
+    """Return the bytes that an optimizer keeps for a parameter, by a step over zeros like it; to
+    `held` it adds the tensors that the step made for all.
+    """
     zeros = nn.Parameter(torch.zeros_like(parameter))
     zeros.grad = torch.zeros_like(zeros)
     # another optimizer of its class and settings; a copy would share a `step` that was replaced
@@ -79,7 +90,11 @@ def _moments_of(
     other._optimizer_step_pre_hooks = OrderedDict()
     other._optimizer_step_post_hooks = OrderedDict()
     other.step()
-    return _bytes(value for value in other.state[zeros].values() if isinstance(value, Tensor))
+    moments = other.state.pop(zeros, {})
+    other.param_groups = []
+    held |= Reached([other]).tensors
+    found = Reached([moments]).tensors
+    return _bytes(found[key] for key in found.keys() - held.keys())
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

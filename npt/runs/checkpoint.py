@@ -96,14 +96,13 @@ class State:
         """Restore adapters, moments, spike guard and step count of an empty window over the same
         parameters.
         """
-        copies: Snapshot = {}
         update = window.update
-        for name, parameter in zip(update.names, update.parameters, strict=True):
-            value, moments = self.snapshot[name]
-            now = update.optimizer.state[parameter]
-            moved = {key: m.to(now[key].device, copy=True) for key, m in moments.items()}
-            copies[name] = value, moved
-        update.restore(copies)
+        with torch.no_grad():
+            for name, parameter in zip(update.names, update.parameters, strict=True):
+                value, moments = self.snapshot[name]
+                parameter.copy_(value)
+                for key, moment in moments.items():
+                    update.optimizer.state[parameter][key].copy_(moment)
         window.resume_at(self.step)
         if window.spikes is not None and self.spikes is not None:
             window.spikes.recall(*self.spikes)

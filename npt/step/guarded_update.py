@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
+from npt.step.holdings import Holdings
 from npt.step.window_result import Snapshot, first_bad
 
 EXACT = 2**24
@@ -28,16 +28,16 @@ EXACT = 2**24
 class Update:
     """The outcome of a guarded update.
 
-    applied: scalar bool on the device. snapshot: the state before, None if it is the state now.
-    groups: settings of the optimizer's parameter groups before.
+    applied: scalar bool on the device. holdings, snapshot: the state before, None if it is the
+    state now.
     names, finite: of parameters and moments, and their flags. fingerprints: [processes] of the
     state that the step left on each process, 0 if it is not finite. before: of a step that was
     taken back, if flags are read at once, the largest number of each tensor of the state.
     """
 
     applied: Tensor
+    holdings: Holdings | None = None
     snapshot: Snapshot | None = None
-    groups: Sequence[dict[str, Any]] = ()
     names: Sequence[str] = ()
     finite: Tensor | None = None
     fingerprints: Tensor | None = None
@@ -103,7 +103,8 @@ class GuardedUpdate:
         if not self.undo:
             self._step(go, rate)
             return Update(go)
-        update = Update(go, self.snapshot(), self.groups())
+        holdings = self.holdings()
+        update = Update(go, holdings, self.snapshot(holdings))
         with self.undone_on_error(update):
             self._step(go, rate)
             good = self._verify(update, processes)
@@ -128,13 +129,10 @@ class GuardedUpdate:
             raise
 
     def take_back(self, update: Update) -> None:
-        """Put back the state before an update, and the settings of the optimizer's groups."""
-        if update.snapshot is None:
-            return
-        self.restore(update.snapshot)
-        update.snapshot = None
-        for group, settings in zip(self.optimizer.param_groups, update.groups, strict=True):
-            group.update(settings)  # some optimizers count there
+        """Put back the parameters, and all that the optimizer held, from before an update."""
+        if update.holdings is not None:
+            update.holdings.restore()
+        update.holdings = update.snapshot = None
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the settings of the optimizer's parameter groups, without the parameters."""
@@ -143,29 +141,20 @@ class GuardedUpdate:
             for group in self.optimizer.param_groups
         ]
 
-    def snapshot(self) -> Snapshot:
+    def holdings(self) -> Holdings:
+        """Return copies of the parameters, and of all that the optimizer holds."""
+        return Holdings([self.optimizer], self.parameters)
+
+    def snapshot(self, holdings: Holdings | None = None) -> Snapshot:
         """Return copies of parameters and optimizer state, on their devices."""
+        copies = self.holdings() if holdings is None else holdings
         return {
             name: (
-                p.detach().clone(),
-                {
-                    key: value.clone() if isinstance(value, Tensor) else deepcopy(value)
-                    for key, value in self.optimizer.state.get(p, {}).items()
-                },
+                copies.of(p),
+                {key: copies.of(value) for key, value in self.optimizer.state.get(p, {}).items()},
             )
             for name, p in zip(self.names, self.parameters, strict=True)
         }
-
-    @torch.no_grad()
-    def restore(self, snapshot: Snapshot) -> None:
-        """Put a snapshot back. The optimizer then owns its tensors: clone one to use it again."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            value, state = snapshot[name]
-            parameter.copy_(value)
-            if state:
-                self.optimizer.state[parameter] = state
-            else:
-                self.optimizer.state.pop(parameter, None)
 
     def _step(self, go: Tensor, rate: Tensor | None) -> None:
         if rate is not None:

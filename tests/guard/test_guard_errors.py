@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from guarded_loops import MAX_NORM, Micro, World, assert_same_state, plain_run
@@ -11,19 +13,21 @@ from npt.guard import Guard
 
 
 class FailingOnce(torch.optim.AdamW):
-    """Fails in the middle of its first step or its second, with one weight moved already."""
+    """Fails in the middle of a step, with one weight moved already.
 
-    fails_in = 0
-    error: type[BaseException] = RuntimeError
+    errors: of its steps, None for a step that is made; an iterator is not taken back.
+    """
+
+    errors: Iterator[type[BaseException] | None] = iter(())
 
     def step(self, closure=None):
-        self.fails_in -= 1
-        if self.fails_in == 0:
+        error = next(self.errors, None)
+        if error is not None:
             first = self.param_groups[0]
             first["params"][0].data.add_(1.0)
             first["lr"] *= 2
             self.state[first["params"][1]]["step"] = torch.ones(())
-            raise self.error("planted")
+            raise error("planted")
         return super().step(closure)
 
 
@@ -33,7 +37,7 @@ class FailingOnce(torch.optim.AdamW):
 def test_an_error_in_the_step_takes_back_its_window(error, fails_in, scaled) -> None:
     windows = [[Micro(1), Micro(2)], [Micro(3)], [Micro(4), Micro(5)]]
     guarded, plain = (World(lambda p: FailingOnce(p, lr=0.01)) for _ in range(2))
-    guarded.optimizer.fails_in, guarded.optimizer.error = fails_in, error
+    guarded.optimizer.errors = iter([*[None] * (fails_in - 1), error])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     torch.set_rng_state(guarded.random)
     guard = Guard(

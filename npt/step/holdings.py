@@ -1,0 +1,144 @@
+"""All that an optimizer holds, copied and put back in place.
+
+Optimizers keep what they count in their groups, in their state by parameter and by other names, in
+attributes, in lists, in schedules and optimizers of their own; some draw random numbers. So
+everything that can be reached is copied. It is put back into the same tensors and containers, for
+whoever else holds them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npt.random_state import random_state, set_random_state
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device),
+    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
+)
+
+
+class Holdings:
+    """A copy of the tensors, numbers and containers that objects hold, and of the state of the
+    random numbers that they draw, to be put back.
+
+    Followed are containers, torch's optimizers and schedulers, objects of the package that a class
+    of the owners is from, and whatever an optimizer keeps in its state. Models are not followed,
+    and parameters that require no gradient are not copied: no step changes them.
+
+    Args:
+        owners: objects or dictionaries that are followed first, such as an optimizer.
+        tensors: to be copied as well, such as its parameters.
+    """
+
+    def __init__(self, owners: Iterable[Any], tensors: Iterable[Tensor] = ()):
+        reached = self._reached = Reached(owners, tensors)
+        self._copies = {key: t.detach().clone() for key, t in reached.tensors.items()}
+        self._drawn = [generator.get_state() for generator in reached.generators]
+        numpy = sys.modules.get("numpy")  # not loaded: nobody draws from it
+        self._random = random_state(), random.getstate(), numpy and numpy.random.get_state()
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of a tensor that was copied, and any other value as it is."""
+        return self._copies.get(id(value), value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, into the same tensors and containers."""
+        for container, items in self._reached.containers:
+            if isinstance(container, dict):
+                for key in [key for key in container if key not in items]:
+                    del container[key]
+                container.update(items)
+            elif isinstance(container, list):
+                container[:] = items
+            else:
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(items)
+        for key, tensor in self._reached.tensors.items():
+            copy = self._copies[key]
+            if tensor.shape == copy.shape and tensor.dtype == copy.dtype:
+                tensor.copy_(copy)
+            else:
+                tensor.data = copy
+        for generator, state in zip(self._reached.generators, self._drawn, strict=True):
+            generator.set_state(state)
+        of_torch, of_python, of_numpy = self._random
+        set_random_state(of_torch)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+
+
+class Reached:
+    """The tensors and containers that the owners of `Holdings` hold.
+
+    Attributes:
+        tensors: by their identity.
+        containers: with a shallow copy of each.
+        generators: of random numbers.
+    """
+
+    def __init__(self, owners: Iterable[Any], tensors: Iterable[Tensor] = ()):
+        self.tensors = {id(tensor): tensor for tensor in tensors}
+        self.containers: list[tuple[Any, Any]] = []
+        self.generators: list[torch.Generator] = []
+        owners = list(owners)
+        packages = {_package(kind) for owner in owners for kind in type(owner).__mro__}
+        self._packages = packages - {"torch", "builtins", "abc", "typing"}
+        self._follow(owners)
+
+    def _follow(self, owners: list[Any]) -> None:
+        seen: set[int] = set()
+        # what is to be followed, and whether it is part of a state, of which every object is
+        waiting: list[tuple[Any, bool]] = [
+            (owner if isinstance(owner, dict) else vars(owner), False) for owner in owners
+        ]
+        while waiting:
+            holder, in_state = waiting.pop()
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            if not isinstance(holder, tuple):
+                self.containers.append((holder, holder.copy()))
+            values, state = holder, None
+            if isinstance(holder, dict):
+                values, state = holder.values(), holder.get("state")
+            for value in values:
+                inside = in_state or value is state
+                if isinstance(value, Tensor):
+                    if id(value) not in self.tensors and _can_change(value):
+                        self.tensors[id(value)] = value
+                elif isinstance(value, _PLAIN):
+                    pass
+                elif isinstance(value, dict | list | tuple | set | deque):
+                    waiting.append((value, inside))
+                elif isinstance(value, torch.Generator):
+                    self.generators.append(value)
+                elif self._followed(value, inside):
+                    waiting.append((vars(value), inside))
+
+    def _followed(self, value: Any, in_state: bool) -> bool:
+        if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return False
+        known = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+        return in_state or isinstance(value, known) or _package(type(value)) in self._packages
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _can_change(tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        return False
+    strided = tensor.layout == torch.strided
+    return not (strided and torch._debug_has_internal_overlap(tensor) == 1)  # expanded
