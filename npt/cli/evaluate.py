@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import (
@@ -30,6 +34,7 @@ def evaluate(given: dict[str, Any]) -> int:
     given, base = with_base(given)
     data = build(DataConfig, given)
     import npt
+    from npt.data.chat import fix_date
     from npt.data.source import check_source, open_source, own_heldout
     from npt.evaluation.behaviour.documents import heldout_documents
     from npt.evaluation.behaviour.measure import CONTEXT_LENGTH, measure_behaviour
@@ -59,9 +64,11 @@ def evaluate(given: dict[str, Any]) -> int:
             f"--context_length is {given['context_length']}, and nothing reads so far without"
             " --behaviour; add it or drop this"
         )
-    own = own_heldout(data)
+    own, begun = own_heldout(data), _date_of_run(given["adapter"].folder)
 
     def samples_of(model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
+        if begun is not None:
+            fix_date(tokenizer, begun)
         records = own if own is not None else open_source(data)
         return evaluation_samples(
             records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own
@@ -112,6 +119,16 @@ def evaluate(given: dict[str, Any]) -> int:
         if scores is not None:
             print_scores(scores, console)
     return 0
+
+
+def _date_of_run(adapter: Path) -> str | None:
+    """Return the date that a chat template wrote in the run whose folder the adapter is in: in an
+    evaluation on another day it is to see the same tokens. None if there is no such record."""
+    for place in (adapter, *adapter.resolve().parents[:3]):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            date = json.loads((place / "run.json").read_text(encoding="utf-8"))["date"]
+            return datetime.fromisoformat(date).isoformat()
+    return None
 
 
 def _reference(

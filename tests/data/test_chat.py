@@ -4,12 +4,15 @@ held-out documents on every day.
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 import npt
+from npt.base.load import load_tokenizer
+from npt.cli.main import main
 from npt.data import chat
 from npt.data.samples import Samples, cut
 from npt.evaluation.generate import prompt_ids
@@ -116,6 +119,34 @@ def test_a_resumed_run_writes_the_date_of_its_start(clock, tmp_path) -> None:
     resumed = run(later := dated(), max_steps=4, resume="auto")
     assert chat.date_of(later) == "2026-03-01T12:00:00" == resumed.record["date"]
     assert "Today is 01 Mar 2026." in later.decode(list(resumed.data.eval_samples[0].input_ids))
+
+
+def test_an_evaluation_writes_the_date_of_the_run(clock, tmp_path, monkeypatch, capsys) -> None:
+    model, tokenizer = npt.load_base("tiny", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    npt.attach(model, npt.NPTConfig(rank=2, layers="3"))
+    config = npt.TrainConfig(
+        output_dir=str(tmp_path / "run"), smoke_test=False, max_steps=1, eval_samples=2
+    )
+    given = {"data_config": CONFIG, "console": None, "report": False}
+    npt.Trainer(model, tokenizer, talks(40), config, **given).train()
+    data = tmp_path / "talks.jsonl"
+    data.write_text("".join(json.dumps(talk) + "\n" for talk in talks(40)), encoding="utf-8")
+
+    def loaded(name: str) -> Any:
+        fresh = load_tokenizer(name)
+        fresh.chat_template = TEMPLATE
+        return fresh
+
+    monkeypatch.setattr("npt.base.load.load_tokenizer", loaded)
+    asked = ["--dataset_name", str(data), "--max_length", "96", "--eval_samples", "2", "--json"]
+    found = []
+    capsys.readouterr()
+    for day in (0, 400):
+        clock.day = day
+        assert main(["evaluate", "--adapter", str(tmp_path / "run"), *asked]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
 
 
 def test_a_collection_goes_on_with_the_date_of_its_start(clock, tmp_path) -> None:
