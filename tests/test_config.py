@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -666,3 +667,26 @@ def test_trackers_are_named_by_commas_or_a_list_and_none_is_said_last() -> None:
     assert TrainConfig(
         report_to="none", use_wandb=True, sample_steps=5, wandb_group="study"
     ).report_to == ("none",)
+
+
+@pytest.mark.parametrize("config", ALL)
+def test_numbers_that_nothing_can_hold_are_refused_by_flag(config) -> None:
+    """A counter, a tensor's size or a number in fp32; found by torch or Python, it is a
+    traceback."""
+    refused = 0
+    for field in dataclasses.fields(config):
+        kinds = str(field.type)
+        for kind, huge in (("int", 10**20), ("int", 2**31), ("float", 1e308)):
+            if kind in kinds and "tuple" not in kinds:
+                message = re.escape(f"--{flag_of(field)} is {huge}; it ")
+                with pytest.raises(ConfigError, match=message):
+                    config(**{field.name: huge})
+                refused += 1
+    assert refused or config is BaseConfig
+
+
+def test_a_run_is_not_longer_than_its_rates_can_be_kept() -> None:
+    for name in ("max_steps", "warmup_steps"):
+        assert getattr(TrainConfig(**{name: 10_000_000}), name) == 10_000_000
+        with pytest.raises(ConfigError, match=f"--{name} is 10000001; .* at most 10000000"):
+            TrainConfig(**{name: 10_000_001})

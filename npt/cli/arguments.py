@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.config import BaseConfig, DataConfig
+from npt.config import INT_MAX, BaseConfig, DataConfig
 from npt.console import put
 from npt.files import to_json
 from npt.flags import add_settings, build
@@ -30,6 +30,8 @@ def natural(text: str, least: int = 0) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+    if value > INT_MAX:
+        raise argparse.ArgumentTypeError(f"{value} is more than {INT_MAX}")
     return value
 
 

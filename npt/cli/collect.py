@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
-from npt.config import SEED_MAX, DataConfig
+from npt.config import DataConfig
 from npt.console import make_console
-from npt.errors import ConfigError, DataError
+from npt.errors import DataError
 from npt.flags import build
 
 
@@ -19,8 +19,6 @@ def collect(given: dict[str, Any]) -> int:
     """
     given, base = with_base(given)
     data = build(DataConfig, given)
-    if given["seed"] > SEED_MAX:
-        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     from npt.adapters.fit import check_length
     from npt.base.load import read_config
     from npt.data.source import OWN_HELDOUT, check_source, open_source

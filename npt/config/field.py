@@ -28,6 +28,10 @@ GROUPS = {
 """Groups of flags, by the name that a setting has for its group."""
 
 
+INT_MAX, FLOAT_MAX = 2**31 - 1, 3e38
+"""The largest settings: products of a few such counts fit 64 bits, and such numbers fp32."""
+
+
 class Bound(NamedTuple):
     """A condition on a number: a test, and the words of a refusal."""
 
@@ -35,10 +39,11 @@ class Bound(NamedTuple):
     words: str
 
 
-def at_least(low: float) -> Bound:
-    """Return the bound of a finite number from `low` on."""
+def at_least(low: float, most: float = math.inf) -> Bound:
+    """Return the bound of a finite number from `low` on, to `most`."""
     words = f"it must be a finite number of at least {low}"
-    return Bound(lambda value: low <= value < math.inf, words)
+    words += f", at most {most}" if most < math.inf else ""
+    return Bound(lambda value: low <= value <= most and value < math.inf, words)
 
 
 POSITIVE = Bound(lambda value: 0 < value < math.inf, "it must be a positive number")
@@ -100,7 +105,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        checks = (_check_type, _check_choices, _check_bound, _check_need)
+        checks = (_check_type, _check_choices, _check_bound, _check_size, _check_need)
         for f in fields(cls):
             if f.metadata["read"] is not None:
                 object.__setattr__(self, f.name, f.metadata["read"](getattr(self, f.name)))
@@ -141,6 +146,12 @@ def _check_bound(config: Settings, f: Field[Any], value: Any) -> None:
     bound = f.metadata["bound"]
     if bound is not None and value is not None and not bound.holds(value):
         raise ConfigError(f"--{flag_of(f)} is {value}; {bound.words}")
+
+
+def _check_size(config: Settings, f: Field[Any], value: Any) -> None:
+    most = INT_MAX if isinstance(value, int) else FLOAT_MAX
+    if isinstance(value, int | float) and abs(value) > most:
+        raise ConfigError(f"--{flag_of(f)} is {value}; it must be at most {most}")
 
 
 def _check_need(config: Settings, f: Field[Any], value: Any) -> None:

@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, SHARE, Need, Settings, at_least, setting
+from npt.config.field import INT_MAX, POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
 from npt.config.objective import Objective
 from npt.config.texts import distinct_words, joined_or_number, parse_bytes, parse_steps
 from npt.errors import ConfigError
 
 CALIBRATION_INPUTS = ("teacher", "propagated")
 SCHEDULES = ("cosine", "linear", "constant")
-SEED_MAX = 2**31 - 1
+SEED_MAX = INT_MAX
+MAX_STEPS = 10_000_000
+"""The rates of all steps of a run are kept."""
+_LONGEST_WAIT = 1e9  # seconds, which the clocks of all libraries hold
 TRACKERS = (
     "wandb",
     "tensorboard",
@@ -88,17 +91,12 @@ class Optimiser(Settings):
         "optimizer steps of the run, whatever num_epochs is: the data begin again as often as that"
         " takes",
         often=True,
-        bound=at_least(1),
+        bound=at_least(1, MAX_STEPS),
     )
-    warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0))
+    warmup_steps: int = _optimiser(0, "steps of linear warm-up", bound=at_least(0, MAX_STEPS))
     scheduler_type: str = _optimiser("cosine", "learning rate after warm-up", choices=SCHEDULES)
     max_grad_norm: float = _optimiser(0.5, "clip the global gradient norm to this", bound=POSITIVE)
     seed: int = _optimiser(0, "seed of initialisation and data order", bound=at_least(0))
-
-    def check(self) -> None:
-        """Refuse a seed that not every generator takes."""
-        if self.seed > SEED_MAX:
-            raise ConfigError(f"--seed is {self.seed}; it must be at most {SEED_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,10 @@ class Memory(Settings):
     rank_timeout: float = _memory(
         600.0,
         "seconds that one of several processes waits for the others before it gives up",
-        bound=POSITIVE,
+        bound=Bound(
+            lambda value: 0 < value <= _LONGEST_WAIT,
+            f"it must be a positive number, at most {_LONGEST_WAIT:g}",
+        ),
     )
 
     def check(self) -> None:

@@ -35,6 +35,10 @@ _CONTEXT = 8
 """Tokens decoded again before those that follow them, at least: special ones are no text."""
 
 
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by far less are not finite in fp32."""
+
+
 @dataclass(frozen=True)
 class Decoding:
     """The choice of tokens.
@@ -51,10 +55,11 @@ class Decoding:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        drawn = LEAST_TEMPERATURE <= self.temperature < math.inf
+        if self.temperature != 0 and not drawn:
             raise ConfigError(
                 f"--temperature is {self.temperature}; it must be 0 (the most likely token) or a"
-                " positive number"
+                f" finite number of at least {LEAST_TEMPERATURE:g}"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top_p is {self.top_p}; it is a share above 0, at most 1")

@@ -19,6 +19,7 @@ from npt.adapters.attach import at_random_start
 from npt.adapters.converted import attached_config, npt_layers
 from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
+from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
 from npt.data.loader import Loaded, Loader, Other, Position
 from npt.data.report import listed_columns, lost, no_sample
@@ -124,11 +125,17 @@ class RunData:
 
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that begins after so many samples, if it is known."""
-        if self._setup.config.max_steps is not None:
-            return self._setup.config.max_steps
-        micro_batches = self.loader.count(begun=begun)
+        config, most = self._setup.config, MAX_STEPS * self._setup.window_size
+        if config.max_steps is not None:
+            return config.max_steps
+        micro_batches = self.loader.count(most, begun)
         if micro_batches is None:
             return None
+        if micro_batches == most:
+            raise ConfigError(
+                f"--num_epochs is {config.num_epochs}, which makes {MAX_STEPS} steps and more;"
+                " lower it"
+            )
         made, tried = self.counted_from["steps"], self.counted_from["micro_batches"]
         return made + math.ceil(max(0, micro_batches - tried) / self._setup.window_size)
 

@@ -224,10 +224,6 @@ BAD = {
     "drafts without assistance": (["--draft_tokens", "3"], ["--draft_tokens", "--assisted"]),
     "a temperature below 0": (["--temperature", "-1"], ["temperature", "-1.0"]),
     "a share without drawing": (["--top_p", "0.5"], ["top_p", "temperature"]),
-    "a seed beyond 31 bits": (
-        ["--temperature", "1", "--seed", "99999999999"],
-        ["seed", "99999999999"],
-    ),
     "no such adapter": (["--adapter", "/no/such/folder"], ["/no/such/folder"]),
     "more tokens than positions": (
         ["--use_quantization", "--max_new_tokens", "2000"],

@@ -509,6 +509,11 @@ def test_epochs_and_max_steps_end_the_run(build, monkeypatch, config, steps, win
     assert seen == windows
 
 
+def test_epochs_of_more_steps_than_a_run_may_have_are_refused(build) -> None:
+    with pytest.raises(ConfigError, match="--num_epochs is 2000000000, which makes 10000000 steps"):
+        build(texts(10), num_epochs=2_000_000_000, batch_size=5)
+
+
 def test_epochs_see_the_same_samples_in_another_order(build) -> None:
     trainer = build(num_epochs=2)
     ids = [

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import TARGETS, product_of
 from npt.adapters.converted import attached_config, decoder_layers, npt_layers
-from npt.adapters.files.adapter_files import from_pretrained
+from npt.adapters.files.adapter_files import find_adapter, from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
 from npt.base.linear import dense_weight, quantized_linears
@@ -110,11 +110,10 @@ def export(
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"--output {folder} exists and is not empty; choose another folder")
+    stored = find_adapter(adapter, revision)
     try:
         with new_folder(folder) as temporary:
-            model, tokenizer = from_pretrained(
-                adapter, base_name=base_name, device=device, revision=revision
-            )
+            model, tokenizer = from_pretrained(stored, base_name=base_name, device=device)
             files, size, precision, rounded = write_export(model, tokenizer, temporary, precision)
             ids = _ids(model, tokenizer)
             with torch.no_grad():

@@ -480,7 +480,7 @@ class TestCommand:
         return said
 
     def test_there_is_no_such_adapter(self, tmp_path, capsys):
-        assert "holds no adapter_config.json" in self.refused(
+        assert "there is no folder" in self.refused(
             capsys, tmp_path / "out", "--adapter", tmp_path / "none", status=5
         )
 
