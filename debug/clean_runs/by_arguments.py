@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from clean_runs.parts import Stream, causal, llama
 from clean_runs.watched import Example
@@ -102,6 +103,36 @@ def last_layer_alone() -> Any:
     return model
 
 
+class Halving(TrainerCallback):
+    """Halves gradients before each step, by replacing them in one of the ways that people write,
+    and lowers the norm that they are clipped to."""
+
+    def __init__(self, how: str):
+        self.how = how
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the norm of the step."""
+        args.max_grad_norm = 0.5 / (1 + state.global_step)
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any, **_: Any
+    ) -> None:
+        """Replace what the parameters hold; the head's is dropped."""
+        for name, parameter in model.named_parameters():
+            if name == "lm_head.weight":
+                parameter.grad = None
+            elif self.how == "data":
+                parameter.grad.data = parameter.grad.data * 0.5
+            else:
+                parameter.grad = parameter.grad * 0.5
+
+
+def halved(folder: Path, how: str) -> Any:
+    """Return a Trainer with a callback that halves gradients."""
+    given = {"gradient_accumulation_steps": 2}
+    return causal(folder, arguments=given, callbacks=[Halving(how)])
+
+
 def with_extras() -> list[Example]:
     """Return examples whose Trainer is given more than arguments, or is used otherwise."""
     watched = {**EVALUATED, **SAVED, **BEST}
@@ -122,6 +153,10 @@ def with_extras() -> list[Example]:
                 arguments={**watched, "learning_rate": 1.0, "max_steps": 9},
                 callbacks=[EarlyStoppingCallback(1)],
             ),
+        ),
+        *(
+            Example(f"gradients-replaced-by-{how}", group, partial(halved, how=how))
+            for how in ("data", "assignment")
         ),
         Example("model-init", group, partial(causal, model_init=lambda: llama())),
         Example("bf16-weights", group, lambda f: causal(f, model=llama().to(torch.bfloat16))),

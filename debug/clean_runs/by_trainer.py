@@ -1,6 +1,7 @@
 """Examples by model and Trainer: transformers' models of several kinds, PEFT, and TRL's Trainers.
 
-TRL's GRPO and RLOO are refused by a guard, and its distillation needs a server that generates.
+TRL's Trainers that generate for several steps at once (GRPO, RLOO, distillation, GOLD) are refused
+by a guard; those that need a server of models cannot run here.
 """
 
 from __future__ import annotations
@@ -138,6 +139,15 @@ def resnet(folder: Path) -> Any:
     return seen(folder, seeded(hf.ResNetForImageClassification, config), 32)
 
 
+def channels_last(folder: Path) -> Any:
+    """Train a ResNet whose weights, and so gradients, lie in another order than their indices."""
+    config = hf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1])
+    model: Any = seeded(hf.ResNetForImageClassification, config)
+    trainer = seen(folder, model.to(memory_format=torch.channels_last), 32)
+    trainer.args.max_grad_norm = 0.01
+    return trainer
+
+
 def speech(folder: Path) -> Any:
     """Train a Wav2Vec2 with a CTC loss."""
     config = hf.Wav2Vec2Config(
@@ -256,6 +266,7 @@ def transformers_own() -> list[Example]:
         "t5-seq2seq": translator,
         "vit": vit,
         "resnet": resnet,
+        "resnet-channels-last": channels_last,
         "wav2vec2-ctc": speech,
         "mixtral": experts,
         "own-module": of_ones_own,
@@ -340,6 +351,11 @@ def whole_pairs() -> list[Row]:
     return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs()]
 
 
+def triples() -> list[Row]:
+    """Return pairs with a third completion to learn from."""
+    return [{**row, "reference": sentence(2)} for row in pairs()]
+
+
 def judge() -> nn.Module:
     """Return a model that gives a text one score."""
     return seeded(hf.LlamaForSequenceClassification, hf.LlamaConfig(**sizes(num_labels=1)))
@@ -355,6 +371,7 @@ def trls() -> list[Example]:
     }
     by_lora = {"arguments": {"learning_rate": 0.1}}
     cpo, orpo = "trl.experimental.cpo", "trl.experimental.orpo"
+    generating = {"max_new_tokens": 4, "lmbda": 0.5}
     given: dict[str, tuple[str, str, Callable[[], list[Row]], dict[str, Any]]] = {
         "sft": ("trl", "SFT", texts, {"arguments": accurate}),
         "sft-chats": ("trl", "SFT", chats, {}),
@@ -370,9 +387,17 @@ def trls() -> list[Example]:
         ),
         "dpo-lora": ("trl", "DPO", pairs, {"peft_config": lora_config, **by_lora}),
         "reward": ("trl", "Reward", whole_pairs, {"model": judge}),
+        "dpo-synchronised": (
+            "trl",
+            "DPO",
+            pairs,
+            {"arguments": {"sync_ref_model": True, "ref_model_sync_steps": 1}, "reference": llama},
+        ),
         "kto": ("trl", "KTO", answers, {"reference": llama}),
         "cpo": (cpo, "CPO", pairs, {}),
         "orpo": (orpo, "ORPO", pairs, {}),
+        "tpo": ("trl.experimental.tpo", "TPO", triples, {}),
+        "gkd": ("trl.experimental.gkd", "GKD", chats, {"teacher": llama, "arguments": generating}),
     }
     return [
         Example(name, "trainers", partial(built, module=module, name=kind, rows=rows, **rest))
@@ -384,13 +409,12 @@ def built(
     folder: Path,
     peft_config: Callable[[], Any] | None = None,
     reference: Callable[[], Any] | None = None,
+    teacher: Callable[[], Any] | None = None,
     **given: Any,
 ) -> Any:
     """Return a Trainer of TRL, with what is made anew for each run."""
-    if peft_config is not None:
-        given["peft_config"] = peft_config()
-    if reference is not None:
-        given["ref_model"] = reference()
+    made = {"peft_config": peft_config, "ref_model": reference, "teacher_model": teacher}
+    given |= {name: make() for name, make in made.items() if make is not None}
     return trl_trainer(folder, **given)
 
 

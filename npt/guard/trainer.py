@@ -141,6 +141,7 @@ class TrainerMixin(Trainer):
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
         guard = self._guard_of(model)
         if not self._inputs:
+            guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks set it
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
             self._counted = self._metrics_so_far()
         self._inputs.append(inputs)
@@ -266,6 +267,7 @@ class TrainerMixin(Trainer):
         def step(closure: Any = None) -> None:
             optimizer._opt_called = True  # asked by schedulers
             assert self.guard is not None
+            held = [(p, p.grad) for p in self.guard.window.gradients.parameters]
             try:
                 outcome = self.guard.step()
             except TooManyRefusalsError:
@@ -274,7 +276,8 @@ class TrainerMixin(Trainer):
                 self.on_refused(self.guard.outcome)
                 raise
             if outcome.applied:
-                self.guard.window.gradients.show()  # for `on_optimizer_step`
+                for parameter, gradient in held:  # for `on_optimizer_step`
+                    parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
             if outcome.refused:
                 self._uncount(outcome)

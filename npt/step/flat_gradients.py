@@ -32,6 +32,9 @@ class FlatGradients:
         self.scratch_views: list[Tensor] = []
         self.sums: list[Tensor] = []
         self.sum_views: list[Tensor] = []
+        # the same views, never handed out: `p.grad.data = ...` moves those that are
+        self._scratch_homes: list[Tensor] = []
+        self._sum_homes: list[Tensor] = []
         self.reached: set[int] | None = set() if track else None
         """Places of the parameters that the micro-batch's backward reached; None: not tracked."""
         self._stale = False
@@ -43,10 +46,14 @@ class FlatGradients:
     def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Hold the gradients of further parameters too, from the next micro-batch on."""
         new = tuple(parameters.values())
-        for flats, views in ((self.scratch, self.scratch_views), (self.sums, self.sum_views)):
-            more, more_views = _flat_like(new)
+        for flats, views, homes in (
+            (self.scratch, self.scratch_views, self._scratch_homes),
+            (self.sums, self.sum_views, self._sum_homes),
+        ):
+            more, more_homes = _flat_like(new)
             flats += more
-            views += more_views
+            homes += more_homes
+            views += [home.detach() for home in more_homes]
         if self.reached is not None:
             self._handles += [
                 p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
@@ -61,6 +68,7 @@ class FlatGradients:
             flat.zero_()
         if self.reached is not None:
             self.reached.clear()
+            _bring_home(self.scratch_views, self._scratch_homes)
         for parameter, view in zip(self.parameters, self.scratch_views, strict=True):
             parameter.grad = view
 
@@ -70,15 +78,18 @@ class FlatGradients:
         What was assigned counts as reached, though no hook saw it; what was dropped does not.
         """
         reached = set() if self.reached is None else self.reached
-        for place, (parameter, view) in enumerate(
-            zip(self.parameters, self.scratch_views, strict=True)
+        for place, (parameter, home) in enumerate(
+            zip(self.parameters, self._scratch_homes, strict=True)
         ):
             if parameter.grad is None:
-                view.zero_()
+                home.zero_()
                 reached.discard(place)
-            elif parameter.grad is not view:
-                view.copy_(parameter.grad)
-                parameter.grad = view
+            elif (
+                parameter.grad is not self.scratch_views[place]
+                or parameter.grad.data_ptr() != home.data_ptr()
+            ):
+                home.copy_(parameter.grad)
+                parameter.grad = self.scratch_views[place] = home.detach()
                 reached.add(place)
 
     def withdraw(self) -> None:
@@ -105,6 +116,8 @@ class FlatGradients:
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""
         self._renew()
+        if self.reached is not None:
+            _bring_home(self.sum_views, self._sum_homes)
         self._unreached = frozenset(unreached)
         self.show()
 
@@ -133,14 +146,25 @@ class FlatGradients:
         for handle in self._handles:
             handle.remove()
         self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []
+        self._scratch_homes, self._sum_homes = [], []
 
 
 def _note(reached: set[int], place: int, _parameter: Tensor) -> None:
     reached.add(place)
 
 
+def _bring_home(views: list[Tensor], homes: Sequence[Tensor]) -> None:
+    """Renew views of which somebody has replaced the `.data`."""
+    for place, (view, home) in enumerate(zip(views, homes, strict=True)):
+        if view.data_ptr() != home.data_ptr():
+            views[place] = home.detach()
+
+
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a flat buffer of zeros per device and dtype, and each parameter's view of one."""
+    """Return a flat buffer of zeros per device and dtype, and each parameter's view of one.
+
+    A view has its parameter's strides, as a gradient of autograd's has: a norm adds in that order.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, p in enumerate(parameters):
         groups.setdefault((p.device, p.dtype), []).append(i)
@@ -150,5 +174,6 @@ def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list
         sizes = [parameters[i].numel() for i in members]
         flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
         for i, part in zip(members, flats[-1].split(sizes), strict=True):
-            views[i] = part.view_as(parameters[i])
+            like = torch.empty_like(parameters[i], device="meta")
+            views[i] = part.as_strided(like.shape, like.stride(), part.storage_offset())
     return flats, [views[i] for i in range(len(parameters))]

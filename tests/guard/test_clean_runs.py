@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.training_args import OptimizerNames
 
 from clean_runs.by_optimizer import NAMES, NOT_HERE, THE_SAME
 from clean_runs.examples import EXAMPLES
 from clean_runs.watched import Example, compared
 from npt.guard.trainer import TrainerGuard, TrainerMixin
-from npt.step.flat_gradients import FlatGradients
+from npt.step import flat_gradients
+from npt.step.gradient_window import GradientWindow
 
 ROOT = Path(__file__).parents[2]
 BY_ID = {example.id: example for example in EXAMPLES}
@@ -38,7 +40,16 @@ def clips_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hides_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlatGradients, "show", lambda self: None)
+    monkeypatch.setattr(GradientWindow, "show", lambda self: None)
+
+
+def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda p, **rest: like(p, **rest).contiguous())
+
+
+def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_gradients, "_bring_home", lambda views, homes: None)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,9 @@ def hides_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (loses_what_is_added, "defaults", "returned epoch: only plain"),
         (clips_a_part, "Muon-over-matrices", "weights lm_head.weight: other bits"),
-        (hides_gradients, "accumulation", "grad model.embed_tokens.weight: None for"),
+        (hides_gradients, "accumulation", "grad model.embed_tokens.weight: "),
+        (adds_by_index, "resnet-channels-last", "convolution.weight: other bits"),
+        (loses_what_is_moved, "gradients-replaced-by-data", "mlp.up_proj.weight: other bits"),
     ],
 )
 def test_a_guard_that_changes_a_run_is_found(
