@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import attached_config
+from npt.data.continuation import opening_tokens, prompt_tokens
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.evaluate import MODES
 from npt.evaluation.metrics import evaluating
@@ -88,16 +90,14 @@ def lm_eval(
         limit: documents of each task, at most.
 
     Raises:
-        ConfigError: as `find_tasks`.
+        ConfigError: as `find_tasks`, or a tokenizer that ends every text and cannot be changed.
         DataError: a task's data cannot be read.
     """
     attached_config(model)
     manager = find_tasks(tasks, tasks_path)
     evaluate = import_module("lm_eval.evaluator").simple_evaluate
     adapter = import_module("lm_eval.models.huggingface").HFLM
-    tokenizer = copy.deepcopy(tokenizer)  # the harness gives it a pad token if it has none
-    if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
-        tokenizer.pad_token = None  # the harness would have it looked up
+    tokenizer = _for_prompts(tokenizer, model.config.vocab_size)
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     found: Results = {}
     with evaluating(model), _quiet():
@@ -120,6 +120,32 @@ def lm_eval(
                 )["results"]
             found[mode] = {task: _figures(values) for task, values in results.items()}
     return found
+
+
+def _for_prompts(tokenizer: Any, vocab_size: int) -> Any:
+    """Return a copy of the tokenizer for the harness, which changes it, has its padding looked up
+    and takes what it writes around a text for the beginning of a prompt.
+
+    Raises:
+        ConfigError: it ends every text, and cannot be changed.
+    """
+    own = copy.deepcopy(tokenizer)
+    if (own.pad_token_id or 0) >= vocab_size:
+        own.pad_token = None
+    if list(own("a")["input_ids"]) == prompt_tokens(own, "a"):
+        return own
+    starts = own.convert_ids_to_tokens(opening_tokens(own))
+    try:
+        own.backend_tokenizer.post_processor = TemplateProcessing(
+            single=[*starts, "$A"],
+            special_tokens=list(zip(starts, opening_tokens(own), strict=True)),
+        )
+    except AttributeError as error:  # one that is written in Python
+        raise ConfigError(
+            "--lm_eval needs prompts, and the tokenizer puts an end token after every text; save it"
+            " with add_eos_token=False"
+        ) from error
+    return own
 
 
 def _figures(values: dict[str, Any]) -> dict[str, float]:

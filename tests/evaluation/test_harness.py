@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
@@ -156,6 +157,21 @@ def test_a_pad_token_that_the_base_does_not_know_is_not_looked_up(student, tmp_p
     ]
     assert scores[0] == scores[1] and scores[0]["student"]["own_words"]["samples"] == 5
     assert padded.pad_token == "[PAD]"
+
+
+@pytest.mark.usefixtures("the_harness")
+def test_an_end_token_after_every_text_does_not_reach_a_prompt(student, tmp_path) -> None:
+    model, tokenizer = student
+    ending = copy.deepcopy(tokenizer)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert ending("x")["input_ids"] == [*tokenizer("x")["input_ids"], tokenizer.eos_token_id]
+    tasks, names = write_tasks(tmp_path), ["own_choice", "own_text"]
+    scores = [lm_eval(model, one, names, tasks_path=tasks) for one in (tokenizer, ending)]
+    # NaN, of no standard error, equals nothing
+    assert repr(scores[0]) == repr(scores[1])
+    assert ending("x")["input_ids"][-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.usefixtures("the_harness")
