@@ -72,8 +72,11 @@ def check_room(path: Path, size: int) -> None:
     """Raise the OSError that making a file or folder of so many bytes at `path` would meet."""
     path = Path(path).absolute()
     above = next(parent for parent in path.parents if parent.exists())
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=PARTIAL, dir=above):
-        pass
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=PARTIAL, dir=above):
+            pass
+    except OSError as error:  # names the temporary folder
+        raise OSError(error.errno, error.strerror, str(path)) from error
     if shutil.disk_usage(above).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

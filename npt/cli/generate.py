@@ -22,6 +22,7 @@ from npt.cli.arguments import (
 )
 from npt.console import make_console, put
 from npt.errors import ConfigError, DataError, printable
+from npt.files import check_room
 
 SIDE_BY_SIDE = 100
 """Columns of a terminal from which on two texts are printed side by side."""
@@ -81,7 +82,15 @@ def _free(page: Path) -> Path:
         raise ConfigError(
             f"--html {page} is no file in a folder that exists; name a file, such as page.html"
         )
+    try:
+        check_room(page, 0)
+    except OSError as error:
+        raise _unwritable(page, error) from error
     return page
+
+
+def _unwritable(page: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--html {page} cannot be written: {error.strerror}; choose another file")
 
 
 def _prompt(given: str | None) -> str:
@@ -219,9 +228,7 @@ class _Job:
         try:
             write_text(page, text_of_page)
         except OSError as error:
-            raise ConfigError(
-                f"--html {page} cannot be written: {error.strerror}; choose another file"
-            ) from error
+            raise _unwritable(page, error) from error
         self.notes.say(f"page {page}")
 
     def _write(self, mode: Any, decoding: Any = None) -> Any:

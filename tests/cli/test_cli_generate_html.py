@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -85,3 +86,8 @@ def test_other_texts_have_the_page_too(call, arguments) -> None:
 def test_a_page_that_cannot_be_written_is_refused_first(call, tmp_path) -> None:
     status, _, said = call(html=tmp_path / "nowhere" / "page.html")
     assert status == 2 and "--html" in said and "tokens/s" not in said
+    (tmp_path / "full").mkdir()
+    with mock.patch("tempfile.mkdtemp", side_effect=PermissionError(13, "Permission denied", "x")):
+        status, _, said = call(html=tmp_path / "full" / "page.html")
+    assert status == 2 and "page.html cannot be written: Permission denied; choose" in said
+    assert "tokens/s" not in said
