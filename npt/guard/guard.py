@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
+from npt.guard.following import Counts, Following
 from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
@@ -78,16 +78,6 @@ class Outcome:
     tokens: int
     steps: int
     findings: tuple[Finding, ...] = ()
-
-
-@dataclass
-class Counts:
-    """Windows, steps and refusals of a run so far. in_a_row: refusals since the last survivor."""
-
-    windows: int = 0
-    steps: int = 0
-    refused: int = 0
-    in_a_row: int = 0
 
 
 class Guard:
@@ -222,21 +212,24 @@ class Guard:
         if self.settings.trace:
             step = self.counts.windows + 1
             self._found += self._forensics.trace(self.window.open_refusals(), step)
-        with self._window_or_nothing():
+        held = (self.counts, self.scheduler, self._scale, self._scale.scaler, self._spikes)
+        with self._window_or_nothing(), Following(self.window, held) as following:
             (result,) = self.window.commit()
-        if not result.applied:
-            self._rewind()
-            largest, step = _largest(self.window, result), self.counts.windows + 1
-            self._found += self._forensics.trace_window(result.refusals, largest, step)
-        if not (result.refusals or self._aside):
+            following.update, own = result.update, result.refusals
+            if not result.applied:
+                self._rewind()
+                largest, step = _largest(self.window, result), self.counts.windows + 1
+                self._found += self._forensics.trace_window(own, largest, step)
+            result.refusals = [*self._aside, *own]
+            self._scale.update(result.applied, result.refusals)
+            if result.applied and self.scheduler is not None:
+                self.scheduler.step()
+            longest = self.counts.add(result, self.window.processes)
+        if not result.refusals:
             self._forensics.suspects.clear()
-        self._forensics.settle(result.refusals)
+        self._forensics.settle(own)
         self._forget()
-        result.refusals, self._aside = [*self._aside, *result.refusals], []
-        self._scale.update(result.applied, result.refusals)
-        if result.applied and self.scheduler is not None:
-            self.scheduler.step()
-        return self._counted(result)
+        return self._outcome(result, longest)
 
     def close_window(self) -> float | None:
         """Let `.grad` be the window's gradient, clipped, until `step`; return its norm before."""
@@ -335,7 +328,7 @@ class Guard:
         except BaseException:
             self._rewind()
             self._forget()
-            self._aside = []
+            self._aside, self._found = [], []
             self._scale.forget()
             raise
 
@@ -350,22 +343,14 @@ class Guard:
         self._forensics.forget()
         self._before = None
 
-    def _counted(self, result: WindowResult[MicroBatch]) -> Outcome:
-        counts, refused = self.counts, tuple(result.refusals)
-        self._refusals += [(counts.windows, refusal) for refusal in refused]
-        longest = 0
-        if refused:  # the same on all processes, whose numbers of micro-batches may differ
-            places = chain(*self.window.processes.gather_json(result.places))
-            longest, counts.in_a_row = result.bad_in_a_row(counts.in_a_row, places)
-        elif result.applied:
-            counts.in_a_row = 0
-        counts.windows, counts.steps = counts.windows + 1, result.steps
-        counts.refused += len(refused)
+    def _outcome(self, result: WindowResult[MicroBatch], longest: int) -> Outcome:
+        refused = tuple(result.refusals)
+        self._refusals += [(self.counts.windows - 1, refusal) for refusal in refused]
         figures = (result.grad_norm, result.loss, result.tokens, result.steps)
         self.outcome = Outcome(result.applied, refused, *figures, tuple(self._found))
-        self._found = []
+        self._aside, self._found = [], []
         if longest >= self.settings.max_refused:
-            counts.in_a_row = 0  # for a loop that continues
+            self.counts.in_a_row = 0  # for a loop that continues
             said = (
                 f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
                 f" raise max_refused (now {self.settings.max_refused})"

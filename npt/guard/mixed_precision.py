@@ -22,28 +22,28 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):
-        self._scaler, self._optimizer = scaler, optimizer
+        self.scaler, self._optimizer = scaler, optimizer
         self._unscaled = False
         self._quiet = math.inf  # windows since the last one with a refused gradient
 
     def unscale(self) -> None:
         """Divide `.grad` by the scale."""
-        assert self._scaler is not None
-        self._scaler.unscale_(self._optimizer)
+        assert self.scaler is not None
+        self.scaler.unscale_(self._optimizer)
         self._unscaled = True
 
     def forget(self) -> None:
         """Restore the scale from before a window that ended in an error."""
         if self._unscaled:
-            assert self._scaler is not None
-            before = self._scaler.state_dict()
-            self._scaler.update()  # which lets it unscale again
-            self._scaler.load_state_dict(before)
+            assert self.scaler is not None
+            before = self.scaler.state_dict()
+            self.scaler.update()  # which lets it unscale again
+            self.scaler.load_state_dict(before)
         self._unscaled = False
 
     def update(self, applied: bool, refusals: Sequence[Refusal]) -> None:
         """Move the scale after a window."""
-        scaler = self._scaler
+        scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return
         before = scaler.state_dict()

@@ -37,10 +37,13 @@ class Holdings:
     Args:
         owners: objects or dictionaries that are followed first, such as an optimizer.
         tensors: to be copied as well, such as its parameters.
+        without: objects and tensors that are left out.
     """
 
-    def __init__(self, owners: Iterable[Any], tensors: Iterable[Tensor] = ()):
-        reached = self._reached = Reached(owners, tensors)
+    def __init__(
+        self, owners: Iterable[Any], tensors: Iterable[Tensor] = (), without: Iterable[Any] = ()
+    ):
+        reached = self._reached = Reached(owners, tensors, without)
         self._copies = {key: t.detach().clone() for key, t in reached.tensors.items()}
         self._drawn = [generator.get_state() for generator in reached.generators]
         numpy = sys.modules.get("numpy")  # not loaded: nobody draws from it
@@ -87,13 +90,16 @@ class Reached:
         generators: of random numbers.
     """
 
-    def __init__(self, owners: Iterable[Any], tensors: Iterable[Tensor] = ()):
+    def __init__(
+        self, owners: Iterable[Any], tensors: Iterable[Tensor] = (), without: Iterable[Any] = ()
+    ):
         self.tensors = {id(tensor): tensor for tensor in tensors}
         self.containers: list[tuple[Any, Any]] = []
         self.generators: list[torch.Generator] = []
         owners = list(owners)
         packages = {_package(kind) for owner in owners for kind in type(owner).__mro__}
         self._packages = packages - {"torch", "builtins", "abc", "typing"}
+        self._without = {id(each) for each in without}
         self._follow(owners)
 
     def _follow(self, owners: list[Any]) -> None:
@@ -114,7 +120,9 @@ class Reached:
                 values, state = holder.values(), holder.get("state")
             for value in values:
                 inside = in_state or value is state
-                if isinstance(value, Tensor):
+                if id(value) in self._without:
+                    pass
+                elif isinstance(value, Tensor):
                     if id(value) not in self.tensors and _can_change(value):
                         self.tensors[id(value)] = value
                 elif isinstance(value, _PLAIN):

@@ -72,6 +72,7 @@ def read_record(
         # survivors without a token, or without a gradient, are nothing to step on, and no fault
         if not result.applied and result.tokens and window.reached:
             result.refusals.append(_window_refusal(window, names, scalars))
+    result.update = window.update
     if result.refusals and window.update is not None:
         result.snapshot = window.update.snapshot
     result.steps = int(scalars["steps"])

@@ -109,7 +109,8 @@ class WindowResult(Generic[S]):
     token, and before clipping; None without survivors. survivors: sums of the micro-batches that
     counted, in order. places: their indices in the window. reports: the `report` of each survivor,
     already on the host. limits: of the spike guard when it decided. snapshot: the state before the
-    window, if something was refused and the state may have changed since. halts: by process, the
+    window, if something was refused and the state may have changed since. update: of the optimizer,
+    to take it back as long as no later one was made; it holds copies. halts: by process, the
     code with which it stopped the window; the window is then void.
 
     With several processes all figures are over all of them, except `survivors`, `places` and
@@ -130,6 +131,7 @@ class WindowResult(Generic[S]):
     refusals: list[Refusal] = field(default_factory=list)
     limits: tuple[float, float] = (math.inf, math.inf)
     snapshot: Snapshot | None = None
+    update: Any = None
     halts: dict[int, int] = field(default_factory=dict)
 
     def bad_in_a_row(self, before: int, places: Iterable[int] | None = None) -> tuple[int, int]:

@@ -244,7 +244,7 @@ class Loop:
             self.position = window.position
             longest = self.refusals.add(window, result, self.steps + 1)
             if result.refusals:
-                self._refused = window, replace(result, snapshot=None), self.stage
+                self._refused = window, replace(result, snapshot=None, update=None), self.stage
             reason = self.refusals.excess(longest, self.micro_batches)
             if reason is not None:
                 self._give_up(window, result, reason)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from guarded_loops import MAX_NORM, Micro, World, assert_same_state, plain_run
+from guarded_loops import MAX_NORM, Micro, World, assert_same_state, never_saw, plain_run
 
 from npt.errors import ConfigError
 from npt.guard import Guard
@@ -135,3 +135,71 @@ def test_an_exception_to_refuse_needs_no_tuple(refuse) -> None:
     with guard.micro_batch():
         raise ValueError("planted")
     assert [r.detail for r in guard.step().refused] == ["ValueError: planted"]
+
+
+class FailingSchedule(torch.optim.lr_scheduler.ExponentialLR):
+    """Fails at the end of a step; errors: as those of `FailingOnce`."""
+
+    errors: Iterator[type[BaseException] | None] = iter(())
+
+    def step(self, epoch=None):
+        super().step()
+        if (error := next(self.errors, None)) is not None:
+            raise error("planted")
+
+
+class FailingScaler(torch.amp.GradScaler):
+    """Fails at the end of an update; errors: as those of `FailingOnce`."""
+
+    errors: Iterator[type[BaseException] | None] = iter(())
+
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        if (error := next(self.errors, None)) is not None:
+            raise error("planted")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("fails", ["scheduler", "scaler", "exchange"])
+def test_an_error_after_the_step_takes_it_back(monkeypatch, fails, at, error) -> None:
+    windows = [[Micro(1), Micro(2, fault="loss")], [Micro(3), Micro(4, fault="loss")], [Micro(5)]]
+    guarded, plain = World(), World()
+    guarded.scheduler = FailingSchedule(guarded.optimizer, 0.9)
+    plain.scheduler = FailingSchedule(plain.optimizer, 0.9)
+    scaler = FailingScaler("cpu", init_scale=1024.0, growth_interval=1)
+    settings = {"max_grad_norm": MAX_NORM, "spike_sigmas": 50.0}
+    torch.set_rng_state(guarded.random)
+    guard = Guard(guarded.model, guarded.optimizer, guarded.scheduler, scaler, **settings)
+    errors = iter([None] * at + [error])
+    if fails == "scheduler":
+        monkeypatch.setattr(FailingSchedule, "errors", errors)  # not a part of its state
+    elif fails == "scaler":
+        scaler.errors = errors
+    else:
+        gather = guard.window.processes.gather_json
+
+        def failing(value: object) -> object:
+            if (planted := next(errors, None)) is not None:
+                raise planted("planted")
+            return gather(value)
+
+        monkeypatch.setattr(guard.window.processes, "gather_json", failing)
+    for number, window in enumerate(windows):
+        for micro in window:
+            with guard.micro_batch(micro.tokens) as told:
+                scale = float(scaler.scale(torch.ones(())))
+                guarded.forward_backward(told, micro, "sum", scale)
+        if number == at:
+            before = guard.state_dict(), scaler.state_dict()
+            with pytest.raises(error, match="planted"):
+                guard.step()
+            assert (guard.state_dict(), scaler.state_dict()) == before
+            assert guard.window.known_steps == guard.window.applied_steps == guard.counts.steps
+        else:
+            outcome = guard.step()
+            assert outcome.applied
+            assert outcome.steps == guard.counts.steps
+    guarded.random = torch.get_rng_state()
+    plain_run(plain, never_saw([w for i, w in enumerate(windows) if i != at]), "sum")
+    assert_same_state(guarded, plain)
