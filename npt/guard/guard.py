@@ -27,7 +27,7 @@ from npt.guard.following import Counts, Following
 from npt.guard.forensics import Finding, Forensics, Kept
 from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
-from npt.guard.parallel import unsynchronised, whole
+from npt.guard.parallel import share_buffers, unsynchronised, whole
 from npt.guard.parameters import Guarded, Trainable
 from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
@@ -229,6 +229,8 @@ class Guard:
             self._forensics.suspects.clear()
         self._forensics.settle(own)
         self._forget()
+        if self.settings.loss != "share":  # a Trainer does it when it begins a window
+            share_buffers(self._model)
         return self._outcome(result, longest)
 
     def close_window(self) -> float | None:

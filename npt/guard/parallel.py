@@ -29,3 +29,16 @@ def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
         return nullcontext()
     model.require_forward_param_sync = False
     return model.no_sync()
+
+
+def share_buffers(model: nn.Module | None) -> None:
+    """Send process 0's buffers, such as batch norm's statistics, to all processes.
+
+    DistributedDataParallel does it in the first forward of a window, which `unsynchronised` leaves
+    out. Every process must call it.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers:
+        return
+    if model.modules_buffers:
+        model._sync_buffers()

@@ -31,7 +31,7 @@ from npt.files import write_json
 from npt.guard.guard import Guard, Outcome
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.order import Names, Order, note_order, skipped_by
-from npt.guard.parallel import whole
+from npt.guard.parallel import share_buffers, whole
 from npt.guard.rows import describe_rows
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
@@ -141,6 +141,7 @@ class TrainerMixin(Trainer):
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
         guard = self._guard_of(model)
         if not self._inputs:
+            share_buffers(model)
             guard.window.max_grad_norm = self.args.max_grad_norm or math.inf  # callbacks set it
             self._logged = getattr(self, "_tr_loss", torch.zeros(())).clone()
             self._counted = self._metrics_so_far()

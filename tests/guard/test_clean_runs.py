@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import several, values
 from transformers.training_args import OptimizerNames
 
 from clean_runs.by_optimizer import NAMES, NOT_HERE, THE_SAME
@@ -76,6 +77,21 @@ def test_every_optimizer_of_transformers_is_accounted_for() -> None:
     assert {
         name.value for name in OptimizerNames
     } == NAMES.keys() | THE_SAME.keys() | NOT_HERE.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet",  # with batch norm, whose statistics are process 0's
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation", "bf16", "lora")),
+    ],
+)
+def test_two_processes_run_as_without_a_guard(name: str) -> None:
+    assert values(several(2, in_a_process, name)) == [[], []]
+
+
+def in_a_process(_processes: Any, name: str) -> list[str]:
+    return compared(BY_ID[name])
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

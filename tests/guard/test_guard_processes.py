@@ -219,3 +219,20 @@ def traced_alone(processes: Any) -> int:
 
 def test_a_loss_that_is_computed_again_waits_for_nobody() -> None:
     assert values(several(2, traced_alone, timeout=5.0)) == [0, 1]
+
+
+def statistics(processes: Any) -> Any:
+    model = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(3))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss="mean")
+    torch.manual_seed(processes.index)
+    for _ in range(2):
+        with guard.micro_batch() as told:
+            told.loss = loss = model(torch.randn(4, 3)).square().sum()
+            loss.backward()
+        assert guard.step().applied
+    return model.module.running_mean.tolist()
+
+
+def test_statistics_of_batch_norm_are_those_of_process_0() -> None:
+    first, second = values(several(2, statistics))
+    assert first == second != [0.0] * 3
