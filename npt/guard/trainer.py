@@ -177,7 +177,10 @@ class TrainerMixin(Trainer):
     def _rows_at(self, place: int) -> tuple[str, ...]:
         assert self.guard is not None
         inputs = self._inputs[place // self.guard.window.processes.size]
-        return describe_rows(inputs, self.processing_class)
+        tokenizer = self.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+        return describe_rows(inputs, tokenizer)
 
     def _labels_are_tokens(self) -> bool:
         """Return whether the loss is a stock one, in which a label is a token or -100."""

@@ -135,6 +135,19 @@ def test_warnings_of_refusals_describe_their_rows(tmp_path, caplog) -> None:
     assert f"of sample {verdict.sample}" in str(finding)
 
 
+def test_a_collators_tokenizer_decodes_too(tmp_path) -> None:
+    class Collator:
+        tokenizer = Tokenizer()
+
+        def __call__(self, rows: list[Any]) -> Any:
+            return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+
+    trainer = protect(shuffled(tmp_path, max_steps=6), max_refused=1)
+    trainer.data_collator = Collator()
+    with pytest.raises(TooManyRefusalsError, match=f'sample {BAD}: {LENGTH} tokens, ".+"'):
+        trainer.train()
+
+
 def test_the_post_mortem_holds_the_rows_text(tmp_path) -> None:
     trainer = protect(shuffled(tmp_path, max_steps=6), max_refused=1)
     trainer.processing_class = Tokenizer()
