@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -672,13 +673,12 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
 def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monkeypatch) -> None:
     """The optimizer's second step writes NaN; the run is as if that window had never been."""
 
-    class Once(torch.optim.AdamW):
-        calls = 0
+    calls = itertools.count(1)  # the optimizer's own attributes are taken back with its step
 
+    class Once(torch.optim.AdamW):
         def step(self, closure: Any = None) -> None:
             super().step(closure)
-            self.calls += 1
-            if self.calls == 3:  # the first call makes the moments
+            if next(calls) == 3:  # the first call makes the moments
                 self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
 
     monkeypatch.setattr(torch.optim, "AdamW", Once)
