@@ -118,6 +118,7 @@ class Reached:
             values, state = holder, None
             if isinstance(holder, dict):
                 values, state = holder.values(), holder.get("state")
+                seen.update(id(value) for key, value in holder.items() if _are_hooks(key))
             for value in values:
                 inside = in_state or value is state
                 if id(value) in self._without:
@@ -139,6 +140,11 @@ class Reached:
             return False
         known = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
         return in_state or isinstance(value, known) or _package(type(value)) in self._packages
+
+
+def _are_hooks(key: Any) -> bool:
+    """Return whether an attribute holds hooks, which are others' to add and remove."""
+    return isinstance(key, str) and key.endswith("_hooks")
 
 
 def _package(kind: type) -> str:

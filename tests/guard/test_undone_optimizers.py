@@ -220,3 +220,18 @@ def test_a_guard_that_is_asked_for_its_memory_changes_nothing() -> None:
         plain = World(kind)
         plain_run(plain, [[Micro(1, branch=True)]], "sum")
         assert_same_state(asked, plain)
+
+
+def test_a_hook_that_removed_itself_in_the_step_stays_removed() -> None:
+    world, calls = World(), 0
+
+    def spoil(optimizer: Any, *_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        handle.remove()
+        optimizer.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
+
+    handle = world.optimizer.register_step_post_hook(spoil)
+    outcomes = guarded_run(world, [[Micro(1)], [Micro(2)]])
+    assert [outcome.applied for outcome in outcomes] == [False, True]
+    assert calls == 1
