@@ -74,9 +74,8 @@ def test_a_guard_that_changes_a_run_is_found(
 def test_every_optimizer_of_transformers_is_accounted_for() -> None:
     assert not NAMES.keys() & NOT_HERE.keys()
     assert set(THE_SAME.values()) <= NAMES.keys()
-    assert {
-        name.value for name in OptimizerNames
-    } == NAMES.keys() | THE_SAME.keys() | NOT_HERE.keys()
+    installed = {name.value for name in OptimizerNames}  # earlier versions lack some
+    assert installed <= NAMES.keys() | THE_SAME.keys() | NOT_HERE.keys()
 
 
 @pytest.mark.parametrize(
