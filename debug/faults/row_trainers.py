@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -59,16 +60,16 @@ class SpoilingAdamW(torch.optim.AdamW):
 
     def __init__(self, parameters: Any, at: int, where: str, **settings: Any):
         super().__init__(parameters, **settings)
-        self._left, self._where = at, where
+        # an iterator: a number would be taken back with the step
+        self._steps, self._at, self._where = itertools.count(), at, where
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step, and spoil."""
         super().step()
-        if self._left == 0:
+        if next(self._steps) == self._at:
             parameter = self.param_groups[0]["params"][0]
             moment = self.state[parameter]["exp_avg"]
             (parameter.data if self._where == "weight" else moment).view(-1)[0] = math.nan
-        self._left -= 1
 
 
 def optimizer_of(case: RowCase, faulty: bool) -> tuple[Any, dict[str, Any]]:

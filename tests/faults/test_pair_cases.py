@@ -47,7 +47,7 @@ def test_a_fault_on_one_process_leaves_no_trace_on_both(case, trainer) -> None:
     ("trainer", "where", "method", "sabotage"),
     [
         ("accelerate", guard, "unsynchronised", lambda _: nullcontext()),
-        ("hf", guard.Guard, "begin_again", lambda _: []),
+        ("hf", guard.Guard, "begin_again", lambda *_: []),
     ],
 )
 def test_a_guard_that_is_broken_fails(trainer, where, method, sabotage, monkeypatch) -> None:

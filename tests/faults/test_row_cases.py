@@ -53,7 +53,7 @@ def add_everything(gradients: FlatGradients, _flag: Tensor) -> None:
         ("row-gradient-nan", "accelerate", FlatGradients, "add", add_everything),
         ("row-tensor-nan", "hf", Guard, "begin_again", lambda *_: []),
         ("row-tensor-nan", "trl", Guard, "begin_again", lambda *_: []),
-        ("step-moment", "hf", GuardedUpdate, "restore", lambda *_: None),
+        ("step-moment", "hf", GuardedUpdate, "take_back", lambda *_: None),
     ],
 )
 def test_a_guard_that_is_broken_fails(name, trainer, where, method, sabotage, monkeypatch) -> None:
