@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -30,10 +31,13 @@ class Counting(InOrder):
 class Spoiling(torch.optim.AdamW):
     """Leaves a NaN in its third step."""
 
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.calls = itertools.count(1)  # a number would be taken back with the step
+
     def step(self, closure: Any = None) -> None:
         super().step()
-        self.made = getattr(self, "made", 0) + 1
-        if self.made == 3:
+        if next(self.calls) == 3:
             self.param_groups[0]["params"][0].data[0, 0] = math.nan
 
 
