@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import npt
+from cut import attention_cut, projections
 from npt.adapters.converted import adapter_mode, adapter_parameters, adapters_disabled
 from npt.adapters.fit import format_layers, resolve_layers
 from npt.base.device import wait_for
@@ -81,6 +82,9 @@ ROWS = {
     for row in (
         Row("nf4", "NF4 against the 16-bit model", "quantization"),
         Row("floor", "upper half without attention, nothing in its place", "floor"),
+        Row("cut", "upper half, attention cut to D/4 directions, nothing else", "cut"),
+        Row("cut-half", "upper half, attention cut to D/2 directions", "cut", divisor=2),
+        Row("cut-small", "upper half, attention cut to D/16 directions", "cut", divisor=16),
         Row("upper-half", "upper half, D/4, solved", solve={"rounds": 4}),
         Row(
             "best",
@@ -156,6 +160,7 @@ class Bench:
             "npt": self._npt,
             "lora": self._lora,
             "floor": self._floor,
+            "cut": self._cut,
             "quantization": self._quantization,
         }
         return makers[row.kind](row)
@@ -228,6 +233,20 @@ class Bench:
             return found | self.measure(lambda: adapter_mode(self.model, "floor"))
         finally:
             npt.detach(self.model)
+
+    def _cut(self, row: Row) -> dict[str, Any]:
+        config, samples = self.config(row), self.solved(row)
+        npt.attach(self.model, config)
+        started = time.perf_counter()
+        try:
+            found = self._about(config)
+            cut = projections(self.model, samples, config.rank, batch_size=BATCH, seed=self.seed)
+        finally:
+            npt.detach(self.model)
+        found["solve_seconds"] = time.perf_counter() - started
+        found["parameters"] = sum(a.numel() + p.numel() for a, p in cut.values())
+        measured = self.measure(lambda: attention_cut(self.model, cut))
+        return found | self._cost(samples, found) | measured
 
     def _quantization(self, row: Row) -> dict[str, Any]:
         stored = getattr(read_config(self.name), "dtype", None)

@@ -364,3 +364,13 @@ def test_a_share_needs_the_row_of_quantisation():
     assert with_shares([row])[0]["kl_share_of_nf4"] is None
     unit = {"name": "nf4", "figures": {"kl": 4.0}}
     assert with_shares([unit, row])[1]["kl_share_of_nf4"] == 0.5
+
+
+def test_attention_cut_to_every_direction_is_the_base(bench) -> None:
+    whole = bench.make(replace(ROWS["cut"], divisor=1, tokens=512))
+    assert whole["rank"] == bench.model.config.hidden_size
+    # rounding of fp32 products; a layer without attention costs 1 nat
+    assert whole["figures"]["kl"] < 1e-7
+    half = bench.make(replace(ROWS["cut-half"], tokens=512))
+    assert 1e-6 < half["figures"]["kl"] < bench.make(ROWS["floor"])["figures"]["kl"] / 10
+    assert half["parameters"] * 2 == whole["parameters"] == 4 * 2 * 192 * 192
