@@ -99,25 +99,18 @@ class TrainerMixin(Trainer):
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
         memory ran out and `auto_find_batch_size` begins again."""
-        if hasattr(self, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
-            raise ConfigError(
-                f"{type(self).__name__} makes the inputs of several micro-batches at once, and a"
-                " guard cannot compute one of them again; train it unguarded"
-            )
-        adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
-        if adapters and adapters.is_attached(self.model) and self.args.save_strategy != "no":
-            raise ConfigError(
-                "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
-                " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
-            )
+        _refuse_unfit(self)
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
         self._order = Order()
-        result = super()._inner_training_loop(*arguments, **named)
+        try:
+            result = super()._inner_training_loop(*arguments, **named)
+        finally:
+            self._order, self._names = None, {}
+            _give_back(self._guarded)
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
-        self._order, self._names = None, {}
         return result
 
     def get_train_dataloader(self) -> Any:
@@ -139,6 +132,8 @@ class TrainerMixin(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
+        if self._order is None:  # called by itself, not by `train`
+            return super().training_step(model, inputs, num_items_in_batch)
         guard = self._guard_of(model)
         if not self._inputs:
             share_buffers(model)
@@ -288,6 +283,7 @@ class TrainerMixin(Trainer):
                 self.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer._before_guard = vars(optimizer).get("step")  # a scheduler's, if any
         optimizer.step = step
 
     def _uncount(self, outcome: Outcome) -> None:
@@ -335,9 +331,9 @@ class TrainerMixin(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save only a state that is finite; older checkpoints go only if it was saved."""
-        guard = self._guard_of(model)
-        bad = guard.first_bad()
-        if any(guard.window.processes.sums([float(bad is not None)])):
+        guard = self.guard
+        bad = None if guard is None else guard.first_bad()
+        if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
             where = bad if bad is not None else "a tensor of another process"
             _log.error(
                 "step %d is not saved: %s is not finite; older checkpoints are kept",
@@ -380,6 +376,31 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             " norm is that of TrainingArguments)"
         )
     GuardSettings(**{"trace": 1, **settings})
+
+
+def _refuse_unfit(trainer: Any) -> None:
+    """Raise ConfigError for a Trainer whose run a guard cannot make."""
+    if hasattr(trainer, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
+        raise ConfigError(
+            f"{type(trainer).__name__} makes the inputs of several micro-batches at once, and a"
+            " guard cannot compute one of them again; train it unguarded"
+        )
+    adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
+    if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":
+        raise ConfigError(
+            "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
+            " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
+        )
+
+
+def _give_back(optimizer: Any) -> None:
+    """Let an optimizer whose step was a guard's step by itself again."""
+    own = vars(optimizer) if optimizer is not None else {}
+    if "_before_guard" in own:
+        del own["step"]
+        before = own.pop("_before_guard")
+        if before is not None:
+            own["step"] = before
 
 
 @contextmanager

@@ -307,3 +307,43 @@ def test_a_loss_may_be_all_that_is_trained(frozen, tmp_path) -> None:
     )
     assert plain.scale.item() == guarded.scale.item() != 1.0
     assert logged(plain, "grad_norm") == logged(guarded, "grad_norm")
+
+
+def test_a_trainer_is_a_plain_one_before_and_after_training(tmp_path) -> None:
+    """Its training_step called alone, a loop of one's own with its optimizer, its checkpoint."""
+    seen = []
+    for prepared in (lambda trainer: trainer, protect):
+        torch.manual_seed(0)
+        trainer = prepared(trainer_of(InOrder, points(), tmp_path, Points(Config())))
+        inputs = {name: value[None] for name, value in points()[0].items()}
+        trainer.current_gradient_accumulation_steps = 1  # which a loop sets
+        found = [trainer.training_step(trainer.model, dict(inputs))]
+        trainer.train()
+        found += [
+            trainer.training_step(trainer.model, dict(inputs)),
+            trainer.model.line.weight.grad,
+        ]
+        trainer.optimizer.param_groups[0]["lr"] = 0.1
+        trainer.optimizer.step()
+        seen.append([*found, trainer.model.line.weight.detach().clone()])
+        trainer._save_checkpoint(trainer.model, None)
+    assert all(map(torch.equal, *seen))
+
+
+class Failing(InOrder):
+    """Its third step ends in an error."""
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        if self.state.global_step == 2:
+            raise RuntimeError("no memory")
+        return super().compute_loss(*arguments, **named)
+
+
+def test_an_optimizer_is_its_own_again_after_an_error(tmp_path) -> None:
+    trainer = protect(trainer_of(Failing, points(), tmp_path, Points(Config())))
+    with pytest.raises(RuntimeError, match="no memory"):
+        trainer.train()
+    before = trainer.model.line.weight.detach().clone()
+    trainer.model.line.weight.grad = torch.ones_like(before)
+    trainer.optimizer.step()
+    assert not torch.equal(trainer.model.line.weight, before)
