@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
 from npt.files import write_json
+from npt.guard.around_training import alone, give_back, refuse_unfit, remove_begun
 from npt.guard.guard import Guard, Outcome
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.order import Names, Order, note_order, skipped_by
@@ -43,7 +42,6 @@ else:
 
 STATE_FILE = "guard.json"
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
-_GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
 
@@ -99,7 +97,7 @@ class TrainerMixin(Trainer):
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
         memory ran out and `auto_find_batch_size` begins again."""
-        _refuse_unfit(self)
+        refuse_unfit(self)
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
@@ -108,7 +106,7 @@ class TrainerMixin(Trainer):
             result = super()._inner_training_loop(*arguments, **named)
         finally:
             self._order, self._names = None, {}
-            _give_back(self._guarded)
+            give_back(self._guarded)
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
         return result
@@ -331,7 +329,8 @@ class TrainerMixin(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save only a state that is finite; older checkpoints go only if it was saved."""
-        guard = self.guard
+        # a first checkpoint may come before the first window
+        guard = self.guard if self._order is None else self._guard_of(model)
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
             where = bad if bad is not None else "a tensor of another process"
@@ -340,6 +339,10 @@ class TrainerMixin(Trainer):
                 self.state.global_step,
                 where,
             )
+            if self.args.should_save:
+                remove_begun(
+                    Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+                )
             return
         super()._save_checkpoint(model, trial)
 
@@ -376,48 +379,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             " norm is that of TrainingArguments)"
         )
     GuardSettings(**{"trace": 1, **settings})
-
-
-def _refuse_unfit(trainer: Any) -> None:
-    """Raise ConfigError for a Trainer whose run a guard cannot make."""
-    if hasattr(trainer, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
-        raise ConfigError(
-            f"{type(trainer).__name__} makes the inputs of several micro-batches at once, and a"
-            " guard cannot compute one of them again; train it unguarded"
-        )
-    adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
-    if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":
-        raise ConfigError(
-            "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
-            " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
-        )
-
-
-def _give_back(optimizer: Any) -> None:
-    """Let an optimizer whose step was a guard's step by itself again."""
-    own = vars(optimizer) if optimizer is not None else {}
-    if "_before_guard" in own:
-        del own["step"]
-        before = own.pop("_before_guard")
-        if before is not None:
-            own["step"] = before
-
-
-@contextmanager
-def alone(accelerator: Any) -> Iterator[None]:
-    """Let accelerate gather nothing within the context, as TRL does for its metrics.
-
-    A refused micro-batch may end early, and its process computes fewer of them: whoever gathered in
-    one would wait for ever. Metrics are then the main process's own.
-    """
-    names = _GATHERING if accelerator.num_processes > 1 else ()
-    for name in names:
-        setattr(accelerator, name, lambda value, *_, **__: value)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(accelerator, name)
 
 
 def _blank(inputs: Any) -> Any:

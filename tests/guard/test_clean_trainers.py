@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
 import npt
 from faults.row_faults import VOCABULARY, row
-from npt.errors import CheckpointError, ConfigError
+from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
 from npt.guard import protect
 from npt.guard.ids import refuse_bad_ids
 from npt.guard.trainer import _back_to, _mark
@@ -347,3 +348,41 @@ def test_an_optimizer_is_its_own_again_after_an_error(tmp_path) -> None:
     trainer.model.line.weight.grad = torch.ones_like(before)
     trainer.optimizer.step()
     assert not torch.equal(trainer.model.line.weight, before)
+
+
+class Early(TrainerCallback):
+    """Saves before the first window, as a checkpoint at a signal does."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self.trainer.first:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(exist_ok=True)
+            (folder / "checkpoint-is-incomplete.txt").touch()
+            self.trainer._save_checkpoint(self.trainer.model, None)
+
+
+def early(folder: Path, first: int) -> Any:
+    def kind(**named: Any) -> Any:
+        return InOrder(**named, callbacks=[callback])
+
+    callback = Early()
+    trainer = callback.trainer = protect(trainer_of(kind, points(), folder, Points(Config())))
+    trainer.first = first
+    return trainer
+
+
+def test_a_save_before_the_first_window_is_looked_at_too(tmp_path) -> None:
+    early(tmp_path / "one", first=2).train()
+    resumed = early(tmp_path / "two", first=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))
+    assert (tmp_path / "two" / "checkpoint-2" / "guard.json").is_file()
+    bad = early(tmp_path / "three", first=0)
+    with torch.no_grad():
+        bad.model.line.weight.fill_(float("nan"))
+    with pytest.raises(TooManyRefusalsError):
+        bad.args.max_steps = 20
+        bad.train()
+    assert not (tmp_path / "three" / "checkpoint-0").exists()
