@@ -33,7 +33,7 @@ def projections(
     it is.
     """
     with fp32_products("highest"):
-        found = measure(model, split(samples, batch_size).batches, seed, lambda batch: None)
+        found = measure(model, split(list(samples), batch_size).batches, seed, lambda batch: None)
         cut = {}
         for index, sums in found.items():
             _, directions = worth(sums.covariance, sums.to_attention)
@@ -58,7 +58,7 @@ def attention_cut(model: Any, found: Projections) -> Iterator[None]:
 
         return hook
 
-    layers = decoder_layers(model)
+    layers: list[Any] = list(decoder_layers(model))
     handles = [layers[index].self_attn.register_forward_hook(cut(index)) for index in found]
     try:
         yield

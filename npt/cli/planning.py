@@ -186,7 +186,7 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
     from npt.planning.plan import Planner, remedies
     from npt.planning.timing import predict_time
 
-    card = None if given["gpu"] is None else find_card(given["gpu"])
+    card = None if given.get("gpu") is None else find_card(given["gpu"])
     if card is not None and given["measure"]:
         raise ConfigError(
             "--measure runs steps on the device that is here, --gpu plans for one that need not be;"
@@ -248,7 +248,9 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     base, adapter, data, training = (
         build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig)
     )
-    if given["gpu"] is not None and given["shape"] is None:  # the hub is not asked for a known one
+    if (
+        given.get("gpu") is not None and given["shape"] is None
+    ):  # the hub is not asked for a known one
         given = {**given, "shape": shape_of(base.model_name)}
         given.pop("model_name", None)
     if given["shape"] is None:
@@ -270,7 +272,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
         raise ConfigError(
             "--device is cuda, but there is no GPU here; --gpu plans for one that is not"
         )
-    device = "cuda" if given["gpu"] is not None else given["device"]
+    device = "cuda" if given.get("gpu") is not None else given["device"]
     device = None if device is None else torch.device(device)
     return name, Workload.of(
         base, config, adapter, training, data.max_length, device, stored=stored
