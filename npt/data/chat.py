@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from npt.data.time_limit import time_limit
@@ -46,15 +47,21 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: 
     """
     dated: dict[str, Any] = {}
     if _CLOCK in str(tokenizer.chat_template):
-        date = datetime.fromisoformat(date_of(tokenizer))
-        written = {directive: date.strftime(directive) for directive in _DIRECTIVES}
-        dated = {"chat_template": _MACRO + tokenizer.get_chat_template(), "npt_date": written}
+        written = _MACRO + tokenizer.get_chat_template()
+        dated = {"chat_template": written, "npt_date": _by_directive(date_of(tokenizer))}
     with time_limit(RENDER_SECONDS):
         return str(
             tokenizer.apply_chat_template(
                 messages, add_generation_prompt=to_answer, tokenize=False, **dated
             )
         )
+
+
+@cache
+def _by_directive(date: str) -> dict[str, str]:
+    """Return what each directive of strftime writes at a date; every record asks for all of it."""
+    at = datetime.fromisoformat(date)
+    return {directive: at.strftime(directive) for directive in _DIRECTIVES}
 
 
 def date_of(tokenizer: Any) -> str:

@@ -85,8 +85,8 @@ class Guard:
 
     Args:
         trainable: the model, or parameters; those of the optimizer are guarded, under these names,
-            and those that it comes to step as well.
-            A model in DistributedDataParallel sums its gradients in the guard's step.
+            and those that it comes to step as well. A model in DistributedDataParallel sums its
+            gradients in the guard's step.
         optimizer: any of torch that takes dense gradients from `.grad`, or accelerate's form of it.
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
@@ -167,7 +167,6 @@ class Guard:
             inputs: of the model; default those of its calls. Overwrite none before `step`.
             run: computes the loss again, for `trace`; default the model's calls, which is enough
                 if the model returns its loss.
-
         """
         self._guarded.follow(self.window)
         names = tuple(map(str, ids))

@@ -39,7 +39,6 @@ class FlatGradients:
         """Places of the parameters that the micro-batch's backward reached; None: not tracked."""
         self._stale = False
         self._handles: list[Any] = []
-        self._unreached: frozenset[int] = frozenset()  # by the window that was last exposed
         self.extend(parameters)
         self.clipped: tuple[nn.Parameter, ...] = self.parameters
 
@@ -118,15 +117,10 @@ class FlatGradients:
         self._renew()
         if self.reached is not None:
             _bring_home(self.sum_views, self._sum_homes)
-        self._unreached = frozenset(unreached)
-        self.show()
-
-    def show(self) -> None:
-        """Point `.grad` at what was last exposed, though its window may be forgotten."""
-        for place, (parameter, view) in enumerate(
-            zip(self.parameters, self.sum_views, strict=True)
-        ):
-            parameter.grad = None if place in self._unreached else view
+        for parameter, view in zip(self.parameters, self.sum_views, strict=True):
+            parameter.grad = view
+        for place in unreached:
+            self.parameters[place].grad = None
 
     def clear(self) -> None:
         """Forget the window, by nothing that could fail: its step may be made already."""
