@@ -195,8 +195,12 @@ def check_update(model: PreTrainedModel, update: Update) -> None:
 
 
 def product_of(layer: Any, target: str) -> Any:
-    """Return the linear layer whose product a target is."""
-    return getattr(layer.mlp, TARGETS[target].module)
+    """Return the linear layer whose product a target is.
+
+    The stream's is the attention's last: what is added to the attention output reaches the stream
+    of the base as it is, and that of a student by way of its code.
+    """
+    return layer.get_submodule(TARGETS[target].module)
 
 
 def check_enabled(model: PreTrainedModel) -> None:

@@ -220,38 +220,19 @@ class Modulated(torch.autograd.Function):
         return grad_y, low.grad_z, *low.grad_weights, None
 
 
-class Product(torch.autograd.Function):
-    """p = silu(gate') * up': `Product.apply(gate, up, z, M, B, M, B, form)`, gate's weights first.
+def product_forward(gate: Tensor, up: Tensor, low: LowRank, out: Tensor) -> Tensor:
+    """Write p = silu(gate') * up' [N, F] to `out`; return the energy [N] of both targets.
 
-    Takes gate and up [N, F] and z [N, R] of the same dtype; gives p [N, F] and the energy [N] of
-    both targets, with a graph if `form.regularised`.
+    Args:
+        gate, up: [N, F], products of the frozen weights; kept for backward.
+        low: of gate's M and B, then up's.
+        out: [N, F].
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any
-    ) -> tuple[Tensor, Tensor]:
-        *weights, form = others
-        low, block = LowRank(z, weights, form), form.body(product_block)
-        product, energy = torch.empty_like(gate), low.additive_energy()
-        for rows in blocks(gate, z.shape[-1]):
-            of_both = *low.of(0, rows, gate), *low.of(1, rows, up)
-            block(*of_both, form.slope, product[rows], energy[rows])
-        ctx.form = form
-        ctx.save_for_backward(gate, up, z, *weights)
-        if not form.regularised:
-            ctx.mark_non_differentiable(energy)
-        return product, energy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_energy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, z, *weights = ctx.saved_tensors
-        wanted = zip((gate, up), ctx.needs_input_grad[:2], strict=True)
-        grads = [torch.empty_like(y) if asked else None for y, asked in wanted]
-        low = LowRank(z, weights, ctx.form, grad_energy)
-        product_backward(grad, gate, up, low, *grads)
-        return *grads, low.grad_z, *low.grad_weights, None
+    energy, block = low.additive_energy(), low.form.body(product_block)
+    for rows in blocks(gate, low.z.shape[-1]):
+        of_both = *low.of(0, rows, gate), *low.of(1, rows, up)
+        block(*of_both, low.form.slope, out[rows], energy[rows])
+    return energy
 
 
 def product_backward(

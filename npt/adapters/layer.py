@@ -8,7 +8,7 @@ layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 from npt.adapters.modulation import Terms, modulate
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import call_around
-from npt.config import TARGETS, NPTConfig
+from npt.config import STREAM, TARGETS, NPTConfig
 
 Mode = Literal["student", "teacher", "floor"]
 """A layer computes the NPT form, the untouched base, or the NPT form without any modulation
@@ -37,7 +37,8 @@ changes none of them."""
 class NPTAdapter(nn.Module):
     """The trainable A, B, M of a layer, fp32 whatever the model around it is cast to.
 
-    `A` is [R, D]; `B[target]` and `M[target]` are [O, R], with O = F for gate and up, D for down.
+    `A` is [R, D]; `B[target]` and `M[target]` are [O, R], with O = F for gate and up, D for down
+    and stream. The stream has B whatever the modulation is, and no M.
     `observer`, if set, is shown the stages of each pass, from `h` to `o`. `recode`, if set,
     replaces the tokens' codes (npt/tools/editing/transplant.py).
 
@@ -68,17 +69,22 @@ class NPTAdapter(nn.Module):
             values = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
             return nn.Parameter(std * values)
 
-        def by_target(present: bool, std: float) -> nn.ParameterDict:
-            widths = {t: sizes[TARGETS[t].width] for t in config.targets if present}
-            return nn.ParameterDict({t: normal(o, config.rank, std) for t, o in widths.items()})
+        def by_target(targets: Iterable[str], std: Callable[[str], float]) -> nn.ParameterDict:
+            widths = {target: sizes[TARGETS[target].width] for target in targets}
+            return nn.ParameterDict({t: normal(o, config.rank, std(t)) for t, o in widths.items()})
+
+        def std_b(target: str) -> float:
+            # With the attention residual kept the student must equal its base at the start; with
+            # attention in the stream the products' shifts only add to what it brings.
+            zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
+            return 0.0 if zero else config.init_std_b
 
         self.A = normal(config.rank, hidden_size, config.init_std_a)
         if config.init_a == "kaiming":
             # as LoRA's A: uniform within 1 / sqrt(D)
             nn.init.kaiming_uniform_(self.A, a=math.sqrt(5), generator=generator)
-        # With the attention residual kept the student must equal its base at the start.
-        self.B = by_target(config.additive, 0.0 if config.residual == "keep" else config.init_std_b)
-        self.M = by_target(config.multiplicative, config.init_std_m)
+        self.B = by_target(config.shifted, std_b)
+        self.M = by_target(config.multiplied, lambda target: config.init_std_m)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but keep every number: casts are meant for the base."""
@@ -116,10 +122,10 @@ class NPTAdapter(nn.Module):
     def apply_to(
         self, target: str, y: Tensor, z: Tensor | None, *, aside: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Modulate one product; without a code, or for a target left out, return it as it is.
+        """Modulate one target; without a code, or for a target left out, return it as it is.
 
         Args:
-            target: gate, up or down.
+            target: stream, gate, up or down.
             y: [..., O].
             z: [..., R], the codes of the same tokens.
             aside: by copies of the weights, which gradients end in, for an observer.
@@ -223,13 +229,21 @@ def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
     return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
 
 
-def student_stream(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> Tensor:
-    """Return the residual stream of the student's MLP: h, or h + a if the residual is kept."""
-    return hidden + attention if layer.npt.config.residual == "keep" else hidden
+def student_stream(
+    layer: NPTLayer, hidden: Tensor, attention: Tensor, code: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the stream that the student's MLP reads and adds to, and the shift a' that is in it.
+
+    It is h, or h + a if the residual is kept, and with the target `stream` a' = alpha B_stream z
+    more. code: z; None to shift nothing.
+    """
+    kept = hidden + attention if layer.npt.config.residual == "keep" else hidden
+    stream, _, shift = layer.npt.apply_to(STREAM, kept, code)
+    return stream, shift
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
-    """Return o, the NPT layer's output, and its terms, operation by operation.
+    """Return o, the NPT layer's output, and the terms of its products, operation by operation.
 
     Hooks of the MLP and of its parts are called, those of the layer not.
 
@@ -242,14 +256,14 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
         ModelError: the MLP's forward was replaced.
     """
     adapter, mlp = layer.npt, layer.mlp
-    stream = student_stream(layer, hidden, attention)
     z = None if adapter.mode == "floor" else adapter.code(attention)
+    stream, shift = student_stream(layer, hidden, attention, z)
     terms: list[tuple[Tensor | None, Tensor | None]] = []
 
     def modulated_mlp(x: Tensor) -> Tensor:
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
         product, found = modulated_product(
-            layer, gate, up, z, h=hidden, a=attention, stream=stream, z=z
+            layer, gate, up, z, h=hidden, a=attention, z=z, s_stream=shift, stream=stream
         )
         adapter.show(product=product)
         down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)

@@ -22,28 +22,22 @@ class Aside:
 
     Args:
         layer: with an observer.
+        graph: gradients go through gate's and up's products.
         z: [N, R], its codes.
-        before: earlier stages, h, a and stream.
+        before: the other stages before gate, from h to stream.
     """
 
-    def __init__(self, layer: NPTLayer, z: Tensor, **before: Tensor):
-        self._layer, self._z, self._before = layer, z, before
+    def __init__(self, layer: NPTLayer, graph: bool, *, z: Tensor, **before: Tensor | None):
+        self._layer, self._graph, self._z, self._before = layer, graph, z, before
 
-    def show_product(self, gate: Tensor, up: Tensor, product: Tensor | None = None) -> Tensor:
-        """Show the stages up to down_proj's input, from gate's and up's products [N, F].
-
-        Returns:
-            `product`, if training has it in a graph, tied to the stages; else that of the stages.
-        """
-        self._graph = product is not None
+    def show_product(self, gate: Tensor, up: Tensor) -> None:
+        """Show the stages up to down_proj's input, from gate's and up's products [N, F]."""
         with torch.enable_grad():
             gate, up = (y.detach().requires_grad_(self._graph) for y in (gate, up))
             self._product, self._terms = modulated_product(
                 self._layer, gate, up, self._z.detach(), aside=True, **self._before, z=self._z
             )
-        product = self._product if product is None else _Twin.apply(product, self._product)
-        self._layer.npt.show(product=product)
-        return product
+        self._layer.npt.show(product=self._product)
 
     def show_output(
         self, stream: Tensor, down: Tensor, changed: Tensor, energy: Tensor, regularised: bool
@@ -56,9 +50,8 @@ class Aside:
             changed, energy: the modulated product and the energy, as training has them.
             regularised: the energy is differentiated.
         """
-        adapter, seen = self._layer.npt, down.detach()
-        if not self._graph:
-            seen = _FrozenProduct.apply(self._product, seen, self._layer.mlp.down_proj)
+        adapter, down_proj = self._layer.npt, self._layer.mlp.down_proj
+        seen = _FrozenProduct.apply(self._product, down.detach(), down_proj)
         shown, m, s = adapter.apply_to("down", seen, self._z.detach(), aside=True)
         changed = _Twin.apply(changed, shown)
         with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):

@@ -1,12 +1,13 @@
 """The output of a converted layer in training: the student's, the teacher's, and the energy.
 
 The frozen products and the modulation are computed by hand, forward and backward, so that no more
-is computed and kept than necessary: gate and up see inputs that no adapter has touched, and need no
-backward unless h has one; a packed weight is dequantised once for teacher and student, and
-down_proj's once for forward and backward; the layers of a pass use one piece of memory after the
-other. A layer in another precision than the policy's (npt/base/precision.py), with another
-activation than SiLU, a LoRA around a weight, or hooks that may change a value takes the plain form
-of `npt.adapters.layer`, which calls every module as it is and is the tests' yardstick.
+is computed and kept than necessary: gate and up need no backward unless what they read has one, by
+h or by the target `stream`; a packed weight is dequantised once for teacher and student, and
+down_proj's once for forward and backward where the one follows the other; the layers of a pass use
+one piece of memory after the other. A layer in another precision than the policy's
+(npt/base/precision.py), with another activation than SiLU, a LoRA around a weight, or hooks that
+may change a value takes the plain form of `npt.adapters.layer`, which calls every module as it is
+and is the tests' yardstick.
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ from npt.adapters.fused import (
     Form,
     LowRank,
     Modulated,
-    Product,
-    blocks,
     is_unfused,
     product_backward,
-    product_block,
+    product_forward,
 )
 from npt.adapters.layer import NPTLayer, student_output, student_stream
 from npt.adapters.modulation import modulation_energy
@@ -42,6 +41,7 @@ from npt.base.linear import (
     multiply_backward,
     product_weight,
 )
+from npt.config import STREAM
 
 
 class Workspace:
@@ -96,8 +96,7 @@ def stacked_outputs(
         output, energy = _plain_output(layer, hidden, attention, work)
     else:
         run = _Pass(layer, hidden, attention, work, with_teacher=True)
-        down, of_teacher, energy = _MLP.apply(run.code, *run.weights, run.x, run)
-        output, energy = run.output(down, energy)
+        output, energy, of_teacher = run.output()
         target = run.taught + of_teacher
     layer.npt.show(t=target)
     return target, output, energy
@@ -116,23 +115,15 @@ def trained_output(
     """
     if layer.npt.mode == "floor" or not is_fusable(layer, hidden):
         return _plain_output(layer, hidden, attention, work)
-    run, mlp = _Pass(layer, hidden, attention, work), layer.mlp
-    if not run.x.requires_grad:
-        down, _, energy = _MLP.apply(run.code, *run.weights, run.x, run)
-        return run.output(down, energy)
-    gate, up = mlp.gate_proj(run.x), mlp.up_proj(run.x)
-    product, energy = Product.apply(gate, up, run.z, *run.weights, run.form)
-    if run.aside is not None:
-        product = run.aside.show_product(gate, up, product)
-    return run.output(mlp.down_proj(product), energy)
+    return _Pass(layer, hidden, attention, work).output()[:2]
 
 
 class _Pass:
     """One pass of a layer by hand: what its MLP reads, and its modulation.
 
-    stream, taught: the residual streams of student and teacher. x: what gate and up read. teacher:
-    whether its rows are computed too, from the student's x (`shared`) or x of their own (`apart`),
-    or not (`none`). aside: of the observer.
+    stream, taught: the residual streams of student and teacher. read: the student's x, with its
+    graph. x: what gate and up read. teacher: whether its rows are computed too, from the student's
+    x (`shared`) or x of their own (`apart`), or not (`none`). aside: of the observer.
     """
 
     def __init__(
@@ -146,32 +137,43 @@ class _Pass:
         adapter, form = layer.npt, layer.npt.config
         self.layer, self.work = layer, work
         self.form = Form(form.mult_bound, form.additive_scale, work.regularised, work.compiled)
-        self.stream = self.taught = student_stream(layer, hidden, attention)
-        self.teacher = "shared" if with_teacher else "none"
-        if with_teacher and form.residual != "keep":
-            self.teacher, self.taught = "apart", hidden + attention
-            x = layer.post_attention_layernorm(torch.cat([self.stream, self.taught]))
-            # gate and up each find the rows of both next to each other
-            self.x = torch.cat([x, x[: len(hidden)]])
-        else:
-            self.x = layer.post_attention_layernorm(self.stream)
         self.z = adapter.code(attention)
+        self.stream, shift = student_stream(layer, hidden, attention, self.z)
+        self.taught, norm = self.stream, layer.post_attention_layernorm
+        self.teacher = "shared" if with_teacher else "none"
+        if with_teacher and (form.residual != "keep" or STREAM in form.targets):
+            self.teacher, self.taught = "apart", hidden + attention
+            both = norm(torch.cat([self.stream, self.taught]))
+            # gate and up each find the rows of both next to each other
+            x = torch.cat([both, both[: len(hidden)]])
+            self.x = x.detach()
+            self.read = both[: len(hidden)] if both.requires_grad else x[: len(hidden)]
+        else:
+            self.read = norm(self.stream)
+            self.x = self.read.detach()
         self.weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
-        # If down alone is modulated, a backward through the MLP would bring z nothing but zeros.
+        # If neither is modulated, a backward through the MLP would bring z nothing but zeros.
         self.code = self.z if any(w is not None for w in self.weights) else self.z.detach()
         self.aside: Aside | None = None
         if adapter.observer is not None:
-            self.aside = Aside(layer, self.z, h=hidden, a=attention, stream=self.stream)
+            stages = {"h": hidden, "a": attention, "s_stream": shift, "stream": self.stream}
+            self.aside = Aside(layer, self.read.requires_grad, z=self.z, **stages)
 
-    def output(self, down: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return o [N, D] and the energy [N] of all targets from down_proj's product."""
-        adapter, changed = self.layer.npt, down
+    def output(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return o [N, D], the energy [N] of all products, and the teacher's MLP [N, D], if it is
+        computed.
+        """
+        adapter = self.layer.npt
+        down, of_teacher, energy = _MLP.apply(self.code, *self.weights, self.read, self)
+        changed = down
         if "down" in adapter.config.targets:
             changed, of_down = Modulated.apply(down, self.z, *adapter.weights_of("down"), self.form)
             energy = energy + of_down
         if self.aside is None:
-            return self.stream + changed, energy
-        return self.aside.show_output(self.stream, down, changed, energy, self.form.regularised)
+            return self.stream + changed, energy, of_teacher
+        regularised = self.form.regularised
+        output, energy = self.aside.show_output(self.stream, down, changed, energy, regularised)
+        return output, energy, of_teacher
 
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
@@ -197,7 +199,7 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
             for part in parts
         )
         and not any(may_change(module) for module in (mlp, mlp.act_fn, *parts))
-        and {"gate", "up", "down"}.issuperset(layer.npt.config.targets)
+        and {STREAM, "gate", "up", "down"}.issuperset(layer.npt.config.targets)
     )
 
 
@@ -213,21 +215,27 @@ def _plain_output(
 class _MLP(torch.autograd.Function):
     """x through gate, up, modulation, SiLU and down, the teacher's rows next to the student's.
 
-    x is the student's rows, or these, the teacher's and these once more: gate takes the first two
-    of the three, up the last two. Of four pieces of memory [N, F] the outer two are the student's
-    gate and up, which backward reads; the inner two are the teacher's gate and up, which become
-    down's inputs of student and teacher. In backward the first of these becomes the gradient of the
-    student's.
+    The rows read are the student's, or these, the teacher's and these once more: gate takes the
+    first two of the three, up the last two. Of four pieces of memory [N, F] the outer two are the
+    student's gate and up, which backward reads; the inner two are the teacher's gate and up, which
+    become down's inputs of student and teacher. In backward the first of these becomes the gradient
+    of the student's; without a workspace, where the graph may live long, it gets memory
+    of its own.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, x, run = others
-        n, mlp, space, form = len(z), run.layer.mlp, run.work.space, run.form
-        pieces = 3 if run.teacher == "none" else 4
-        size = pieces * n, mlp.gate_proj.out_features
-        memory = x.new_empty(size) if space is None else space.rows(*size, x)
-        gate, product, *taught, up = memory.split(n) if n else [memory] * pieces
+        *weights, _, run = others
+        n, mlp, space, form, x = len(z), run.layer.mlp, run.work.space, run.form, run.x
+        pieces, width = 3 if run.teacher == "none" else 4, mlp.gate_proj.out_features
+        if space is None and pieces == 3:
+            gate, product, up = (x.new_empty(n, width) for _ in range(3))
+            taught, inputs = [], product
+        else:
+            size = pieces * n, width
+            memory = x.new_empty(size) if space is None else space.rows(*size, x)
+            gate, product, *taught, up = memory.split(n) if n else [memory] * pieces
+            inputs = memory[n : (pieces - 1) * n]
         products = (mlp.gate_proj, x, gate), (mlp.up_proj, x, up)
         if run.teacher == "apart":
             of_gate, of_up = memory[: 2 * n], memory[2 * n :]
@@ -241,22 +249,18 @@ class _MLP(torch.autograd.Function):
             taught[0].mul_(F.silu(product, inplace=True))
         elif run.teacher == "shared":
             F.silu(taught[0].copy_(gate), inplace=True).mul_(up)
-        low, block = LowRank(z, weights, form), form.body(product_block)
-        energy = low.additive_energy()
-        for part in blocks(gate, z.shape[-1]):
-            into = form.slope, product[part], energy[part]
-            block(*low.of(0, part, gate), *low.of(1, part, up), *into)
-        del low  # not held while down_proj's weight is dequantised
+        energy = product_forward(gate, up, LowRank(z, weights, form), product)
         if run.aside is not None:
             run.aside.show_product(gate.clone(), up.clone())
-        weight, read = product_weight(mlp.down_proj, x.dtype), memory[n : (pieces - 1) * n]
+        weight = product_weight(mlp.down_proj, x.dtype)
         hooked = has_forward_hooks(mlp.down_proj)
-        down = mlp.down_proj(read) if hooked else multiply(mlp.down_proj, weight, read)
-        ctx.layer, ctx.space, ctx.form = run.layer, space, form
+        down = mlp.down_proj(inputs) if hooked else multiply(mlp.down_proj, weight, inputs)
+        ctx.mlp, ctx.space, ctx.form = mlp, space, form
         ctx.use, ctx.weight = (None, None) if space is None else (space.uses, weight)
-        saved = weight if space is None else None
-        ctx.save_for_backward(gate, up, product, saved, z, *weights)
-        student, teacher = down.split([n, len(read) - n])
+        # Where every layer's graph lives until the end, dense weights would fill the memory.
+        saved = None if space is not None or ctx.needs_input_grad[-2] else weight
+        ctx.save_for_backward(gate, up, None if space is None else product, saved, z, *weights)
+        student, teacher = down.split([n, len(inputs) - n])
         ctx.mark_non_differentiable(*([teacher] if form.regularised else [teacher, energy]))
         return student, teacher, energy
 
@@ -265,14 +269,25 @@ class _MLP(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, _: Tensor, grad_energy: Tensor
     ) -> tuple[Tensor | None, ...]:
-        space = ctx.space
+        space, mlp = ctx.space, ctx.mlp
         assert space is None or space.uses == ctx.use, (
             "another layer has used this layer's memory before its backward"
         )
         gate, up, product, saved, z, *weights = ctx.saved_tensors
         weight = ctx.weight if saved is None else saved
-        multiply_backward(ctx.layer.mlp.down_proj, weight, grad, out=product)
+        if weight is None:
+            weight = product_weight(mlp.down_proj, gate.dtype)
+        of_product = multiply_backward(mlp.down_proj, weight, grad, out=product)
         ctx.weight = weight = None  # not held through what follows
         low = LowRank(z, weights, ctx.form, grad_energy)
-        product_backward(product, gate, up, low)
-        return low.grad_z, *low.grad_weights, None, None
+        grad_x = None
+        if not ctx.needs_input_grad[-2]:
+            product_backward(of_product, gate, up, low)
+        else:
+            of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+            product_backward(of_product, gate, up, low, of_gate, of_up)
+            del of_product
+            parts = (mlp.gate_proj, of_gate), (mlp.up_proj, of_up)
+            of_x = (multiply_backward(m, product_weight(m, g.dtype), g) for m, g in parts)
+            grad_x = next(of_x).add_(next(of_x))
+        return low.grad_z, *low.grad_weights, grad_x, None

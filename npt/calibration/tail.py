@@ -26,7 +26,7 @@ from npt.adapters.layer import NPTLayer
 from npt.base.families import LAYER_PARTS, missing_parts
 from npt.base.hooks import may_change
 from npt.base.linear import check_readable, dense_weight
-from npt.config import TARGETS
+from npt.config import PRODUCTS, TARGETS
 from npt.errors import ModelError
 
 Parameters = dict[str, Tensor]
@@ -61,9 +61,8 @@ def check_layer_readable(index: int, layer: NPTLayer) -> None:
             f"layer {index} has no {', '.join(missing)} any more, and a calibrated start needs its"
             " weights; start with --init random"
         )
-    for name in (target.module for target in TARGETS.values()):
-        projection = getattr(layer.mlp, name)
-        check_readable(f"layer {index}'s mlp.{name}", projection, "a calibrated start")
+    for name in (target.module for target in PRODUCTS.values()):
+        check_readable(f"layer {index}'s {name}", layer.get_submodule(name), "a calibrated start")
     for place, module in (("", layer), (".mlp", layer.mlp), (".mlp.act_fn", layer.mlp.act_fn)):
         if may_change(module):
             raise ModelError(
@@ -80,15 +79,15 @@ class Tail:
 
     def __init__(self, layer: NPTLayer):
         self.layer, self.config = layer, layer.npt.config
-        self.targets = tuple(target for target in TARGETS if target in self.config.targets)
+        self.targets = tuple(target for target in PRODUCTS if target in self.config.targets)
         self.beta = self.config.mult_bound
         mlp = layer.mlp
         self.gate, self.up, self.down = (
             dense_weight(p).to(torch.float32) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
         self.biases: dict[str, Any] = {
-            name: getattr(getattr(mlp, target.module), "bias", None)
-            for name, target in TARGETS.items()
+            name: getattr(layer.get_submodule(target.module), "bias", None)
+            for name, target in PRODUCTS.items()
         }
 
     def form(self, rank: int) -> Parameters:

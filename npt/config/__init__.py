@@ -6,7 +6,17 @@ raises `ConfigError`, one whose part is not built yet raises `NotSupportedError`
 silently ignored.
 """
 
-from npt.config.adapter import INITS, MODULATIONS, MULT_FORMS, RESIDUALS, TARGETS, NPTConfig, Target
+from npt.config.adapter import (
+    INITS,
+    MODULATIONS,
+    MULT_FORMS,
+    PRODUCTS,
+    RESIDUALS,
+    STREAM,
+    TARGETS,
+    NPTConfig,
+    Target,
+)
 from npt.config.base import (
     ATTENTIONS,
     BASE_PRECISIONS,

@@ -13,10 +13,10 @@ from npt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Target:
-    """A product of the MLP that an adapter modulates.
+    """What an adapter acts on.
 
-    module: of the MLP, whose product it is. width: of the product, `ffn` or `hidden`. stage: under
-    which an observer is shown the product, modulated.
+    module: of the layer, whose product it is. width: of the product, `ffn` or `hidden`. stage:
+    under which an observer is shown the product, modulated.
     """
 
     module: str
@@ -24,12 +24,16 @@ class Target:
     stage: str
 
 
-TARGETS = {
-    "gate": Target("gate_proj", "ffn", "gate"),
-    "up": Target("up_proj", "ffn", "up"),
-    "down": Target("down_proj", "hidden", "mlp"),
+PRODUCTS = {
+    "gate": Target("mlp.gate_proj", "ffn", "gate"),
+    "up": Target("mlp.up_proj", "ffn", "up"),
+    "down": Target("mlp.down_proj", "hidden", "mlp"),
 }
-"""What can be modulated, in the order in which a layer computes it."""
+"""The products of the MLP, in the order in which a layer computes them."""
+STREAM = "stream"
+"""The stream that the MLP reads and adds to. It is shifted, in the place of the attention output,
+and never multiplied."""
+TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
@@ -72,8 +76,8 @@ class NPTConfig(Settings):
         read=joined_or_number,
     )
     targets: tuple[str, ...] = _adapter(
-        tuple(TARGETS),
-        "MLP products to modulate, comma-separated",
+        tuple(PRODUCTS),
+        "what to modulate, comma-separated: products of the MLP, and the stream that it reads",
         choices=tuple(TARGETS),
         read=words,
     )
@@ -171,11 +175,21 @@ class NPTConfig(Settings):
         return self.ranks
 
     @property
+    def shifted(self) -> tuple[str, ...]:
+        """The targets that have B, in the order of `targets`."""
+        return tuple(t for t in self.targets if self.additive or t == STREAM)
+
+    @property
+    def multiplied(self) -> tuple[str, ...]:
+        """The targets that have M, in the order of `targets`."""
+        return tuple(t for t in self.targets if self.multiplicative and t != STREAM)
+
+    @property
     def multiplicative(self) -> bool:
-        """The adapters have M, the multiplicative term."""
+        """Products have M, the multiplicative term."""
         return self.modulation in ("both", "multiplicative")
 
     @property
     def additive(self) -> bool:
-        """The adapters have B, the additive term."""
+        """Products have B, the additive term."""
         return self.modulation in ("both", "additive")

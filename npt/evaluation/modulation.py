@@ -220,7 +220,7 @@ class _Look:
     def _result(self, target: str) -> TargetModulation:
         n = self._sizes[target]
         added, product = (math.sqrt(x / n) for x in self._sums["product", target].tolist())
-        add_rms = added if self.config.additive else None
+        add_rms = added if target in self.config.shifted else None
         if ("m", target) not in self._sums:
             return TargetModulation(None, None, None, None, None, add_rms, product)
         *counts, saturated, bad, total, squares = self._sums["m", target].tolist()

@@ -28,7 +28,7 @@ from npt.adapters.converted import adapter_mode, attached_config, npt_layers
 from npt.adapters.layer import NPTLayer, student_output, whole
 from npt.adapters.token_modulation import as_row
 from npt.base.linear import cast_once
-from npt.config import TARGETS
+from npt.config import STREAM, TARGETS
 from npt.distill.hidden_losses import nmse_per_token
 from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.evaluation.metrics import evaluating
@@ -161,7 +161,7 @@ class _Watch:
         try:
             with ExitStack() as stack:
                 for target in self.targets:
-                    part = getattr(self.layer.mlp, TARGETS[target].module)
+                    part = self.layer.get_submodule(TARGETS[target].module)
                     stack.callback(part.register_forward_hook(self._keep(target)).remove)
                 yield
         finally:
@@ -210,6 +210,8 @@ class _Watch:
     def _target(self, target: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the target's columns of `products`, `mult` and `add`: [T] each."""
         y, after = _row(self._plain[target]), _row(self._stages[TARGETS[target].stage])
+        if target == STREAM:
+            after = after - _row(self._stages["h"])
         size = torch.linalg.vector_norm(y, dim=-1)
         m, s = self._stages[f"m_{target}"], self._stages[f"s_{target}"]
         none = torch.full_like(size, torch.nan)

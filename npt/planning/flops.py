@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from npt.config import NPTConfig
+from npt.config import STREAM, TARGETS, NPTConfig
 from npt.planning.shape import Shape
 
 
@@ -37,6 +37,7 @@ def floor_flops(
     strategy: str = "local",
     *,
     residual: str = "modulate",
+    stream: bool = False,
     own_teacher: bool = False,
     logits: float = 0.0,
 ) -> float:
@@ -49,24 +50,27 @@ def floor_flops(
         strategy: local, propagated or end_to_end.
         residual: of the adapters; if attention stays in the stream, `local` has gate and up in
             common with the teacher.
+        stream: the adapters shift what gate and up read, so gradients pass these two.
         own_teacher: the teacher is a model of its own, which shares no product with the student.
         logits: share of the tokens that are scored on the logits; 0 without such a loss.
     """
     layer, down = layer_flops(shape, length), 2.0 * shape.hidden * shape.ffn
+    mlp = 2.0 * shape.mlp_weights
+    passed = mlp if stream else down  # backward, to the adapter
     first, last, count = min(converted), max(converted), len(converted)
     if strategy == "local":
         if own_teacher:
-            return (last + 1 + count) * layer + count * down
-        student = down if residual == "keep" else 2.0 * shape.mlp_weights
-        return (last + 1) * layer + count * (student + down)
+            return (last + 1 + count) * layer + count * passed
+        student = down if residual == "keep" and not stream else mlp
+        return (last + 1) * layer + count * (student + passed)
     shared = 0 if own_teacher else first
     stop = shape.layers if logits and strategy == "end_to_end" else last + 1
     forward = (shared + 2 * (stop - shared)) * layer
     if strategy == "propagated":
-        return forward + count * down
+        return forward + count * passed
     # through a frozen layer to its input: each product once, attention's two with both factors
     backward = (stop - first - 1) * layer_flops(shape, length, attention=2.0)
-    return forward + down + backward + 3.0 * 2.0 * shape.head_weights * logits
+    return forward + passed + backward + 3.0 * 2.0 * shape.head_weights * logits
 
 
 def adapter_flops(shape: Shape, config: NPTConfig, strategy: str = "local") -> float:
@@ -75,8 +79,8 @@ def adapter_flops(shape: Shape, config: NPTConfig, strategy: str = "local") -> f
     additive term, is left out.
     """
     width, converted = shape.modulated_width(config), shape.converted(config)
-    # nothing reads down's s in backward
-    unread = shape.width("down") if config.additive and "down" in config.targets else 0
+    # nothing reads what is added to the stream in backward
+    unread = sum(shape.width(t) for t in config.shifted if TARGETS[t].width == "hidden")
     total = 0.0
     for index, rank in converted.items():
         # z, gradient of A, gradient of a
@@ -115,6 +119,7 @@ def training_flops(
         converted,
         strategy,
         residual=config.residual,
+        stream=STREAM in config.targets,
         own_teacher=own_teacher,
         logits=logits,
     )

@@ -77,13 +77,12 @@ class Shape:
         return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head_weights
 
     def width(self, target: str) -> int:
-        """Return the width of a target: F for gate and up, D for down."""
+        """Return the width of a target: F for gate and up, D for stream and down."""
         return self.hidden if TARGETS[target].width == "hidden" else self.ffn
 
     def modulated_width(self, config: NPTConfig) -> int:
         """Return the rows of all M and B of a layer together."""
-        terms = config.additive + config.multiplicative
-        return terms * sum(self.width(target) for target in config.targets)
+        return sum(self.width(target) for target in (*config.shifted, *config.multiplied))
 
     def converted(self, config: NPTConfig) -> dict[int, int]:
         """Return the rank of each converted layer."""

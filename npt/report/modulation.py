@@ -21,6 +21,8 @@ BINS = 200
 WORTH_SAYING = 0.05
 """Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
 
+_TARGETS = ("stream", "gate", "up", "down")
+
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 """What was measured, by layer and target."""
 
@@ -33,21 +35,24 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
     if not layers:
         return None
     by_target = {name: as_mapping(layer.get("targets")) for name, layer in layers.items()}
-    targets = [t for t in ("gate", "up", "down") if any(t in by for by in by_target.values())]
+    targets = [t for t in _TARGETS if any(t in by for by in by_target.values())]
     cells = {(name, t): as_mapping(by.get(t)) for name, by in by_target.items() for t in targets}
     bound = as_number(measured.get("mult_bound"))
     heads = ["*layer", "*stream RMS"]
     for target in targets:
-        heads += [f"*{target}: mean m", "*deviation", "*at bounds", "*s / product"]
-        heads += ["*s / stream"] * (target == "down")
+        if target != "stream":
+            heads += [f"*{target}: mean m", "*deviation", "*at bounds", "*s / product"]
+        heads += {"stream": ["*stream: s / stream"], "down": ["*s / stream"]}.get(target, [])
     rows = []
     for name, layer in layers.items():
         bad = "stream_rms" in layer and layer["stream_rms"] is None
         row = [name, _NOT_FINITE if bad else number(as_number(layer.get("stream_rms")), 3)]
         for target in targets:
             cell = cells[name, target]
-            row += _cells(cell)
-            row += [_size(cell.get("add_rms"), layer, "stream_rms")] * (target == "down")
+            if target != "stream":
+                row += _cells(cell)
+            in_stream = target in ("stream", "down")
+            row += [_size(cell.get("add_rms"), layer, "stream_rms")] * in_stream
         rows.append(row)
     return {
         "pictures": _pictures(cells, targets, 0.5 if bound is None else bound),

@@ -31,11 +31,12 @@ NAMED = 12
 LETTERS = 40
 """Of a token that are shown."""
 
-_TARGETS = ("gate", "up", "down")
+_TARGETS = ("stream", "gate", "up", "down")
 
 _LABELS = {
     "change": "change of the MLP's output",
     "of_stream": "the same change, over the residual stream",
+    "stream": "change of the attention output",
     "gate": "change of gate's product",
     "up": "change of up's product",
     "down": "change of down's product",

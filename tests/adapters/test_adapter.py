@@ -6,11 +6,11 @@ from torch.testing import assert_close
 
 from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import modulate_reference
-from npt.config import MODULATIONS, TARGETS, NPTConfig
+from npt.config import MODULATIONS, PRODUCTS, TARGETS, NPTConfig
 
 D, F, R = 12, 20, 4
-WIDTHS = {"gate": F, "up": F, "down": D}
-SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(TARGETS, n)]
+WIDTHS = {"stream": D, "gate": F, "up": F, "down": D}
+SUBSETS = [s for n in (1, 2, 3, 4) for s in itertools.combinations(TARGETS, n)]
 
 
 def make(seed: int = 0, **settings) -> NPTAdapter:
@@ -41,8 +41,10 @@ def shaken(adapter: NPTAdapter) -> NPTAdapter:
 def test_holds_exactly_the_parameters_of_its_form(modulation, targets):
     expected = {"A": (R, D)}
     for target in targets:
-        expected |= {f"B.{target}": (WIDTHS[target], R)} if modulation != "multiplicative" else {}
-        expected |= {f"M.{target}": (WIDTHS[target], R)} if modulation != "additive" else {}
+        if modulation != "multiplicative" or target == "stream":
+            expected[f"B.{target}"] = (WIDTHS[target], R)
+        if modulation != "additive" and target != "stream":
+            expected[f"M.{target}"] = (WIDTHS[target], R)
     found = dict(make(modulation=modulation, targets=targets).named_parameters())
     assert {name: tuple(p.shape) for name, p in found.items()} == expected
     assert all(p.dtype == torch.float32 and p.requires_grad for p in found.values())
@@ -53,7 +55,7 @@ def test_start_is_normal_for_A_and_B_and_zero_for_M():
     # 2%: ten standard errors of a standard deviation over 32 thousand draws are below 4%, and these
     # draws are fixed
     assert adapter.A.std().item() == pytest.approx(0.02, rel=0.02)
-    for target in TARGETS:
+    for target in PRODUCTS:
         assert adapter.B[target].std().item() == pytest.approx(0.001, rel=0.02)
         assert torch.equal(adapter.M[target], torch.zeros_like(adapter.M[target]))
 
@@ -69,12 +71,12 @@ def test_the_other_starts_match_their_names_and_keep_the_usual_one():
     assert adapter.A.abs().max().item() <= bound and adapter.A.abs().max().item() > 0.99 * bound
     # 2%: as above; a uniform distribution's standard deviation is its bound over the root of 3
     assert adapter.A.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
-    for target in TARGETS:
+    for target in PRODUCTS:
         assert adapter.M[target].std().item() == pytest.approx(0.1, rel=0.02)
         assert torch.equal(adapter.B[target], torch.zeros_like(adapter.B[target]))
     plain, small = make(), make(init_std_m=0.1)
     assert torch.equal(plain.A, small.A) and all(
-        torch.equal(plain.B[t], small.B[t]) for t in TARGETS
+        torch.equal(plain.B[t], small.B[t]) for t in PRODUCTS
     )
 
 
@@ -94,10 +96,18 @@ def test_another_form_is_used_where_it_is_configured(form):
 
 
 def test_start_adds_nothing_where_the_attention_residual_is_kept():
-    adapter = make(residual="keep")
+    adapter = make(residual="keep", targets=tuple(TARGETS))
     for target in TARGETS:
         assert torch.equal(adapter.B[target], torch.zeros_like(adapter.B[target]))
     assert adapter.A.abs().sum() > 0  # with A at zero as well, no gradient would ever move it
+
+
+def test_next_to_the_stream_the_products_start_unchanged():
+    adapter = make(targets=tuple(TARGETS))
+    assert adapter.B["stream"].abs().sum() > 0
+    for target in PRODUCTS:
+        assert torch.equal(adapter.B[target], torch.zeros_like(adapter.B[target]))
+        assert torch.equal(adapter.M[target], torch.zeros_like(adapter.M[target]))
 
 
 def test_generator_fixes_the_start():
@@ -109,11 +119,12 @@ def test_generator_fixes_the_start():
 @pytest.mark.parametrize("modulation", MODULATIONS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_computes_the_reference(target, modulation):
-    adapter = shaken(make(modulation=modulation, mult_bound=0.3, additive_scale=0.7))
+    form = {"targets": tuple(TARGETS), "mult_bound": 0.3, "additive_scale": 0.7}
+    adapter = shaken(make(modulation=modulation, **form))
     y, a = product(target), attention()
     got, m, s = adapter.apply_to(target, y, adapter.code(a))
-    M = adapter.M[target] if modulation != "additive" else None
-    B = adapter.B[target] if modulation != "multiplicative" else None
+    M = adapter.M[target] if modulation != "additive" and target != "stream" else None
+    B = adapter.B[target] if modulation != "multiplicative" or target == "stream" else None
     # default tolerance of fp32 against fp64: sums of 12 and then 4 terms
     assert_close(got, modulate_reference(y, a, adapter.A, M, B, 0.3, 0.7).float())
     assert (m is not None, s is not None) == (M is not None, B is not None)
@@ -131,7 +142,7 @@ def test_a_target_that_is_not_modulated_comes_back_as_it_is():
 
 
 def test_with_M_and_B_at_zero_nothing_changes_in_any_bit():
-    adapter = make(residual="keep")
+    adapter = make(residual="keep", targets=tuple(TARGETS))
     z = adapter.code(attention())
     for target in TARGETS:
         y = product(target)
@@ -157,7 +168,7 @@ def test_gradients_at_the_start_are_finite_and_reach_all_that_moves(modulation, 
     """Only A does not move in the first step, if all that reads its code is zero (LoRA's B = 0)."""
     adapter = make(modulation=modulation, residual=residual)
     z = adapter.code(attention())
-    sum(adapter.apply_to(t, product(t), z)[0].square().sum() for t in TARGETS).backward()
+    sum(adapter.apply_to(t, product(t), z)[0].square().sum() for t in PRODUCTS).backward()
     code_is_read = modulation != "multiplicative" and residual == "modulate"
     for name, parameter in adapter.named_parameters():
         assert torch.isfinite(parameter.grad).all(), name

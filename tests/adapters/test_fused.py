@@ -17,7 +17,15 @@ from torch.testing import assert_close
 
 from npt.adapters import fused
 from npt.adapters.compiled import compiled
-from npt.adapters.fused import Form, Modulated, Product, is_unfused, unfused
+from npt.adapters.fused import (
+    Form,
+    LowRank,
+    Modulated,
+    is_unfused,
+    product_backward,
+    product_forward,
+    unfused,
+)
 from npt.adapters.modulation import modulate, modulation_energy
 
 Weights = tuple[Tensor | None, Tensor | None]
@@ -29,6 +37,29 @@ FORMS = pytest.mark.parametrize(
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> Tensor:
     return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Product(torch.autograd.Function):
+    """What `_MLP` does between its frozen products, by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any) -> Any:
+        *weights, form = others
+        out = torch.empty_like(gate)
+        energy = product_forward(gate, up, LowRank(z, weights, form), out)
+        ctx.form = form
+        ctx.save_for_backward(gate, up, z, *weights)
+        if not form.regularised:
+            ctx.mark_non_differentiable(energy)
+        return out, energy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_energy: Tensor) -> Any:
+        gate, up, z, *weights = ctx.saved_tensors
+        low = LowRank(z, weights, ctx.form, grad_energy)
+        grads = [torch.empty_like(gate), torch.empty_like(up)]
+        product_backward(grad, gate, up, low, *grads)
+        return *grads, low.grad_z, *low.grad_weights, None
 
 
 def modulated_product(

@@ -10,7 +10,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.config import MODULATIONS, RESIDUALS, TARGETS
 from npt.data.batch import batch_from_tensors
 
-SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(TARGETS, n)]
+SUBSETS = [s for n in (1, 2, 3, 4) for s in itertools.combinations(TARGETS, n)]
 LAYER = 2
 
 
@@ -43,7 +43,6 @@ def reference(
     """
     attention, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)
     stream = hidden + attention if config.residual == "keep" else hidden
-    x = layer.post_attention_layernorm(stream)
     z = attention.double() @ adapter.A.double().T
 
     def modulated(target: str, y: torch.Tensor) -> torch.Tensor:
@@ -54,6 +53,10 @@ def reference(
             s = config.additive_scale * (z @ adapter.B[target].double().T)
         return (m * y.double() + s).float()
 
+    if "stream" in config.targets:
+        shift = config.additive_scale * (z @ adapter.B["stream"].double().T)
+        stream = (stream.double() + shift).float()
+    x = layer.post_attention_layernorm(stream)
     gate, up = modulated("gate", layer.mlp.gate_proj(x)), modulated("up", layer.mlp.up_proj(x))
     return stream + modulated("down", layer.mlp.down_proj(nn.functional.silu(gate) * up))
 

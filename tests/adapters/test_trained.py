@@ -26,7 +26,7 @@ from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, t
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears
 from npt.base.rows import set_rows
-from npt.config import NPTConfig, TrainConfig
+from npt.config import TARGETS, NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
 from npt.planning.measure import peak_bytes
@@ -38,6 +38,10 @@ FORMS = [
     NPTConfig(rank=3, layers="all", targets=("up", "down"), modulation="multiplicative"),
     NPTConfig(rank=5, layers="all", targets=("down",), additive_scale=1.0),
     NPTConfig(rank=4, layers="all", residual="keep"),
+    NPTConfig(rank=4, layers="all", targets=("stream",)),
+    NPTConfig(rank=5, layers="all", targets=tuple(TARGETS), additive_scale=0.7),
+    NPTConfig(rank=3, layers="all", targets=("stream", "gate"), modulation="multiplicative"),
+    NPTConfig(rank=4, layers="all", targets=("stream", "up"), residual="keep"),
 ]
 every_form = pytest.mark.parametrize(
     "form", FORMS, ids=lambda c: f"{c.modulation}-{'+'.join(c.targets)}-{c.residual}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
-from npt.config import TARGETS
+from npt.config import PRODUCTS
 from npt.errors import ConfigError, ModelError
 from npt.evaluation.modulation_map import ModulationMap, modulation_map, token_texts
 from npt.files import to_json
@@ -78,7 +78,7 @@ def test_the_terms_are_those_of_each_token(load_model) -> None:
     found = modulation_map(model, IDS)
     for token in (0, 3, 7):
         for place, (_, terms) in enumerate(npt.modulation_of(model, IDS, token).terms.items()):
-            for k, target in enumerate(TARGETS):
+            for k, target in enumerate(PRODUCTS):
                 m, s = terms[target]
                 size = (m - 1).square().mean().sqrt()
                 torch.testing.assert_close(found.mult[token, place, k], size)

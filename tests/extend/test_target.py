@@ -84,7 +84,7 @@ def test_a_target_of_ones_own_takes_two_files_and_trains(tmp_path: Path) -> None
 
 def test_every_linear_product_of_the_mlp_is_a_target_already() -> None:
     from npt.base.families import LAYER_PARTS
-    from npt.config import TARGETS
+    from npt.config import PRODUCTS
 
-    linear = {name.split(".")[1] for name in LAYER_PARTS if name.startswith("mlp.")}
-    assert linear - {"act_fn"} == {target.module for target in TARGETS.values()}
+    linear = {name for name in LAYER_PARTS if name.startswith("mlp.")}
+    assert linear - {"mlp.act_fn"} == {target.module for target in PRODUCTS.values()}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import TARGETS, product_of
+from npt.adapters.consolidate import product_of
 from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import find_adapter, from_pretrained
 from npt.adapters.files.card import export_card
@@ -27,7 +27,7 @@ from npt.base.families import FAMILIES
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import declared_dtype
 from npt.base.rows import rows_of
-from npt.config import BASE_PRECISIONS
+from npt.config import BASE_PRECISIONS, TARGETS
 from npt.errors import ConfigError, ModelError, NPTError
 from npt.files import new_folder, write_json, write_text
 

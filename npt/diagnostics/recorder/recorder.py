@@ -20,8 +20,10 @@ and of an NPT layer:
 
     h             the residual stream before the layer
     a             the attention output, after o_proj
-    stream        h + a, the MLP's input if the attention residual is kept
     z             the low-rank code A a
+    s_stream      the shift of the stream
+    stream        what the MLP reads and adds to, where it is not h: with a if the attention
+                  residual is kept, with the shift if there is one
     m_gate ...    multipliers of gate, up, down, with their saturation
     s_gate ...    additive terms of gate, up, down
     gate, up      the products as modulated (before: `mlp.gate_proj out`, `mlp.up_proj out`)
@@ -70,6 +72,7 @@ to an end.
 # The stage that a stage of an NPT layer is made of; growth from there can be an explosion.
 _MADE_OF = {
     "z": "a",
+    "s_stream": "a",
     "activation": "gate",
     "product": "activation",
     "mlp": "product",

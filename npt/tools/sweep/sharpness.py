@@ -21,7 +21,7 @@ from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, student_stream
 from npt.adapters.modulation import modulate, modulation_energy
 from npt.adapters.stream import open_stream
-from npt.base.linear import dense_weight
+from npt.base.linear import dense_weight, multiply, product_weight
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import hidden_loss
@@ -108,18 +108,18 @@ def _loss(layer: NPTLayer, h: Tensor, a: Tensor, t: Tensor, config: TrainConfig)
     """
     adapter, mlp = layer.npt, layer.mlp
     own = adapter.config
-    with torch.no_grad():
-        stream = student_stream(layer, h, a)
-        x = layer.post_attention_layernorm(stream)
-        gate, up, weight = mlp.gate_proj(x), mlp.up_proj(x), dense_weight(mlp.down_proj)
     z = F.linear(a.to(adapter.A.dtype), adapter.A)
+    stream, _ = student_stream(layer, h, a, z)
+    x = layer.post_attention_layernorm(stream)
+    parts = mlp.gate_proj, mlp.up_proj
+    gate, up = (multiply(part, product_weight(part, x.dtype), x) for part in parts)
+    weight = dense_weight(mlp.down_proj)
     terms = []
 
     def modulated(target: str, y: Tensor) -> Tensor:
         if target not in own.targets:
             return y
-        mult = adapter.M[target] if own.multiplicative else None
-        add = adapter.B[target] if own.additive else None
+        mult, add = adapter.weights_of(target)
         out, m, s = modulate(y, z, mult, add, own.mult_bound, own.additive_scale, own.mult_form)
         terms.append((m, s))
         return out

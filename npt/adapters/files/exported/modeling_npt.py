@@ -57,7 +57,9 @@ class NPTAdapter(nn.Module):
     """The modulation of one layer, in fp32 whatever the model around it computes in.
 
     Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which are
-    applied before the modulation. O is F for gate and up, D for down.
+    applied before the modulation, those of the stream to the attention output. O is F for gate and
+    up, D for stream and down. The stream, which the MLP reads and adds to, has a B in every form
+    and never an M.
     """
 
     def __init__(self, config, index: int):
@@ -65,6 +67,7 @@ class NPTAdapter(nn.Module):
         self.form = form = config.npt
         rank, rows = form["ranks"].get(str(index)), form["rows"].get(str(index), ())
         width = {
+            "stream": config.hidden_size,
             "gate": config.intermediate_size,
             "up": config.intermediate_size,
             "down": config.hidden_size,
@@ -75,10 +78,10 @@ class NPTAdapter(nn.Module):
 
         self.A = None if rank is None else empty(rank, config.hidden_size)
         targets = form["targets"] if rank is not None else ()
-        self.B = nn.ParameterDict({t: empty(width[t], rank) for t in targets if form["additive"]})
-        self.M = nn.ParameterDict(
-            {t: empty(width[t], rank) for t in targets if form["multiplicative"]}
-        )
+        shifted = [t for t in targets if form["additive"] or t == "stream"]
+        multiplied = [t for t in targets if form["multiplicative"] and t != "stream"]
+        self.B = nn.ParameterDict({t: empty(width[t], rank) for t in shifted})
+        self.M = nn.ParameterDict({t: empty(width[t], rank) for t in multiplied})
         self.row_scale = nn.ParameterDict({t: empty(width[t]) for t in rows})
         self.row_bias = nn.ParameterDict({t: empty(width[t]) for t in rows})
         self.keep_residual = form["keep_residual"] or rank is None
@@ -99,13 +102,17 @@ class NPTAdapter(nn.Module):
         with torch.autocast(attention.device.type, enabled=False):
             return F.linear(attention.to(self.A.dtype), self.A)
 
-    def modulate(self, target: str, y: Tensor, z: Tensor | None) -> Tensor:
-        """Return y' of one product, [..., O], in the dtype of y."""
+    def scaled(self, target: str, y: Tensor) -> Tensor:
+        """Return a product [..., O] with the rows of the target applied, in the dtype of y."""
+        if target not in self.row_scale:
+            return y
         with torch.autocast(y.device.type, enabled=False):
-            if target in self.row_scale:
-                y = (self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]).to(
-                    y.dtype
-                )
+            rows = self.row_scale[target] * y.to(torch.float32) + self.row_bias[target]
+            return rows.to(y.dtype)
+
+    def modulate(self, target: str, y: Tensor, z: Tensor | None) -> Tensor:
+        """Return y' of one target, [..., O], in the dtype of y."""
+        with torch.autocast(y.device.type, enabled=False):
             if z is None or target not in self.form["targets"]:
                 return y
             out = y.to(z.dtype)
@@ -150,11 +157,17 @@ class NPTLayer(nn.Module):
             **kwargs,
         )
         npt, mlp = self.npt, self.mlp
-        stream = hidden_states + attention if npt.keep_residual else hidden_states
-        x, z = self.post_attention_layernorm(stream), npt.code(attention)
-        gate = npt.modulate("gate", mlp.gate_proj(x), z)
-        up = npt.modulate("up", mlp.up_proj(x), z)
-        return stream + npt.modulate("down", mlp.down_proj(mlp.act_fn(gate) * up), z)
+        attention = npt.scaled("stream", attention)
+        z = npt.code(attention)
+        kept = hidden_states + attention if npt.keep_residual else hidden_states
+        stream = npt.modulate("stream", kept, z)
+        x = self.post_attention_layernorm(stream)
+
+        def product(target: str, projection: nn.Module, rows: Tensor) -> Tensor:
+            return npt.modulate(target, npt.scaled(target, projection(rows)), z)
+
+        gate, up = product("gate", mlp.gate_proj, x), product("up", mlp.up_proj, x)
+        return stream + product("down", mlp.down_proj, mlp.act_fn(gate) * up)
 
 
 LAYERS = {
