@@ -17,10 +17,9 @@ from torch import Tensor
 
 from npt.adapters.converted import decoder_layers
 from npt.base.quantization_error import fp32_products
-from npt.calibration.samples import split
+from npt.calibration.cut import Cut
 from npt.calibration.sensitivity import measure
-from npt.calibration.solve import worth
-from npt.data.batch import Sample
+from npt.data.batch import Sample, batches
 
 Projections = Mapping[int, tuple[Tensor, Tensor]]
 """By layer A [R, D] and P [D, R], fp32."""
@@ -33,11 +32,10 @@ def projections(
     it is.
     """
     with fp32_products("highest"):
-        found = measure(model, split(list(samples), batch_size).batches, seed, lambda batch: None)
+        found = measure(model, batches(samples, batch_size), seed, lambda batch: None)
         cut = {}
         for index, sums in found.items():
-            _, directions = worth(sums.covariance, sums.to_attention)
-            code = directions[:rank]
+            code = Cut.of(sums.covariance, sums.to_attention).code[:rank].to(torch.float64)
             across = sums.covariance @ code.T
             back = torch.linalg.solve(code @ across, across, left=False)
             cut[index] = code.to(torch.float32), back.to(torch.float32)

@@ -122,7 +122,7 @@ def builtin_bench(
 ) -> Bench:
     """A base by name on full rows of the built-in text."""
     model, tokenizer = npt.load_base(model_name, quantization="nf4")
-    npt.attach(model, npt.NPTConfig())
+    npt.attach(model, npt.NPTConfig(targets=("gate", "up", "down")))
     data = npt.DataConfig(max_length=length)
     samples = Samples(open_source(data), tokenizer, data, seed=0)
     full = (s for s in samples.epoch(0) if len(s.input_ids) == length)
@@ -134,7 +134,7 @@ def random_bench(
     model: Any, batch_size: int, length: int, accumulation: int, windows: int = 4
 ) -> Bench:
     """A base with random weights on rows of random tokens."""
-    npt.attach(model, npt.NPTConfig())
+    npt.attach(model, npt.NPTConfig(targets=("gate", "up", "down")))
     generator = torch.Generator().manual_seed(0)
 
     def batch() -> Batch:

@@ -149,7 +149,8 @@ class Bench:
 
     def arm(self, case: Case, masked: bool) -> dict[str, Any]:
         """Train one arm and measure it, with the floor."""
-        npt.attach(self.model, npt.NPTConfig(additive_scale=1.0), seed=0)
+        form = npt.NPTConfig(additive_scale=1.0, targets=("gate", "up", "down"))
+        npt.attach(self.model, form, seed=0)
         parameters = adapter_parameters(self.model)
         optimizer = torch.optim.AdamW(parameters.values(), lr=RATE)
         training, counted = self.texts(case, "train"), 0

@@ -9,8 +9,8 @@ which no row is fitted to and nothing is chosen on; errors are over documents. `
 the rows and all their settings, `real_text.py` the documents.
 
     parameters          trainable ones
-    minutes             of solving and training, without measuring
-    solve_passes        the time of `npt.calibrate` over that of one forward pass of the whole base
+    minutes             of start and training, without measuring
+    start_passes        the time of `npt.calibrate` over that of one forward pass of the whole base
                         over the same tokens, one half of which is timed before and one after it
     forward_passes      the same of all the row's minutes, training included
     figures             KL(teacher, student), perplexity ratio, top-1 agreement, ..., with errors
@@ -139,9 +139,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; default all")
     parser.add_argument(
-        "--minutes", type=float, default=30.0, help="of a row that trains, solving included"
+        "--minutes", type=float, default=30.0, help="of a row that trains, the start included"
     )
-    parser.add_argument("--tokens", type=int, help="to solve on, in place of each row's own")
+    parser.add_argument(
+        "--tokens", type=int, help="that a start is fitted to, in place of each row's own"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample at most")
     parser.add_argument("--heldout_tokens", type=int, default=8192, help="to measure on")
     parser.add_argument(

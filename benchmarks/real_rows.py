@@ -1,4 +1,4 @@
-"""The rows of `real.py`: what each converts, how it is solved and trained, and its figures.
+"""The rows of `real.py`: what each converts, how it starts and is trained, and its figures.
 
 All settings are in ROWS. Every row is made on the same base in the same process, and leaves it as
 it was.
@@ -38,8 +38,8 @@ from npt.evaluation.metrics import (
 from real_text import Text
 from real_training import Learner, LoRA, Training, npt_learner, train
 
-BATCH, SOLVED_AT_ONCE = 4, 2
-"""Samples of a batch in measuring and timing a forward pass, and in solving."""
+BATCH, STARTED_AT_ONCE = 4, 2
+"""Samples of a batch in measuring and timing a forward pass, and in making a start."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Row:
     """A row of the table.
 
     kind: what is measured against the teacher, the base as it is loaded: `npt`, `lora` (in place of
-        NPT, at its number of parameters), `floor` (attention dropped, nothing else); or
-        `quantization`, the base itself in NF4 against its 16-bit form.
+        NPT, at its number of parameters), `floor` (attention dropped, nothing else), `cut`
+        (attention cut by hooks, nothing else); or `quantization`, the base itself in NF4 against
+        its 16-bit form.
     layers: converted; `all_but_first` besides what --layers takes.
     divisor: the rank is D over it.
-    tokens: that the start is solved on. Training takes all text that may be fitted, these last.
-    solve: options of npt.calibrate, where `rank_budget` True spends the ranks of all layers anew;
-        None for a random start.
+    tokens: that the start is fitted to. Training takes all text that may be fitted, these last.
+    start: by npt.calibrate; else random.
     form: of the adapter, other than the default.
     as_many: scale the rank to the number of parameters of the default form at this rank.
-    training: in the minutes that solving has left.
+    training: in the minutes that the start has left.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Row:
     kind: str = "npt"
     layers: str = "upper_half"
     divisor: int = 4
-    tokens: int = 16384
-    solve: Mapping[str, Any] | None = field(default_factory=dict)
+    tokens: int = 49152
+    start: bool = True
     form: Mapping[str, Any] = field(default_factory=dict)
     as_many: bool = False
     training: Training | None = None
@@ -82,46 +82,38 @@ ROWS = {
     for row in (
         Row("nf4", "NF4 against the 16-bit model", "quantization"),
         Row("floor", "upper half without attention, nothing in its place", "floor"),
-        Row("cut", "upper half, attention cut to D/4 directions, nothing else", "cut"),
-        Row("cut-half", "upper half, attention cut to D/2 directions", "cut", divisor=2),
-        Row("cut-small", "upper half, attention cut to D/16 directions", "cut", divisor=16),
-        Row("upper-half", "upper half, D/4, solved", solve={"rounds": 4}),
-        Row(
-            "best",
-            "upper half, D/4 on average, solved, then trained",
-            tokens=49152,
-            solve={"rank_budget": True, "rounds": 3},
-            training=Training((3e-5,), hidden_weight=0.0),
-        ),
+        Row("cut", "upper half, attention cut to D/4 directions by hooks, nothing else", "cut"),
+        Row("start", "upper half, D/4 on average, the start alone"),
+        Row("best", "upper half, D/4 on average, trained", training=Training((3e-5,))),
+        Row("best-half", "upper half, D/2, trained", divisor=2, training=Training((3e-5,))),
+        Row("best-small", "upper half, D/16, trained", divisor=16, training=Training((2e-4,))),
         Row(
             "all-but-first",
-            "all layers but the first, D/4, solved",
+            "all layers but the first, D/4 on average, trained",
             layers="all_but_first",
-            tokens=49152,
-            solve={"rounds": 3},
+            training=Training((3e-5,)),
         ),
         Row(
-            "upper-half-small",
-            "upper half, D/16 on average, solved, then trained",
-            divisor=16,
-            solve={"rank_budget": True, "rounds": 4},
-            training=Training((2e-4,), hidden_weight=0.0),
+            "products",
+            "upper half, the form without the stream: gate, up and down, random start",
+            start=False,
+            form={"targets": ("gate", "up", "down")},
+            training=Training((3e-4, 1e-3)),
         ),
-        Row("linear", "upper half, D/4, the linear closed form alone", solve={"rounds": 0}),
         Row(
             "original",
             "upper half, the first form: gate alone, half sigmoid, random start, layer by layer",
-            solve=None,
+            start=False,
             form={"targets": ("gate",), "mult_form": "half_sigmoid", "additive_scale": 0.1},
             as_many=True,
-            training=Training((5e-5,), strategy="local", kl_weight=0.0),
+            training=Training((5e-5,), strategy="local", hidden_weight=1.0, kl_weight=0.0),
         ),
         Row(
             "lora",
             "upper half without attention, LoRA on gate, up and down, KL with the teacher",
             "lora",
-            solve=None,
-            training=Training((1e-3, 3e-3, 1e-2), hidden_weight=0.0),
+            start=False,
+            training=Training((1e-3, 3e-3, 1e-2)),
         ),
     )
 }
@@ -137,7 +129,7 @@ QUANTIZATION = "nf4"
 class Bench:
     """The base of all rows, and the text that they are fitted to and measured on.
 
-    minutes: of rows that train, solving included.
+    minutes: of rows that train, the start included.
     """
 
     name: str
@@ -165,8 +157,8 @@ class Bench:
         }
         return makers[row.kind](row)
 
-    def solved(self, row: Row) -> list[Sample]:
-        """Return the samples that a row's start is solved on, the first ones."""
+    def fitted(self, row: Row) -> list[Sample]:
+        """Return the samples that a row's start is fitted to, the first ones."""
         found: list[Sample] = []
         left = row.tokens
         for sample in self.text.fitted:
@@ -183,7 +175,7 @@ class Bench:
         if layers == "all_but_first":
             layers = f"1-{base.num_hidden_layers - 1}"
         rank = max(1, base.hidden_size // row.divisor)
-        start = {} if row.solve is None else {"init": "calibrated"}
+        start = {"init": "calibrated"} if row.start else {}
         if row.as_many:
             default = NPTConfig(rank=rank, layers=layers, **FORM)
             own = NPTConfig(rank=1, layers=layers, **{**FORM, **row.form})
@@ -198,14 +190,14 @@ class Bench:
             npt.detach(self.model)
 
     def _npt(self, row: Row) -> dict[str, Any]:
-        config, samples = self.config(row), self.solved(row)
+        config, samples = self.config(row), self.fitted(row)
         npt.attach(self.model, config, seed=self.seed)
         try:
             found = self._about(config)
-            if row.solve is not None:
-                found |= self._solve(self._options(config, row.solve), samples)
+            if row.start:
+                found |= self._start(samples)
             if row.training is not None:
-                left = 60 * self.minutes - found.get("solve_seconds", 0.0)
+                left = 60 * self.minutes - found.get("start_seconds", 0.0)
                 learner = npt_learner(self.model, row.training)
                 found |= self._train(learner, row, left)
             return found | self._cost(samples, found) | self.measure()
@@ -223,7 +215,7 @@ class Bench:
             found |= self.measure(lora.student)
         finally:
             lora.close()
-        return found | self._cost(self.solved(row), found)
+        return found | self._cost(self.fitted(row), found)
 
     def _floor(self, row: Row) -> dict[str, Any]:
         config = self.config(row)
@@ -235,7 +227,7 @@ class Bench:
             npt.detach(self.model)
 
     def _cut(self, row: Row) -> dict[str, Any]:
-        config, samples = self.config(row), self.solved(row)
+        config, samples = self.config(row), self.fitted(row)
         npt.attach(self.model, config)
         started = time.perf_counter()
         try:
@@ -243,7 +235,7 @@ class Bench:
             cut = projections(self.model, samples, config.rank, batch_size=BATCH, seed=self.seed)
         finally:
             npt.detach(self.model)
-        found["solve_seconds"] = time.perf_counter() - started
+        found["start_seconds"] = time.perf_counter() - started
         found["parameters"] = sum(a.numel() + p.numel() for a, p in cut.values())
         measured = self.measure(lambda: attention_cut(self.model, cut))
         return found | self._cost(samples, found) | measured
@@ -262,15 +254,8 @@ class Bench:
         parameters = sum(p.numel() for p in adapter_parameters(self.model).values())
         return {"layers": format_layers(layers), "rank": config.rank, "parameters": parameters}
 
-    def _options(self, config: NPTConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options of npt.calibrate, with as many ranks in all as the even ones."""
-        if not options.get("rank_budget"):
-            return dict(options)
-        layers = resolve_layers(config.layers, self.model.config.num_hidden_layers)
-        return {**options, "rank_budget": config.rank * len(layers)}
-
-    def _solve(self, options: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
-        """Solve the start, between two halves of a forward pass over the same tokens."""
+    def _start(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Make the start, between two halves of a forward pass over the same tokens."""
         half, tokens = len(samples) // 2, sum(len(sample.input_ids) for sample in samples)
         forward = self.forward_seconds(samples[:half])
         started = time.perf_counter()
@@ -281,20 +266,20 @@ class Bench:
             tokens,
             seed=self.seed,
             console=self.console,
-            **{"batch_size": SOLVED_AT_ONCE, **options},
+            batch_size=STARTED_AT_ONCE,
         )
         wait_for(self.device)
         seconds = time.perf_counter() - started
         forward += self.forward_seconds(samples[half:])
         self._forward[tokens] = forward
-        return {"solve_seconds": seconds, "solve_passes": seconds / forward}
+        return {"start_seconds": seconds, "start_passes": seconds / forward}
 
     def _train(self, learner: Learner, row: Row, seconds: float) -> dict[str, Any]:
-        """Train on all text that may be fitted, the samples that the start was solved on last."""
+        """Train on all text that may be fitted, the samples that the start was fitted to last."""
         assert row.training is not None
         if seconds <= 0:
             return {"trained": None}
-        first = 0 if row.solve is None else len(self.solved(row))
+        first = len(self.fitted(row)) if row.start else 0
         samples = [*self.text.fitted[first:], *self.text.fitted[:first]]
         started = time.perf_counter()
         found = train(
@@ -312,7 +297,7 @@ class Bench:
         if tokens not in self._forward:
             self._forward[tokens] = self.forward_seconds(samples)
         forward = self._forward[tokens]
-        seconds = found.get("solve_seconds", 0.0) + found.get("train_seconds", 0.0)
+        seconds = found.get("start_seconds", 0.0) + found.get("train_seconds", 0.0)
         return {
             "tokens": tokens,
             "minutes": seconds / 60,

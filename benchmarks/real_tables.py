@@ -50,7 +50,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "what it is": lambda row: row["about"],
     "parameters": _number("parameters", ","),
     "minutes": _number("minutes", ".1f"),
-    "solve, x": _number("solve_passes", ".1f"),
+    "start, x": _number("start_passes", ".1f"),
     "all, x": _number("forward_passes", ".1f"),
     "KL, nats": _figure("kl"),
     "of NF4's": _number("kl_share_of_nf4", ".2f"),
@@ -103,9 +103,8 @@ def markdown(figures: Mapping[str, Any]) -> str:
             f"{about(figures)}. {sizes['layers']} layers, D {sizes['hidden']}, F {sizes['ffn']}, V"
             f" {sizes['vocab']:,}; samples of {text['length']} tokens at most,"
             f" {text['fitted_tokens']:,} tokens may be fitted. Times are in minutes, and in passes"
-            " (x): forward passes of the whole base over the tokens that the row's start is solved"
-            " on, or over as many as `upper-half` has if a rival has no such start, timed in the"
-            " same process."
+            " (x): forward passes of the whole base over the tokens that the row's start is fitted"
+            " to, or over as many if a rival has no such start, timed in the same process."
         ),
         "",
         f"| {' | '.join(COLUMNS)} |",

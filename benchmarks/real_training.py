@@ -51,7 +51,7 @@ class Training:
 
     rates: tuple[float, ...]
     strategy: str = "end_to_end"
-    hidden_weight: float = 1.0
+    hidden_weight: float = 0.0
     kl_weight: float = 1.0
     batch_size: int = 2
     share: float = 0.05

@@ -43,7 +43,7 @@ class Bench:
 
     def __init__(self, model_name: str, batch_size: int, length: int, strategy: str, folder: str):
         self.model, tokenizer = npt.load_base(model_name, quantization="nf4")
-        npt.attach(self.model, npt.NPTConfig())
+        npt.attach(self.model, npt.NPTConfig(targets=("gate", "up", "down")))
         self.device = next(self.model.parameters()).device
         self.config = npt.TrainConfig(strategy=strategy)
         data = npt.DataConfig(max_length=length)

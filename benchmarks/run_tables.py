@@ -93,46 +93,44 @@ def masking(figures: Json) -> str:
     return f"{table(heads, rows)}\n{said}"
 
 
-def calibration(figures: Json) -> str:
+def start(figures: Json) -> str:
     """Return what `calibration.py --json` prints as a table."""
 
     def cells(found: Json | None) -> str:
         names = ("perplexity_ratio", "kl", "top1")
         return "–" if found is None else ", ".join(figure(found, name) for name in names)
 
-    rows = [["NF4 against fp32, for scale", "", cells(figures["quantisation"]), "–", "", ""]]
+    rows = [["NF4 against fp32, for scale", cells(figures["quantisation"]), "–", "", ""]]
     for case in figures["cases"]:
         minutes = [case["seconds"], case.get("seconds_in_all", case["seconds"])]
         rows.append(
             [
                 case["name"],
-                str(case["rounds"]),
-                cells(case["calibrated"]),
+                cells(case["start"]),
                 cells(case.get("trained")),
                 str(case["steps"]) if "trained" in case else "–",
                 ", ".join(f"{seconds / 60:.1f}" for seconds in minutes),
             ]
         )
     heads = (
-        "converted, rank",
-        "passes",
-        "solved: ratio, KL, top-1",
+        "converted, rank on average",
+        "start: ratio, KL, top-1",
         "trained: ratio, KL, top-1",
         "steps",
-        "minutes: solved, all",
+        "minutes: start, all",
     )
     tokens, heldout = figures["tokens"], figures["quantisation"]["tokens"]
-    said = (
-        f"Solved on {tokens:,} tokens, measured on {heldout:,} held-out ones;"
+    note = (
+        f"Starts from {tokens:,} tokens, measured on {heldout:,} held-out ones;"
         f" {figures['threads']} threads.\n"
     )
-    return f"{table(heads, rows)}\n{said}"
+    return f"{table(heads, rows)}\n{note}"
 
 
 PARTS = {
     "limit": "random start, alpha 0.1",
     "limit, alpha 1": "random start, alpha 1",
-    "limit, calibrated": "solved start",
+    "limit, calibrated": "closed-form start",
 }
 """Parts of the study of `widths.py` that seek a limit."""
 

@@ -52,7 +52,6 @@ from typing import Any
 
 import torch
 
-import npt
 from flop_count import count_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
@@ -122,7 +121,7 @@ def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[st
 
 def floors(setting: Setting, name: str) -> dict[str, float]:
     """The least arithmetic of one of our runs, per token."""
-    shape, config = SHAPES[setting.shape], npt.NPTConfig(rank=setting.rank, layers=setting.layers)
+    shape = SHAPES[setting.shape]
     strategy = "local" if name == "local" else "end_to_end"
     scored = (setting.length - 1) / setting.length if name == "end_to_end_kl" else 0.0
     formula = floor_flops(
@@ -130,7 +129,7 @@ def floors(setting: Setting, name: str) -> dict[str, float]:
     )
     return {
         "floor_flops_per_token": training_flops(
-            shape, setting.length, config, strategy, logits=scored
+            shape, setting.length, setting.form, strategy, logits=scored
         ),
         "formula_flops_per_token": formula,
     }

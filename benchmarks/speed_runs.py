@@ -24,9 +24,10 @@ Of transformers' hidden states the last comes after the final norm, so that the 
 compare the last layer there. Its lm_head runs in all of them, as it does for everybody who calls a
 causal language model.
 
-LoRA is on the modules that NPT modulates, at the same rank. Its tensors are not as many: an NPT
-layer has one A for all targets, and B and M for each, LoRA an A and a B for each. They start at
-random: at LoRA's usual start the student is its teacher, and the gradient is zero.
+LoRA is on the modules that NPT modulates without the target stream, at the same rank. Its tensors
+are not as many: an NPT layer has one A for all targets, and B and M for each, LoRA an A and a B for
+each. They start at random: at LoRA's usual start the student is its teacher, and the gradient is
+zero.
 
 Three bases with the same weights are in memory: the teacher of the two-model runs; one with NPT
 adapters, which is their student and the only base of ours; and one inside PEFT, which puts its
@@ -80,6 +81,11 @@ class Setting:
     def tokens(self) -> int:
         return self.batch_size * self.length
 
+    @property
+    def form(self) -> npt.NPTConfig:
+        """Of our adapters: on the modules that LoRA is on, without the target stream."""
+        return npt.NPTConfig(rank=self.rank, layers=self.layers, targets=("gate", "up", "down"))
+
 
 @dataclass
 class Run:
@@ -130,7 +136,7 @@ class Student:
     def __init__(self, setting: Setting, teacher: Any = None, base: Any = None):
         self.model, self.teacher = make_base(setting) if base is None else base, teacher
         npt.detach(self.model)
-        npt.attach(self.model, npt.NPTConfig(rank=setting.rank, layers=setting.layers))
+        npt.attach(self.model, setting.form)
         self.parameters = list(adapter_parameters(self.model).values())
         self.converted = [index for index, _ in npt_layers(self.model)]
 

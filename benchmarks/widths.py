@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from npt.base.load import EMBEDDED_FOLDER
 from npt.cli.main import main as npt_main
+from npt.config import PRODUCTS, TARGETS
 from npt.tools.sweep.table import read_table
 
 RATED = 4
@@ -38,9 +39,9 @@ take minutes a run.
 SETTINGS: dict[str, Any] = {
     "use_quantization": True, "layers": "upper_half", "adapter_rank": 16, "batch_size": 2,
     "max_length": 128, "num_samples": 512, "eval_samples": 4, "max_steps": 40,
-    "max_consecutive_bad": 4, "additive_scale": 0.1,
+    "max_consecutive_bad": 4, "additive_scale": 0.1, "targets": list(PRODUCTS),
 }  # fmt: skip
-CALIBRATED = {"init": "calibrated", "calibration_tokens": 4096, "calibration_rounds": 0}
+CALIBRATED = {"targets": list(TARGETS), "init": "calibrated", "calibration_tokens": 4096}
 RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]
 
 

@@ -213,8 +213,8 @@ def value_words(metadata: Mapping[str, Any], kind: type) -> str:
 def chosen_defaults() -> list[str]:
     """Return the defaults that depend on the start and the base."""
     cases: dict[str, dict[str, Any]] = {
-        "solved": {"model_name": "..."},
-        "solved, embedded model and text": {},
+        "closed form": {"model_name": "..."},
+        "closed form, embedded model and text": {},
         "random": {"model_name": "...", "init": "random"},
         "random, embedded model and text": {"init": "random"},
     }
@@ -230,7 +230,7 @@ def chosen_defaults() -> list[str]:
     return [
         "### Defaults of `npt pretrain`",
         "",
-        "`--init auto`, its default, solves the start where it can. The start decides these"
+        "`--init auto`, its default, takes the closed-form start if it can. The start decides these"
         " defaults, which replace those above:",
         "",
         *table(["start", "defaults"], rows),

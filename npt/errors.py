@@ -81,7 +81,7 @@ class DataError(NPTError, ValueError):
 
 
 class TooLittleTextError(DataError):
-    """Less text than a start can be solved on."""
+    """Less text than a start can be fitted to."""
 
 
 class PrecisionError(NPTError, RuntimeError):

@@ -184,7 +184,7 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
 
 
 def at_random_start(model: PreTrainedModel) -> bool:
-    """Return whether the adapters are as `attach` made them: not solved, not loaded.
+    """Return whether the adapters are as `attach` made them: not calibrated, not loaded.
 
     Optimizer steps do not count.
     """

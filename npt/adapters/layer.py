@@ -231,15 +231,17 @@ def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
 
 def student_stream(
     layer: NPTLayer, hidden: Tensor, attention: Tensor, code: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the stream that the student's MLP reads and adds to, and the shift a' that is in it.
+) -> Tensor:
+    """Return the stream that the student's MLP reads and adds to.
 
     It is h, or h + a if the residual is kept, and with the target `stream` a' = alpha B_stream z
     more. code: z; None to shift nothing.
     """
-    kept = hidden + attention if layer.npt.config.residual == "keep" else hidden
-    stream, _, shift = layer.npt.apply_to(STREAM, kept, code)
-    return stream, shift
+    adapter = layer.npt
+    kept = hidden + attention if adapter.config.residual == "keep" else hidden
+    stream, _, shift = adapter.apply_to(STREAM, kept, code)
+    adapter.show(h=hidden, a=attention, z=code, s_stream=shift, stream=stream)
+    return stream
 
 
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
@@ -257,14 +259,12 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
     """
     adapter, mlp = layer.npt, layer.mlp
     z = None if adapter.mode == "floor" else adapter.code(attention)
-    stream, shift = student_stream(layer, hidden, attention, z)
+    stream = student_stream(layer, hidden, attention, z)
     terms: list[tuple[Tensor | None, Tensor | None]] = []
 
     def modulated_mlp(x: Tensor) -> Tensor:
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        product, found = modulated_product(
-            layer, gate, up, z, h=hidden, a=attention, z=z, s_stream=shift, stream=stream
-        )
+        product, found = modulated_product(layer, gate, up, z)
         adapter.show(product=product)
         down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)
         terms[:] = [*found, (m, s)]
@@ -278,13 +278,7 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
 
 
 def modulated_product(
-    layer: NPTLayer,
-    gate: Tensor,
-    up: Tensor,
-    code: Tensor | None,
-    *,
-    aside: bool = False,
-    **before: Tensor | None,
+    layer: NPTLayer, gate: Tensor, up: Tensor, code: Tensor | None, *, aside: bool = False
 ) -> tuple[Tensor, Terms]:
     """Return the input of down_proj, and the terms of gate and up, operation by operation.
 
@@ -293,12 +287,11 @@ def modulated_product(
         gate, up: [..., F], products of the frozen weights.
         code: z; None to modulate nothing.
         aside: see `NPTAdapter.apply_to`.
-        before: earlier stages, shown together with these.
     """
     show = layer.npt.show
     gate, gate_m, gate_s = layer.npt.apply_to("gate", gate, code, aside=aside)
     up, up_m, up_s = layer.npt.apply_to("up", up, code, aside=aside)
-    show(**before, m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
+    show(m_gate=gate_m, s_gate=gate_s, gate=gate, m_up=up_m, s_up=up_s, up=up)
     activation = layer.mlp.act_fn(gate)
     show(activation=activation)
     return activation * up, [(gate_m, gate_s), (up_m, up_s)]

@@ -18,24 +18,23 @@ from npt.base.linear import multiply_backward, product_weight
 
 
 class Aside:
-    """One pass of a layer, shown stage by stage.
+    """One pass of a layer from gate and up on, shown stage by stage.
 
     Args:
         layer: with an observer.
-        graph: gradients go through gate's and up's products.
         z: [N, R], its codes.
-        before: the other stages before gate, from h to stream.
+        graph: gradients go through gate's and up's products.
     """
 
-    def __init__(self, layer: NPTLayer, graph: bool, *, z: Tensor, **before: Tensor | None):
-        self._layer, self._graph, self._z, self._before = layer, graph, z, before
+    def __init__(self, layer: NPTLayer, z: Tensor, graph: bool):
+        self._layer, self._z, self._graph = layer, z, graph
 
     def show_product(self, gate: Tensor, up: Tensor) -> None:
         """Show the stages up to down_proj's input, from gate's and up's products [N, F]."""
         with torch.enable_grad():
             gate, up = (y.detach().requires_grad_(self._graph) for y in (gate, up))
             self._product, self._terms = modulated_product(
-                self._layer, gate, up, self._z.detach(), aside=True, **self._before, z=self._z
+                self._layer, gate, up, self._z.detach(), aside=True
             )
         self._layer.npt.show(product=self._product)
 

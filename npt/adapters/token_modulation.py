@@ -80,7 +80,7 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
         assert code is not None
         codes[index] = code
         terms[index] = {
-            t: (at(caught[index][f"m_{t}"]), at(caught[index][f"s_{t}"]))
+            t: (at(caught[index].get(f"m_{t}")), at(caught[index][f"s_{t}"]))
             for t in layer.npt.config.targets
         }
         for target, pair in terms[index].items():

@@ -138,7 +138,7 @@ class _Pass:
         self.layer, self.work = layer, work
         self.form = Form(form.mult_bound, form.additive_scale, work.regularised, work.compiled)
         self.z = adapter.code(attention)
-        self.stream, shift = student_stream(layer, hidden, attention, self.z)
+        self.stream = student_stream(layer, hidden, attention, self.z)
         self.taught, norm = self.stream, layer.post_attention_layernorm
         self.teacher = "shared" if with_teacher else "none"
         if with_teacher and (form.residual != "keep" or STREAM in form.targets):
@@ -156,8 +156,7 @@ class _Pass:
         self.code = self.z if any(w is not None for w in self.weights) else self.z.detach()
         self.aside: Aside | None = None
         if adapter.observer is not None:
-            stages = {"h": hidden, "a": attention, "s_stream": shift, "stream": self.stream}
-            self.aside = Aside(layer, self.read.requires_grad, z=self.z, **stages)
+            self.aside = Aside(layer, self.z, self.read.requires_grad)
 
     def output(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return o [N, D], the energy [N] of all products, and the teacher's MLP [N, D], if it is

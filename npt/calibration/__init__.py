@@ -1,3 +1,3 @@
-"""The closed-form start: adapters solved from the teacher's activations instead of trained from a
+"""The closed-form start: adapters computed from the teacher's activations instead of trained from a
 random one.
 """

@@ -1,15 +1,14 @@
 """`calibrate`: the closed-form start of attached adapters, from text and nothing else.
 
-The adapters are written when all layers are solved and every number is finite; until then nothing
-is changed.
+One walk over the text measures each layer, forward and once backward through the base; the adapters
+are written when every number is known and finite, and until then nothing is changed.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -20,25 +19,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
-from npt.adapters.consolidate import consolidated
-from npt.adapters.converted import attached_config, is_sharded, npt_layers
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.quantization_error import fp32_products
-from npt.calibration.placement import free_bytes, or_on_host, release
+from npt.calibration.cut import Cut, spend
+from npt.calibration.placement import Placement, free_bytes, or_on_host, release
 from npt.calibration.plan import plan
 from npt.calibration.report import Calibration, Display, LayerCalibration
-from npt.calibration.samples import read_samples, split
-from npt.calibration.solve import Solution
-from npt.calibration.tail import Parameters, check_layer_readable
-from npt.calibration.walks import Walks, steps
-from npt.config import CALIBRATION_INPUTS, NPTConfig
+from npt.calibration.samples import read_samples
+from npt.calibration.sensitivity import measure
+from npt.config import STREAM, NPTConfig
 from npt.console import silent_console
-from npt.data.batch import Sample
+from npt.data.batch import Sample, batches
 from npt.data.source import Record
-from npt.errors import ConfigError, NotSupportedError, TooLittleTextError
+from npt.errors import ConfigError, NotSupportedError, NumericalError, TooLittleTextError
 from npt.random_state import kept_random_state
 
 TOKENS_PER_RANK = 4
-"""Fitted tokens that a rank needs at least: each row of B is a regression on R codes."""
+"""Tokens that a rank needs at least; fewer would be fitted to noise."""
 
 
 @torch.inference_mode(False)  # whatever the caller is in: it takes gradients of the teacher
@@ -49,119 +46,110 @@ def calibrate(
     data: Iterable[Record] | Iterable[Sample],
     tokens: int = 65536,
     *,
-    inputs: str = "teacher",
-    rounds: int = 6,
     rank_budget: int | None = None,
     max_length: int = 256,
     batch_size: int = 8,
     seed: int = 0,
     console: Console | None = None,
 ) -> Calibration:
-    """Solve the attached adapters, layer by layer, for what the layers lack without attention in
-    the stream.
+    """Give the attached adapters their start: attention cut to the directions that the predictions
+    read most (npt/calibration/cut.py), in the target `stream`; all other B and all M at 0.
 
     All or nothing: if anything is refused, the adapters stay as they are. fp32 products are
     computed at `highest` precision, whatever torch is set to.
 
     Args:
-        model: with adapters attached, quantised or not; only the adapters change, and with
-            `rank_budget` their ranks.
+        model: with adapters attached, quantised or not; only the adapters change, and unless the
+            configuration has `ranks` their ranks.
         tokenizer: of the base model.
         data: records, or samples already cut; training data, never what the student is to be
-            measured on. An eighth, in whole documents if there are enough, is not fitted, but
-            chooses the ridge and whether the passes are kept.
+            measured on.
         tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
-            Each takes three fp32 rows of D, in a GPU's free memory or in a temporary file; of
-            other memory only what is read ahead grows with them, some 300 bytes for each.
-        inputs: what a layer reads, the `teacher`'s state or what the calibrated layers below it
-            give (`propagated`). The target is the teacher's own state either way.
-        rounds: passes over the tokens, per layer, that improve A, B and M together; 0 leaves the
-            linear solution, in which M is 0.
-        rank_budget: ranks of all layers together, spent on the layers that gain most, in place of
-            the configuration's.
+            Memory does not grow with them, but for some 300 bytes each of text read ahead.
+        rank_budget: ranks of all layers together, given to the layers that are worth most; default as many
+            as the configuration's rank gives.
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
-        seed: of the tokens' choice and order, and of draws from the teacher's predictions.
+        seed: of the tokens' choice, and of draws from the teacher's predictions.
         console: for the forecast and the progress; default nowhere.
 
     Returns:
-        Figures per layer on the tokens that were not fitted.
+        Figures per layer.
 
     Raises:
-        ConfigError: a setting that cannot work, or no room on disk.
+        ConfigError: a setting that cannot work.
         TooLittleTextError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
-        NotSupportedError: the adapters keep the attention residual, or the base is sharded or
-            spread over devices.
+        NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
+            not start at m = 1, or the base is sharded or spread over devices.
         NumericalError: a non-finite activation, by layer and name.
     """
     started = time.perf_counter()
     config = attached_config(model)
     check_base(model)
     layers = tuple(index for index, _ in npt_layers(model))
-    _check_settings(config, tokens, inputs, rounds)
-    if rank_budget is not None:
-        check_budget(rank_budget, len(layers), model.config.hidden_size)
+    check_form(config)
+    if tokens < 1:
+        raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
+    budget = rank_budget
+    if budget is not None:
+        check_budget(budget, len(layers), model.config.hidden_size)
+    elif config.ranks is None:
+        budget = config.rank * len(layers)
     samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
-    parts = split(samples, batch_size)
-    ranks = config.ranks_of(len(layers))
-    if rank_budget is not None:
-        ranks = (-(-rank_budget // len(layers)),) * len(layers)
-    fitted, needed = parts.tokens - parts.heldout, TOKENS_PER_RANK * max(ranks)
-    if fitted < needed:
+    read = sum(len(sample.input_ids) for sample in samples)
+    mean = -(-budget // len(layers)) if budget is not None else max(config.ranks_of(len(layers)))
+    if read < TOKENS_PER_RANK * mean:
         raise TooLittleTextError(
-            f"calibration has {fitted} tokens to fit, and rank {max(ranks)} needs {needed}; give it"
-            " more data or tokens (--calibration_tokens), or lower --adapter_rank"
+            f"calibration has {read} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean}; give"
+            " it more data or tokens (--calibration_tokens), or lower --adapter_rank"
         )
     device = next(model.parameters()).device
-    largest = max((batch.input_ids.shape for batch in parts.batches), key=math.prod)
-    work = plan(
-        config,
-        model.config,
-        layers,
-        ranks,
-        parts.tokens,
-        rounds,
-        inputs=inputs,
-        rank_budget=rank_budget,
-        batch=(largest[0], largest[1]),
-    )
+    parts = list(batches(samples, batch_size))
+    largest = max((batch.input_ids.shape for batch in parts), key=math.prod)
+    work = plan(model.config, layers, read, batch=(largest[0], largest[1]))
     free = free_bytes(device) if device.type == "cuda" else 0
     placement = work.place(device, free)
-    display = Display(console or silent_console(), steps(parts, len(layers), rounds))
+    display = Display(console or silent_console(), read)
     with fp32_products("highest"):
-        display.say(work.announcement(device, placement, free, layers, parts.tokens))
+        display.say(work.announcement(device, placement, free, layers, read))
     training = [module for module in model.modules() if module.training]
     model.eval()
+    cuts: dict[int, Cut] = {}
+
+    def walk(placement: Placement) -> None:
+        sensitivities = measure(
+            model, parts, seed, lambda batch: display.tick(batch.tokens), placement.sums
+        )
+        for index in layers:
+            sums = sensitivities.pop(index)  # its matrices are freed at the next layer
+            covariance, sensitivity = sums.covariance, sums.to_attention
+            del sums
+            cuts[index] = Cut.of(
+                covariance.to(placement.factors), sensitivity.to(placement.factors)
+            ).to(placement.sums)
+
     try:
         with closing(display):
-            walks = Walks(model, parts, rounds, inputs == "propagated", display, seed)
-            known = ranks if rank_budget is None else None
-            placement = or_on_host(lambda p: walks.measure(known, p), placement, display.say)
-            if rank_budget is not None:
-                worth = {index: found.worth for index, found in walks.prepared.items()}
-                config = replace(config, ranks=tuple(spend(rank_budget, worth).values()))
-                ranks = config.ranks_of(len(layers))
-            or_on_host(lambda p: walks.solve(ranks, p), placement, display.say)
+            or_on_host(walk, placement, display.say)
     finally:
         for module in training:
             module.training = True
         release(device)
-    set_adapters(model, config, _tensors(model, config, walks.solutions))
-    figures = {index: _figures(solution) for index, solution in walks.solutions.items()}
-    return Calibration(figures, parts.tokens, parts.heldout, inputs, time.perf_counter() - started)
+    if budget is not None:
+        ranks = spend(budget, {index: cut.worth for index, cut in cuts.items()})
+        config = replace(config, ranks=tuple(ranks.values()))
+    ranks = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
+    set_adapters(model, config, _tensors(model, config, cuts, ranks))
+    figures = {
+        index: LayerCalibration(ranks[index], cut.lost[ranks[index]], cut.cost(ranks[index]))
+        for index, cut in cuts.items()
+    }
+    return Calibration(figures, read, time.perf_counter() - started)
 
 
 def check_base(model: PreTrainedModel) -> None:
-    """Refuse bases that no start is solved on: with consolidated facts, with a wrapped or hooked
-    MLP in a converted layer, or on more than one device.
-    """
-    if consolidated(model):
-        raise ConfigError(
-            "a base with consolidated updates cannot be calibrated on; call npt.unconsolidate first"
-        )
-    for index, layer in npt_layers(model):
-        check_layer_readable(index, layer)
+    """Refuse a base on more than one device."""
     devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     if is_sharded(model) or len(devices) > 1:
         where = "sharded over processes" if is_sharded(model) else f"on {' and '.join(devices)}"
@@ -186,7 +174,7 @@ def check_calibration(
                 " add it or drop the other"
             )
         return
-    _check_residual(config)
+    check_form(config)
     if rank_budget is not None:
         if config.ranks is not None:
             raise ConfigError(
@@ -206,94 +194,60 @@ def check_budget(budget: int, layers: int, hidden_size: int) -> None:
         )
 
 
-def spend(budget: int, worth: Mapping[int, Sequence[float]]) -> dict[int, int]:
-    """Return ranks by layer: one each, then always one more for the layer whose next direction is
-    worth most, the lowest of equal ones. worth: of each direction by layer, largest first.
-    """
-    ranks = dict.fromkeys(worth, 1)
-    queue = [(-values[1], index) for index, values in worth.items() if len(values) > 1]
-    heapq.heapify(queue)
-    for _ in range(budget - len(ranks)):
-        _, index = heapq.heappop(queue)
-        ranks[index] += 1
-        if ranks[index] < len(worth[index]):
-            heapq.heappush(queue, (-worth[index][ranks[index]], index))
-    return ranks
-
-
-def _check_settings(config: NPTConfig, tokens: int, inputs: str, rounds: int) -> None:
-    _check_residual(config)
-    if config.mult_form != "sigmoid":
+def check_form(config: NPTConfig) -> None:
+    """Refuse forms that do not contain the start."""
+    if STREAM not in config.targets:
         raise NotSupportedError(
-            f"calibration solves the sigmoid form, but --mult_form is {config.mult_form}; use"
-            " --init random"
+            f"--init calibrated gives the target stream its start, but --targets is"
+            f" {','.join(config.targets)}; add stream, or use --init random"
         )
-    if inputs not in CALIBRATION_INPUTS:
-        raise ConfigError(
-            f"--calibration_inputs is {inputs!r}; choose from {', '.join(CALIBRATION_INPUTS)}"
-        )
-    for flag, value, low in (("calibration_tokens", tokens, 1), ("calibration_rounds", rounds, 0)):
-        if value < low:
-            raise ConfigError(f"--{flag} is {value}; it must be at least {low}")
-
-
-def _check_residual(config: NPTConfig) -> None:
     if config.residual == "keep":
         raise NotSupportedError(
-            "adapters with --residual keep start equal to their base, which is what calibration"
-            " solves for; use --init random"
+            "adapters with --residual keep start equal to their base, which no calibration can"
+            " improve; use --init random"
+        )
+    if config.mult_form == "half_sigmoid":
+        raise NotSupportedError(
+            "--init calibrated starts from multipliers of 1, and those of --mult_form half_sigmoid"
+            " are 0.75 at M = 0; use another form, or --init random"
         )
 
 
 def _tensors(
-    model: PreTrainedModel, config: NPTConfig, solutions: dict[int, Solution]
+    model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
-    """Return the solutions by the names of the adapters' parameters.
+    """Return the start by the names of the adapters' parameters.
 
     B is divided by alpha, which the forward multiplies it with.
     """
+    device = next(iter(adapter_parameters(model).values())).device
     found: dict[str, Tensor] = {}
-    for index, solution in solutions.items():
-        divided = {
-            name: x / config.additive_scale if name.startswith("B.") else x
-            for name, x in solution.parameters.items()
-        }
-        for name, value in balanced(divided).items():
-            found[f"model.layers.{index}.npt.{name}"] = value
-    assert found.keys() == adapter_shapes(model, config).keys()
+    for name, shape in adapter_shapes(model, config).items():
+        found[name] = torch.zeros(shape, device=device)
+    for index, cut in cuts.items():
+        code, back = cut.code[: ranks[index]], cut.back[:, : ranks[index]] / config.additive_scale
+        if not bool(torch.isfinite(code).all() & torch.isfinite(back).all()):
+            raise NumericalError(
+                f"calibration: the directions of layer {index} came out non-finite; nothing was"
+                " changed, start with --init random"
+            )
+        code, back = balanced(code, back)
+        found[f"model.layers.{index}.npt.A"] = code.to(device)
+        found[f"model.layers.{index}.npt.B.{STREAM}"] = back.to(device)
     return found
 
 
-def balanced(parameters: Parameters) -> Parameters:
+def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same adapter in numbers that training can change evenly.
 
-    A row of A times c and the columns of B and M that read it over c give the same student for any
-    c. Solved for a code of unit variance, entries of A are a few hundredths and those of B a few
+    A row of A [R, D] times c and the column of B [D, R] that reads it over c give the same student
+    for any c. For a code of unit variance, entries of A are a few hundredths and those of B a few
     units, while AdamW moves every entry by the learning rate: A is thrown away before B has begun.
     So c makes the root mean squares of both equal; it is a power of two, by which fp32 multiplies
     exactly.
-
-    Args:
-        parameters: of one layer, `A` [R, D], `B.*` and `M.*` [O, R].
     """
-    readers = torch.cat([value for name, value in parameters.items() if name != "A"])
-    sizes = readers.square().mean(dim=0).sqrt() / parameters["A"].square().mean(dim=1).sqrt()
+    sizes = back.square().mean(dim=0).sqrt() / code.square().mean(dim=1).sqrt()
     factor = torch.exp2(torch.round(torch.log2(sizes) / 2))
     # a row that nothing reads, or that reads nothing
     factor = torch.where(torch.isfinite(factor) & (factor > 0), factor, 1.0)
-    return {
-        name: value * factor.unsqueeze(1) if name == "A" else value / factor
-        for name, value in parameters.items()
-    }
-
-
-def _figures(solution: Solution) -> LayerCalibration:
-    stages = {"before": solution.floor, "linear": solution.linear, "after": solution.final}
-    errors = {
-        f"{kind}_{name}": getattr(found, attribute)
-        for kind, attribute in (("nmse", "nmse"), ("update", "update"), ("kl", "cost"))
-        for name, found in stages.items()
-    }
-    return LayerCalibration(
-        rank=len(solution.parameters["A"]), ridge=solution.ridge, rounds=solution.rounds, **errors
-    )
+    return code * factor.unsqueeze(1), back / factor

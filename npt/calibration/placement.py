@@ -1,5 +1,4 @@
-"""The device that a calibration keeps its matrices and rows on: the model's if they fit, else the
-host."""
+"""The device that a calibration keeps its matrices on: the model's if they fit, else the host."""
 
 from __future__ import annotations
 
@@ -16,41 +15,21 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices that a calibration uses: for the Gram matrices of all layers, for the matrices of one
-    layer while they are factorised, and for the states of all tokens, which the host has in a
-    temporary file.
+    """Devices that a calibration uses: for the matrices of all layers, and for those of one layer
+    while they are factorised.
     """
 
     sums: torch.device = HOST
     factors: torch.device = HOST
-    rows: torch.device = HOST
-
-    @classmethod
-    def of(cls, device: torch.device, names: tuple[str, ...]) -> Placement:
-        """Put the named ones on `device` and the others on the host."""
-        return cls(**dict.fromkeys(names, device))
 
     @property
     def all_on_host(self) -> bool:
         return self == Placement()
 
     def __str__(self) -> str:
-        """As `Gram matrices and factorisations on cuda:0, rows on disk`."""
-        parts = {"Gram matrices": self.sums, "factorisations": self.factors, "rows": self.rows}
-        found: dict[str, list[str]] = {}
-        for name, device in parts.items():
-            host = "disk" if name == "rows" else "the host"
-            found.setdefault(host if device == HOST else str(device), []).append(name)
-        return ", ".join(
-            f"{' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))} on {place}"
-            for place, names in found.items()
-        )
-
-
-PREFERENCES = (("sums", "factors", "rows"), ("sums", "factors"), ("factors", "rows"), ("factors",))
-"""Choices of what is put on the model's device; the first that fits is taken. Rows on the host are
-copied while the device computes; sums on the host cost the host's own time, factorisations there
-most of all."""
+        """As `matrices on the host, factorisations on cuda:0`."""
+        sums, factors = ("the host" if d == HOST else str(d) for d in (self.sums, self.factors))
+        return f"matrices on {sums}, factorisations on {factors}"
 
 
 def free_bytes(device: torch.device) -> int:
@@ -76,7 +55,7 @@ def or_on_host(
         lack = (str(error).strip() or type(error).__name__).splitlines()[0]
     # After the handler: until then the error keeps the frames alive, and these the tensors.
     gc.collect()
-    release(*{placement.sums, placement.factors, placement.rows})
+    release(placement.sums, placement.factors)
     host = Placement()
     say(f"calibration: out of memory ({lack[:160]}); begun again with {host}")
     act(host)

@@ -11,9 +11,7 @@ from transformers import PreTrainedConfig
 
 from npt.adapters.fit import format_layers
 from npt.base.device import wait_for
-from npt.calibration.placement import HOST, PREFERENCES, Placement
-from npt.calibration.solve import BATCH, CHUNK
-from npt.config import NPTConfig
+from npt.calibration.placement import HOST, Placement
 from npt.distill.logit_losses import LOGIT_CHUNK
 
 OVERHEAD = 2.0
@@ -23,12 +21,8 @@ SHARE = 0.9
 """Share of a GPU's free memory that is planned with: what is freed comes back in pieces."""
 
 FACTOR_MATRICES = 12
-"""[D, D] fp64 alive in `solve.worth`: two inputs, both roots, eigenvectors, products, and the
-workspace of the eigendecomposition, more than two of them."""
-
-VECTORS = 8
-"""Copies of a layer's parameters alive in a step of the descent: start, value, gradient, momentum
-and what their products take."""
+"""[D, D] fp64 alive in `Cut.of`: two inputs, both roots, eigenvectors, products, and the workspace
+of the eigendecomposition, more than two of them."""
 
 _PROBE_ROWS, _PROBE_COLUMNS = 1024, 4096
 _PROBE_SIDE = 512
@@ -50,10 +44,9 @@ class Seconds:
 class Plan:
     """A forecast of what a calibration takes in addition to the model.
 
-    Bytes: `graph` of one batch through the teacher; `sums` of the Gram matrices of all layers;
-    `waiting` of metrics and directions until their layer is solved; `factor` of the matrices of one
-    layer while they are factorised; `solving` of one layer's weights, chunk and vectors; `rows` of
-    the states of all tokens.
+    Bytes: `graph` of one batch through the teacher; `sums` of the matrices of all layers, in which
+    their directions find room later; `factor` of the matrices of one layer while they are
+    factorised.
 
     width: D. products: multiply-adds in all. factorisations: eigendecompositions of [D, D] fp64.
     """
@@ -63,34 +56,24 @@ class Plan:
     factorisations: int
     graph: int
     sums: int
-    waiting: int
     factor: int
-    solving: int
-    rows: int
 
     def place(self, device: torch.device, free: int) -> Placement:
-        """Return the first of `PREFERENCES` that fits into a GPU's `free` bytes, else the host."""
+        """Return the first that fits into a GPU's `free` bytes: all on it, the factorisations
+        alone, which the host is slowest at, or nothing.
+        """
         if device.type != "cpu":
-            for names in PREFERENCES:
-                placement = Placement.of(device, names)
+            for placement in (Placement(device, device), Placement(HOST, device)):
                 if self.peak(device, placement) <= SHARE * free:
                     return placement
         return Placement()
 
     def peak(self, device: torch.device, placement: Placement) -> int:
         """Return the most bytes on the model's device."""
-        return max(self._phases(device, placement).values())
-
-    def _phases(self, device: torch.device, placement: Placement) -> dict[str, int]:
         gram = 4 * self.width**2
-        sums, waiting = (self.sums, self.waiting) if placement.sums == device else (gram, gram)
+        sums = self.sums if placement.sums == device else gram
         factor = self.factor if placement.factors == device else gram
-        rows = self.rows if placement.rows == device != HOST else 0
-        return {
-            "measuring": self.graph + sums,
-            "factorising": factor + (self.sums if placement.sums == device else 0),
-            "solving": self.solving + factor + waiting + rows,
-        }
+        return max(self.graph + sums, factor + (self.sums if placement.sums == device else 0))
 
     def ram(self, device: torch.device, placement: Placement) -> int:
         """Return bytes on the host, those of the model's work included on a CPU."""
@@ -98,10 +81,6 @@ class Plan:
             return self.peak(device, placement)
         sums = self.sums if placement.sums == HOST else 0
         return sums + (self.factor if placement.factors == HOST else 0)
-
-    def disk(self, placement: Placement) -> int:
-        """Return bytes of temporary files."""
-        return self.rows if placement.rows == HOST else 0
 
     def seconds(self, device: torch.device, placement: Placement) -> Seconds:
         """Time one product and one small eigendecomposition, and forecast the whole from them.
@@ -141,54 +120,32 @@ class Plan:
                 f"{self.peak(device, placement) >> 20:,} of {free >> 20:,} MiB free on {device}"
             )
         parts.append(f"{self.ram(device, placement) >> 20:,} MiB of memory besides the base")
-        parts.append(f"{self.disk(placement) >> 20:,} MiB of temporary disk")
         return ", ".join(parts) + ("" if device == HOST else f"; {placement}")
 
 
 def plan(
-    config: NPTConfig,
     model: PreTrainedConfig,
     layers: Sequence[int],
-    ranks: Sequence[int],
     tokens: int,
-    rounds: int,
     *,
-    inputs: str = "teacher",
-    rank_budget: int | None = None,
     batch: tuple[int, int] = (8, 256),
 ) -> Plan:
-    """Forecast a calibration of `layers` with `ranks` on `tokens` tokens.
-
-    rounds, inputs, rank_budget: as of `calibrate`. batch: rows and length of the largest batch.
+    """Forecast a calibration of `layers` on `tokens` tokens. batch: rows and length of the largest
+    batch.
     """
-    width, ffn = model.hidden_size, model.intermediate_size
-    kinds = config.additive + config.multiplicative
+    width, ffn, first = model.hidden_size, model.intermediate_size, min(layers)
     layer = 4 * width * width + 3 * width * ffn
-    base = model.num_hidden_layers * layer + width * model.vocab_size
-    total = 3.0 * base + (max(layers) + 1) * layer
-    outputs = sum(width if target == "down" else ffn for target in config.targets)
-    for rank in ranks:
-        codes = kinds * rank * outputs
-        once = 3 * width * ffn + rank * width + codes
-        linear = 7 * width * ffn + 3 * rank * (width + outputs) + 0.125 * 3 * once
-        # the code's coordinates, there and back, at every step of some 512 rows
-        turned = 2 * rank * width**2 / BATCH
-        derivative = width**2 + width * ffn + rank * width + 2 * codes + turned
-        total += 4 * width**2 + linear + rounds * (once + derivative)
-    converted, rank = len(layers), max(ranks)
-    directions = width if rank_budget is not None else rank
-    parameters = 4 * rank * (width + kinds * outputs)
-    solving = 4 * CHUNK * (12 * ffn + 8 * width) + 4 * 3 * width * ffn
+    head = width * model.vocab_size
+    # forward, and back through what lies above the first converted layer
+    total = (2 * model.num_hidden_layers - first) * layer + 2 * head
+    total += 2 * width**2 * len(layers)
     return Plan(
         width=width,
-        products=total * tokens,
-        factorisations=(2 + bool(rounds)) * converted,
-        graph=_graph(model, model.num_hidden_layers - min(layers), *batch),
-        sums=3 * 8 * width**2 * converted,
-        waiting=4 * (width + directions) * width * converted,
+        products=float(total * tokens),
+        factorisations=2 * len(layers),
+        graph=_graph(model, model.num_hidden_layers - first, *batch),
+        sums=2 * 8 * width**2 * len(layers),
         factor=FACTOR_MATRICES * 8 * width**2,
-        solving=solving + VECTORS * parameters + 4 * 8 * rank * outputs,
-        rows=4 * tokens * width * (4 if inputs == "propagated" else 3),
     )
 
 

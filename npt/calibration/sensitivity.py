@@ -21,52 +21,43 @@ from npt.distill.logit_losses import LOGIT_CHUNK
 from npt.errors import NumericalError
 
 LARGEST = 2.0
-"""Sizes of tokens above so many medians of their batch are taken for it in S and G."""
+"""Sizes of tokens above so many medians of their batch are taken for it in S."""
 
 
 class Sensitivity:
     """Means over tokens for one layer, [D, D] fp64, of rows in units of their token's size r, the
-    root mean square of t.
+    root mean square of h + a.
 
-    covariance: C = E a a' / r^2. to_attention: S = E s s' r^2, s the gradient at a. to_output:
-    G = E g g' r^2, g the gradient at t. The gradients are of the log-likelihood, summed over the
-    tokens, of what is drawn from the teacher's own predictions, so S and G are blocks of the Fisher
-    information: half of e'G e / r^2 is the KL that an error e of t costs, to second order.
+    covariance: C = E a a' / r^2. to_attention: S = E s s' r^2, s the gradient at a of the
+    log-likelihood, summed over the tokens, of what is drawn from the teacher's own predictions. So
+    S is a block of the Fisher information: half of e'S e / r^2 is the KL that an error e of a
+    costs, to second order.
 
-    All that reads t divides by r first, so gradients go with 1 / r. Some tokens, the first of a
+    All that reads h + a divides by r first, so gradients go with 1 / r. Some tokens, the first of a
     text above all, have a hundred times the r of others (Sun et al., "Massive activations in large
     language models", 2024). With plain means an error there counts as if it were one of the others;
     but as all others attend to such a token, its gradients do not fall with 1 / r, and in units of
-    r it would make S and G alone. So r counts LARGEST medians at most in S and G.
+    r it would make S alone. So r counts LARGEST medians at most in S.
     """
 
     def __init__(self, width: int, device: torch.device):
-        self.covariance, self.to_attention, self.to_output = (
-            torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(3)
+        self.covariance, self.to_attention = (
+            torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(2)
         )
         self.tokens = 0
 
-    def add(
-        self, output: Tensor, attention: Tensor, to_attention: Tensor, to_output: Tensor
-    ) -> None:
-        """Add rows [N, D] of t, a, s and g to what are sums until `divide` is called."""
-        size = token_size(output)
-        sums = (self.covariance, self.to_attention, self.to_output)
+    def add(self, stream: Tensor, attention: Tensor, to_attention: Tensor) -> None:
+        """Add rows [N, D] of h + a, a and s to what are sums until `divide` is called."""
+        size = stream.to(torch.float32).square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
         usual = torch.minimum(size, LARGEST * size.median())
-        scaled = (attention / size, to_attention * usual, to_output * usual)
-        for total, rows in zip(sums, scaled, strict=True):
-            total += _moved(_gram(rows), total.device)
+        self.covariance += _moved(_gram(attention / size), self.covariance.device)
+        self.to_attention += _moved(_gram(to_attention * usual), self.to_attention.device)
         self.tokens += len(attention)
 
     def divide(self) -> None:
         """Turn sums into means, in place: a copy would double the largest thing in memory."""
-        for total in (self.covariance, self.to_attention, self.to_output):
+        for total in (self.covariance, self.to_attention):
             total /= self.tokens
-
-
-def token_size(output: Tensor) -> Tensor:
-    """Return r, the root mean square of each row of t [N, D], in fp32: [N, 1]."""
-    return output.to(torch.float32).square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
 def measure(
@@ -103,24 +94,20 @@ def measure(
                 hidden = hidden.detach().requires_grad_()
                 for index in range(first, len(layers)):
                     hidden = stream.clean(layers[index](hidden, **stream.context_of(layers[index])))
-                    if index in found:
-                        hidden.retain_grad()
-                        seen[index, "output"] = hidden
                 states = stream.rows(model.model.norm(hidden))
             for index in found:
-                for place, name in (("attention", "attention output"), ("output", "output")):
+                for place, name in (("attention", "attention output"), ("stream", "stream")):
                     check_finite(index, name, stream.rows(seen[index, place].detach()))
             states.backward(_score(model, states.detach(), generator))
         for index, sums in found.items():
-            gradients = []
-            for place, name in (("stream", "attention output"), ("output", "output")):
-                gradient = seen[index, place].grad
-                assert gradient is not None
-                gradients.append(
-                    check_finite(index, f"gradient at the {name}", stream.rows(gradient))
-                )
-            rows = (stream.rows(seen[index, place].detach()) for place in ("output", "attention"))
-            sums.add(*rows, *gradients)
+            gradient = seen[index, "stream"].grad
+            assert gradient is not None
+            read, attention = (
+                stream.rows(seen[index, place].detach()) for place in ("stream", "attention")
+            )
+            at_attention = stream.rows(gradient)
+            check_finite(index, "gradient at the attention output", at_attention)
+            sums.add(read, attention, at_attention)
         tick(host_batch)
     for sums in found.values():
         sums.divide()
@@ -170,8 +157,8 @@ def _gram(rows: Tensor) -> Tensor:
     """Return X'X of rows X, computed in full fp32 whatever --matmul_precision is.
 
     With unit roundoff u = 2^-24, a product of n rows is off by at most n u |X|'|X|, and in practice
-    by about sqrt(n) u: 3e-6 of the diagonal for the n = 2048 of `solve.CHUNK`, below the share of
-    the largest eigenvalue (`solve.SMALLEST`, 1e-5) at which eigenvalues are cut off. TF32 rounds
+    by about sqrt(n) u: 3e-6 of the diagonal for n = 2,048, below the share of the largest
+    eigenvalue (`cut.SMALLEST`, 1e-5) at which eigenvalues are cut off. TF32 rounds
     the rows themselves to 2^-11, 5e-4, far above it: whitened directions would be noise.
     """
     rows = rows.to(torch.float32)

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from npt.config import INITS, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config.texts import words
 from npt.errors import ConfigError
 from npt.flags import read_yaml, shown_default
 from npt.presets import presets
@@ -27,7 +28,7 @@ EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
 _NEAR: dict[str, Any] = {"additive_scale": 1.0, "learning_rate": 3e-5, "warmup_steps": 10}
 _NEAR_EMBEDDED = {**_NEAR, "learning_rate": 3e-4}
 """Of a student that is near its teacher from the first step on. 3e-4 is good at the embedded
-model's width; on a real model of three times that width it loses what was solved."""
+model's width; on a real model of three times that width it loses the start."""
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
 _EMBEDDED: dict[str, dict[str, Any]] = {
@@ -105,12 +106,14 @@ def with_defaults(
         elif asked == AUTO:
             others = " ".join(f"--{name} {v}" for name, v in chosen.items() if name != "init")
             said.append(
-                f"--init auto: the start is solved (--init calibrated); with it go {others};"
+                f"--init auto: a start in closed form (--init calibrated); with it go {others};"
                 " --init random starts at random"
             )
     chosen |= _missing(_SAVING, flags)
     if before:
-        chosen |= {name: before[name] for name in chosen if name in before}
+        # the form is that of the run's beginning, whose defaults may have been others
+        form = {"targets"} - flags.keys()
+        chosen |= {name: before[name] for name in form | chosen.keys() if name in before}
         return Chosen({**flags, **chosen})
     wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
     fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
@@ -137,14 +140,17 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
 
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
-    """Return what keeps a start from being solved, as far as the flags tell."""
+    """Return the reason against a calibrated start, as far as the flags tell."""
     for name in ("shard_base", "device_map"):
         if flags.get(name):
             return f"--{name}: solving needs the base on one device"
     if flags.get("residual") == "keep":
         return "--residual keep, whose random start is its base already"
-    if flags.get("mult_form", "sigmoid") != "sigmoid":
-        return f"--mult_form {flags['mult_form']}: only the sigmoid's is solved"
+    if flags.get("mult_form") == "half_sigmoid":
+        return "--mult_form half_sigmoid, which does not start at 1"
+    targets = words(flags.get("targets", STREAM))
+    if STREAM not in targets:
+        return f"--targets {','.join(targets)}, without stream"
     for name in ("init_std_a", "init_std_b", "init_std_m", "init_a"):
         if name in flags:
             return f"--{name}, which is of a random start"
@@ -205,7 +211,7 @@ def offer_auto(parser: argparse.ArgumentParser) -> None:
     flags = parser._option_string_actions
     flags["--init"].choices = (AUTO, *INITS)
     flags["--init"].help = (
-        "auto: calibrated if that can be solved, else random; random: small normal start;"
+        "auto: calibrated if that is possible, else random; random: small normal start;"
         " calibrated: closed form (default: auto)"
     )
     bare = with_defaults({}).given

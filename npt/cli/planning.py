@@ -20,13 +20,12 @@ class CalibrationForecast:
     """The cost of --init calibrated before the first step.
 
     device_bytes: at its highest moment, the base included; 0 on a CPU. host_bytes: of memory, on a
-    CPU the base included. disk_bytes: of temporary files. placement: of matrices and rows. seconds:
+    CPU the base included. placement: of matrices. seconds:
     in all, eigendecomposition_seconds among them; None if nothing was timed.
     """
 
     device_bytes: int
     host_bytes: int
-    disk_bytes: int
     placement: str
     seconds: float | None
     eigendecomposition_seconds: float | None
@@ -57,8 +56,8 @@ class Page:
     @property
     def start(self) -> int:
         """Bytes on a card before the first step: of the base, or of the calibrated start."""
-        solved = 0 if self.calibration is None else self.calibration.device_bytes
-        return max(self.memory.terms[0].bytes, solved)
+        start = 0 if self.calibration is None else self.calibration.device_bytes
+        return max(self.memory.terms[0].bytes, start)
 
     @property
     def hours(self) -> float | None:
@@ -146,14 +145,9 @@ def forecast_calibration(
 
     w, c, device = workload, workload.training, workload.device
     work = plan(
-        w.form,
         w.config,
         resolve_layers(w.adapter.layers, w.config.num_hidden_layers),
-        w.ranks,
         c.calibration_tokens,
-        c.calibration_rounds,
-        inputs=c.calibration_inputs,
-        rank_budget=c.rank_budget,
         batch=(c.batch_size, w.length),
     )
     on_gpu = device.type == "cuda"
@@ -166,7 +160,6 @@ def forecast_calibration(
     return CalibrationForecast(
         base + work.peak(device, placement) if on_gpu else 0,
         work.ram(device, placement) + (0 if on_gpu else base),
-        work.disk(placement),
         str(placement),
         None if seconds is None else seconds.total,
         None if seconds is None else seconds.factorisations,
@@ -331,13 +324,13 @@ def print_page(page: Page, console: Any) -> None:
     )
     if w.adapter.init == "random":
         console.say(
-            "from a random start; if flags are silent a run starts solved, as with",
+            "from a random start; if flags are silent the start is calibrated, as with",
             "--init calibrated --strategy end_to_end --logit_kl_weight 1.0",
         )
     if w.approximate:
         console.say(
-            f"--rank_budget {c.rank_budget} is planned as if it were spent evenly; the calibration"
-            " spends it"
+            "ranks are planned as if they were even; the calibration gives as many to the layers"
+            " that are worth most"
         )
     if memory.samples_at_once < c.batch_size:
         console.say(
@@ -390,11 +383,10 @@ def _calibration_lines(found: CalibrationForecast, device: str) -> list[str]:
     host = shown(found.host_bytes)
     if found.device_bytes:
         lines.append(
-            f"  {shown(found.device_bytes)} on {device} with the base, {host} of host memory,"
+            f"  {shown(found.device_bytes)} on {device} with the base, {host} of host memory"
         )
     else:
-        lines.append(f"  {host} of memory with the base,")
-    lines.append(f"  {shown(found.disk_bytes)} of temporary disk")
+        lines.append(f"  {host} of memory with the base")
     if found.device_bytes:
         lines.append(f"  {found.placement}")
     if found.seconds is not None:

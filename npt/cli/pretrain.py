@@ -46,8 +46,7 @@ class _Checked:
 
 def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
-    of_solving = ("calibration_tokens", "calibration_inputs", "calibration_rounds")
-    idle = next((name for name in of_solving if name in given), None)
+    idle = "calibration_tokens" if "calibration_tokens" in given else None
     given, base = with_base(with_safe_mode(with_config(given)))
     any_base = given.pop("any_base", False)
     found = with_data(given, base.model_name)
@@ -57,8 +56,8 @@ def pretrain(given: dict[str, Any]) -> int:
     training, start = settings.training, settings.start
     if start is not None and (idle is not None or training.rank_budget is not None):
         raise ConfigError(
-            f"--{idle or 'rank_budget'} is about a start that is solved, but --adapter {start} is"
-            " one; drop one of the two"
+            f"--{idle or 'rank_budget'} is about a calibrated start, but --adapter {start} is the"
+            " start; drop one of the two"
         )
     if idle is not None and settings.adapter.init != "calibrated":
         raise ConfigError(
@@ -112,9 +111,9 @@ def _resumed_flags(given: dict[str, Any]) -> dict[str, Any]:
     places = [Path(resume), Path(resume).parent.parent]
     if resume == "auto" and output:
         places = [Path(output)]
-    for place in places:
+    for path in (*(place / "run.json" for place in places), Path(resume) / "state.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            record = json.loads((place / "run.json").read_text(encoding="utf-8"))
+            record = json.loads(path.read_text(encoding="utf-8"))
             settings = record.get("settings", {})
             flags = {f.name: flag_of(f) for cls in SETTINGS for f in fields(cls)}
             return {flags[name]: value for name, value in settings.items() if name in flags}
@@ -238,7 +237,7 @@ def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
         return False, None, str(resumed.folder), resume_at
     before = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
-    ranks = before.get("ranks") if training.rank_budget is not None else adapter.ranks
+    ranks = before.get("ranks") if adapter.spends_ranks else adapter.ranks
     now: dict[str, Any] = {}
     for part in settings[:4]:
         now |= asdict(part)

@@ -31,7 +31,6 @@ from npt.config.field import GROUPS, INT_MAX, flag_of, hints_of, setting
 from npt.config.objective import LAYER_WEIGHTS, LOGIT_LOSSES, LOSSES, STRATEGIES
 from npt.config.texts import parse_bytes, parse_steps
 from npt.config.training import (
-    CALIBRATION_INPUTS,
     MAX_STEPS,
     SCHEDULES,
     SEED_MAX,

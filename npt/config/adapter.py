@@ -13,7 +13,7 @@ from npt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Target:
-    """What an adapter acts on.
+    """A product, or the stream, that an adapter changes.
 
     module: of the layer, whose product it is. width: of the product, `ffn` or `hidden`. stage:
     under which an observer is shown the product, modulated.
@@ -76,7 +76,7 @@ class NPTConfig(Settings):
         read=joined_or_number,
     )
     targets: tuple[str, ...] = _adapter(
-        tuple(PRODUCTS),
+        tuple(TARGETS),
         "what to modulate, comma-separated: products of the MLP, and the stream that it reads",
         choices=tuple(TARGETS),
         read=words,
@@ -148,11 +148,6 @@ class NPTConfig(Settings):
                 f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1,"
                 " as 8,16,32"
             )
-        if self.init == "calibrated" and self.mult_form != "sigmoid":
-            raise ConfigError(
-                f"--init calibrated solves the sigmoid form, but --mult_form is {self.mult_form};"
-                " drop one of the two"
-            )
         if self.residual == "keep" and (self.init_std_m or self.mult_form == "half_sigmoid"):
             raise ConfigError(
                 "--residual keep starts equal to its base, but these multipliers do not start at 1;"
@@ -173,6 +168,11 @@ class NPTConfig(Settings):
                 f" {count} layers are converted"
             )
         return self.ranks
+
+    @property
+    def spends_ranks(self) -> bool:
+        """The start gives each layer its rank."""
+        return self.init == "calibrated" and self.ranks is None
 
     @property
     def shifted(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from npt.config.objective import Objective
 from npt.config.texts import distinct_words, joined_or_number, parse_bytes, parse_steps
 from npt.errors import ConfigError
 
-CALIBRATION_INPUTS = ("teacher", "propagated")
 SCHEDULES = ("cosine", "linear", "constant")
 SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
@@ -40,26 +39,17 @@ _trackers = partial(setting, group="trackers")
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Settings):
-    """The solution of a calibrated start."""
+    """The calibrated start."""
 
     calibration_tokens: int = _start(
         65536,
-        "of init calibrated: tokens of the training data that the adapters are solved on",
+        "of init calibrated: tokens of the training data that the start is fitted to",
         bound=at_least(1),
-    )
-    calibration_inputs: str = _start(
-        "teacher",
-        "of init calibrated: layer inputs, the teacher's or the calibrated student's own",
-        choices=CALIBRATION_INPUTS,
-    )
-    calibration_rounds: int = _start(
-        6,
-        "of init calibrated: passes over its tokens, per layer, that improve the linear solution",
-        bound=at_least(0),
     )
     rank_budget: int | None = _start(
         None,
-        "of init calibrated: ranks of all layers together, spent on the layers that gain most",
+        "of init calibrated: ranks of all layers together, given to the layers that are worth most; default"
+        " adapter_rank for each layer",
         bound=at_least(1),
     )
 

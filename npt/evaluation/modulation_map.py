@@ -213,7 +213,7 @@ class _Watch:
         if target == STREAM:
             after = after - _row(self._stages["h"])
         size = torch.linalg.vector_norm(y, dim=-1)
-        m, s = self._stages[f"m_{target}"], self._stages[f"s_{target}"]
+        m, s = self._stages.get(f"m_{target}"), self._stages[f"s_{target}"]
         none = torch.full_like(size, torch.nan)
         return (
             torch.linalg.vector_norm(after - y, dim=-1) / size,

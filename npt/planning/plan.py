@@ -339,7 +339,7 @@ def _less_memory(workload: Workload, limit: int) -> list[tuple[str, Workload]]:
         if w.approximate and budget is not None and budget // share >= w.depth.converted:
             less = replace(training, rank_budget=budget // share)
             offer(f"--rank_budget {budget // share}", training=less)
-        elif not w.approximate and w.adapter.ranks is None and w.adapter.rank >= share:
+        elif budget is None and w.adapter.ranks is None and w.adapter.rank >= share:
             rank = w.adapter.rank // share
             offer(f"--adapter_rank {rank}", adapter=replace(w.adapter, rank=rank))
     # such a list has an entry for each layer that is converted now

@@ -134,7 +134,7 @@ class Workload:
     @property
     def approximate(self) -> bool:
         """A budget of ranks is still to be spent, by the calibration."""
-        return self.training.rank_budget is not None and self.adapter.ranks is None
+        return self.adapter.spends_ranks
 
     @property
     def form(self) -> NPTConfig:

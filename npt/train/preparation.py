@@ -19,7 +19,7 @@ from npt.config import TrainConfig
 from npt.runs.versions import versions
 from npt.step.splitting import MicroBatchSplitter
 from npt.train.memory_fit import MemoryFit
-from npt.train.run_data import RunData, is_solved
+from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
 from npt.train.smoke import smoke_test
 
@@ -48,7 +48,7 @@ class Preparation:
         setup, config = self._setup, self._setup.config
         if setup.teacher is not None:
             setup.say(
-                "the start is solved against the student's own base; training then takes the"
+                "the start is fitted to the student's own base; training then takes the"
                 " unquantised teacher"
             )
         # A splitter of its own: the graph goes through the whole teacher, and its lack of memory
@@ -56,15 +56,13 @@ class Preparation:
         splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
 
         def solve() -> Calibration | None:
-            if not is_solved(setup.model):
+            if not makes_start(setup.model):
                 return None
             calibration = calibrate(
                 setup.model,
                 setup.tokenizer,
-                self._data.solved_on,
+                self._data.start_samples,
                 config.calibration_tokens,
-                inputs=config.calibration_inputs,
-                rounds=config.calibration_rounds,
                 rank_budget=config.rank_budget,
                 batch_size=splitter.samples,
                 seed=config.seed,
@@ -76,26 +74,24 @@ class Preparation:
         found = self._memory.fitting(solve, splitter, self._data.first_batch(), "the calibration")
         if found is None:
             return None
-        setup.say(self._begin_of_training(found))
+        setup.say(self._begin_of_training())
         self._share_start()
         setup.adapter_config = attached_config(setup.model)
         return found
 
-    def _begin_of_training(self, calibration: Calibration) -> str:
+    def _begin_of_training(self) -> str:
         begun = self._data.start.begun
         if begun:
-            return f"training begins after the {begun} samples that the start was solved on"
-        mean = sum(calibration.nmse.values()) / len(calibration.nmse)
+            return f"training begins after the {begun} samples that the start was fitted to"
         return (
-            "there are too few samples to leave those out that the start was solved on, so the"
-            " first losses are those of tokens that were fitted; of tokens that were not the"
-            f" layers' NMSE is {mean:.4g}"
+            "there are too few samples to leave out those that the start was fitted to, so the"
+            " first losses are of tokens that it has seen"
         )
 
     def _share_start(self) -> None:
         """Give every process the start of the main one.
 
-        Each has solved it while it waited, but rounding depends on its cores and kernels.
+        Each has made it while it waited, but rounding depends on its cores and kernels.
         """
         processes, model = self._setup.processes, self._setup.model
         if processes.size == 1:

@@ -1,6 +1,6 @@
 """The data of a run: sources, held-out samples, where training begins, and its windows.
 
-A calibrated start is solved on the first samples of the first epoch, and training begins after
+A calibrated start is fitted to the first samples of the first epoch, and training begins after
 them: its first losses would else be those of tokens that were fitted, half of what later ones are.
 If too little would be left, training begins with them all the same.
 """
@@ -38,7 +38,7 @@ RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
 
 LEFT_OUT = 0.1
-"""Share of the training data that is left out, at most, because the start was solved on it."""
+"""Share of the training data that is left out, at most, because the start was fitted to it."""
 
 
 class RunData:
@@ -50,7 +50,7 @@ class RunData:
 
     Attributes:
         eval_samples: for evaluations. heldout: training leaves all of them out.
-        start: position at which training begins. solved_on: the samples of a calibrated start.
+        start: position at which training begins. start_samples: the samples of a calibrated start.
         total_steps: of the run, None if unknown.
     """
 
@@ -69,7 +69,7 @@ class RunData:
         self.loader = self._make_loader(self.sources)
         self.identity = self._identify()
         self.counted_from = self._last_resize()
-        self.solved_on: list[Sample] = []
+        self.start_samples: list[Sample] = []
         self.start, self.total_steps = self._choose_start()
         self._coming: Iterator[Loaded] = self.loader.batches(self.start)
 
@@ -218,11 +218,11 @@ class RunData:
         if setup.checkpoint is not None:
             position = setup.checkpoint.position
             return position, self.count_steps(position.begun)
-        if is_solved(setup.model):
+        if makes_start(setup.model):
             # Replayed data are there against forgetting; the start need not fit them.
             mixed = setup.data_config.dataset_mix is not None
             loader = self._make_loader(self.sources if mixed else self.sources[:1])
-            self.solved_on, after = _first_samples(
+            self.start_samples, after = _first_samples(
                 loader, setup.config.calibration_tokens, setup.model.config.vocab_size
             )
             steps = self.count_steps(after.begun)
@@ -231,7 +231,7 @@ class RunData:
         return Position(), self.count_steps()
 
     def _leaves_enough(self, samples: Samples, after: Position, steps: int | None) -> bool:
-        """Return whether a run can begin after the samples that its start was solved on.
+        """Return whether a run can begin after the samples that its start was fitted to.
 
         `num_epochs` hold `max_steps` without them, or a tenth of the samples is left out at most.
         """
@@ -259,8 +259,8 @@ class RunData:
         return {"steps": checkpoint.step, "micro_batches": tried}
 
 
-def is_solved(model: LlamaForCausalLM) -> bool:
-    """Return whether a run on this model solves its start: asked for, and adapters untouched."""
+def makes_start(model: LlamaForCausalLM) -> bool:
+    """Return whether a run on this model makes its start: asked for, and adapters untouched."""
     return attached_config(model).init == "calibrated" and at_random_start(model)
 
 

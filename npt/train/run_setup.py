@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.base.attention import attention_name, repeats_exactly
 from npt.base.identity import BaseIdentity
@@ -103,11 +105,25 @@ class RunSetup:
         self.changed: Mapping[str, tuple[Any, Any]] = {}
         if self.checkpoint is not None:
             saved = self.checkpoint.record["settings"]
-            self.changed = changed_settings(saved, self.all_settings())
+            now = self.all_settings()
+            ranks = saved.get("ranks")
+            spent = self.adapter_config.spends_ranks and ranks is not None
+            self.changed = changed_settings(saved, {**now, "ranks": ranks} if spent else now)
+            if spent:
+                self._take_ranks(tuple(ranks))
         # a chat template writes the date of the run's start, on every process and after a resume
         begun = None if self.checkpoint is None else self.checkpoint.record.get("date")
         if has_template(self.tokenizer):
             fix_date(self.tokenizer, self.processes.first(lambda: begun or date_of(self.tokenizer)))
+
+    def _take_ranks(self, ranks: tuple[int, ...]) -> None:
+        """Give the adapters the ranks that the start of the run was given; the checkpoint has their
+        numbers.
+        """
+        config = replace(self.adapter_config, ranks=ranks)
+        shapes = adapter_shapes(self.model, config)
+        set_adapters(self.model, config, {name: torch.zeros(s) for name, s in shapes.items()})
+        self.adapter_config = config
 
     @property
     def date(self) -> str | None:

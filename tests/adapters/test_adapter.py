@@ -51,7 +51,8 @@ def test_holds_exactly_the_parameters_of_its_form(modulation, targets):
 
 
 def test_start_is_normal_for_A_and_B_and_zero_for_M():
-    adapter = NPTAdapter(NPTConfig(rank=64), 512, 1024, torch.Generator().manual_seed(0))
+    form = NPTConfig(rank=64, targets=tuple(PRODUCTS))
+    adapter = NPTAdapter(form, 512, 1024, torch.Generator().manual_seed(0))
     # 2%: ten standard errors of a standard deviation over 32 thousand draws are below 4%, and these
     # draws are fixed
     assert adapter.A.std().item() == pytest.approx(0.02, rel=0.02)
@@ -166,7 +167,7 @@ def test_computes_in_fp32_under_autocast_and_for_16_bit_attention():
 @pytest.mark.parametrize("modulation", MODULATIONS)
 def test_gradients_at_the_start_are_finite_and_reach_all_that_moves(modulation, residual):
     """Only A does not move in the first step, if all that reads its code is zero (LoRA's B = 0)."""
-    adapter = make(modulation=modulation, residual=residual)
+    adapter = make(modulation=modulation, residual=residual, targets=tuple(PRODUCTS))
     z = adapter.code(attention())
     sum(adapter.apply_to(t, product(t), z)[0].square().sum() for t in PRODUCTS).backward()
     code_is_read = modulation != "multiplicative" and residual == "modulate"

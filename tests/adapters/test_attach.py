@@ -199,7 +199,7 @@ class TestAttach:
         model = load_model(None)
         assert npt.attach(model).layers == (2, 3)
         assert attached_config(model) == npt.NPTConfig()
-        assert set(npt_layers(model)[0][1].npt.B) == {"gate", "up", "down"}
+        assert set(npt_layers(model)[0][1].npt.B) == {"stream", "gate", "up", "down"}
 
     @pytest.mark.parametrize(
         ("settings", "message"),

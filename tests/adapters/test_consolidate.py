@@ -26,7 +26,7 @@ from npt.adapters.layer import attention_output, student_output
 from npt.adapters.stream import open_stream
 from npt.base.linear import quantized_linears
 from npt.base.rows import RowScaled, rows_of
-from npt.config import RESIDUALS, TrainConfig
+from npt.config import PRODUCTS, RESIDUALS, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import AdapterFileError, ConfigError, ModelError
@@ -49,7 +49,7 @@ def test_at_full_strength_every_token_is_modulated_as_that_one_was(
     """Without a modulation of its own (the floor), a layer with the rows is the layer in which all
     tokens have that token's code.
     """
-    model = student(load_model, residual=residual)
+    model = student(load_model, residual=residual, targets=tuple(PRODUCTS))
     found = npt.modulation_of(model, IDS, 2)
     stream = open_stream(
         model, batch_from_tensors(torch.tensor([IDS]), torch.ones(1, 5, dtype=torch.int64))
@@ -69,10 +69,26 @@ def test_at_full_strength_every_token_is_modulated_as_that_one_was(
 
 
 @torch.no_grad()
+def test_a_shift_of_the_stream_becomes_part_of_every_attention_output(load_model):
+    model = student(load_model)
+    found = npt.modulation_of(model, IDS, 2)
+    shift = found.terms[1]["stream"][1]
+    streams: list[torch.Tensor] = []
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    with npt.adapters_disabled(model):
+        logits(model)
+        npt.consolidate(model, npt.update_from(found, 1.0, layers=[1], targets=["stream"]))
+        logits(model)
+    # differences of fp32 numbers of order 1
+    assert_close(streams[1] - streams[0], shift.expand_as(streams[0]), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize("adapters", ["live", "disabled", "detached"])
 def test_rows_act_on_student_and_teacher_and_without_adapters(load_model, quantization, adapters):
-    model = student(load_model, quantization=quantization)
+    model = student(load_model, quantization=quantization, targets=tuple(PRODUCTS))
     update = first(model)
     if adapters == "disabled":
         for _, layer in npt_layers(model):

@@ -40,7 +40,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, size: flo
 
 
 class Product(torch.autograd.Function):
-    """What `_MLP` does between its frozen products, by itself."""
+    """The part of `_MLP` between its frozen products, by itself."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, z: Tensor, *others: Any) -> Any:

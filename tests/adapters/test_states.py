@@ -92,7 +92,7 @@ def test_calibrating_inside_a_context_leaves_it_as_it_was(load_model, tokenizer)
         for number in range(40)
     ]
     with npt.adapters_disabled(model):
-        npt.calibrate(model, tokenizer, texts, tokens=600, rank_budget=6, rounds=0)
+        npt.calibrate(model, tokenizer, texts, tokens=600, rank_budget=6)
     assert state(model) == before
 
 
@@ -215,7 +215,7 @@ class TestWithoutGradients:
         for context in (contextlib.nullcontext, torch.inference_mode, torch.no_grad):
             model = student(load_model)
             with context():
-                npt.calibrate(model, tokenizer, texts, tokens=600, rounds=1)
+                npt.calibrate(model, tokenizer, texts, tokens=600)
             found.append(adapter_parameters(model))
         for other in found[1:]:
             assert not any(parameter.is_inference() for parameter in other.values())

@@ -313,9 +313,32 @@ class Unpacked(TorchDispatchMode):
 def test_a_packed_weight_is_dequantised_no_more_often_than_needed(
     load_model, batch, strategy, own, expected, residual
 ):
-    model = student(load_model, NPTConfig(rank=4, layers="1-2", residual=residual))
+    form = NPTConfig(rank=4, layers="1-2", residual=residual, targets=("gate", "up", "down"))
+    assert_unpacked(
+        student(load_model, form), batch, TrainConfig(strategy=strategy, **own), expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        # gradients pass gate and up in every converted layer; down_proj's weight is kept where the
+        # next step is its backward
+        ("local", {1: (1, 2, 2, 1), 2: (1, 2, 2, 1)}),
+        ("propagated", {1: (2, 3, 3, 2), 2: (2, 3, 3, 2)}),
+        ("end_to_end", {1: (2, 3, 3, 3), 2: (3, 3, 3, 3)}),
+    ],
+)
+def test_with_the_stream_gate_and_up_are_dequantised_once_more(
+    load_model, batch, strategy, expected
+):
+    form = NPTConfig(rank=4, layers="1-2")
+    assert_unpacked(student(load_model, form), batch, TrainConfig(strategy=strategy), expected)
+
+
+def assert_unpacked(model: Any, batch: Any, config: TrainConfig, expected: Any) -> None:
     with Unpacked() as unpacked:
-        drive(model, batch, TrainConfig(strategy=strategy, **own))
+        drive(model, batch, config)
     found: dict[int, list[int]] = {index: [] for index in range(4)}
     for name, module in quantized_linears(model):
         found[int(name.split(".")[2])].append(unpacked.count[module.weight.data_ptr()])
@@ -427,7 +450,8 @@ def test_a_micro_batch_takes_no_more_memory_than_it_must(monkeypatch, strategy, 
     """
     monkeypatch.setitem(fused.BLOCK, "cpu", 1 << 14)  # small next to a layer, as on a GPU
     model, _ = npt.load_base("tiny", quantization="nf4")
-    npt.attach(model, NPTConfig(rank=16, layers="5,6,7"), seed=0)
+    form = NPTConfig(rank=16, layers="5,6,7", targets=("gate", "up", "down"))
+    npt.attach(model, form, seed=0)
     ids = torch.randint(3, 1000, (4, 256), generator=torch.Generator().manual_seed(0))
     batch, config = batch_from_tensors(ids, torch.ones_like(ids)), TrainConfig(strategy=strategy)
     drive(model, batch, config)  # what is made once is made

@@ -42,7 +42,7 @@ def test_every_4bit_linear_computes_in_fp32_forward_and_backward(load_model, qua
 
 class TestAudit:
     def test_reports_what_was_found(self, model):
-        npt.attach(model, npt.NPTConfig(layers="1", rank=4))
+        npt.attach(model, npt.NPTConfig(layers="1", rank=4, targets=("gate", "up", "down")))
         report = audit_precision(model)
         assert report.quantization == "nf4"
         # seven linears in each of four layers, embedding and head
@@ -118,7 +118,7 @@ class TestAudit:
     @pytest.mark.parametrize("quantization", ["nf4", None])
     def test_an_adapter_in_another_dtype_is_named(self, load_model, quantization):
         model = load_model(quantization)
-        npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+        npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, targets=("gate", "up", "down")))
         audit_precision(model)
         for parameter in model.model.layers[2].npt.parameters():
             parameter.data = parameter.data.bfloat16()  # a cast of the module leaves them fp32

@@ -162,14 +162,13 @@ class TestRenderers:
         assert "| prompts of text | cross-entropy | 20 | 1.1000 ± 0.0010, 0.1000" in shown
         assert "over 96 held-out samples" in shown
 
-    def test_calibration(self) -> None:
-        case = {"name": "upper half, D/4", "rounds": 6, "steps": 200, "seconds": 60.0}
-        solved = {**case, "calibrated": figures(0.006), "seconds": 90.0}
-        trained = {**solved, "trained": figures(0.004), "seconds_in_all": 240.0}
+    def test_start(self) -> None:
+        case = {"name": "upper half, D/4", "steps": 200, "seconds": 90.0, "start": figures(0.006)}
+        trained = {**case, "trained": figures(0.004), "seconds_in_all": 240.0}
         about = {"tokens": 65536, "threads": 2, "quantisation": figures(0.01)}
-        rows = run_tables.calibration({**about, "cases": [solved, trained]}).splitlines()
+        rows = run_tables.start({**about, "cases": [case, trained]}).splitlines()
         assert rows[3].endswith("| – | – | 1.5, 1.5 |") and rows[4].endswith("| 200 | 1.5, 4.0 |")
-        assert rows[-1] == "Solved on 65,536 tokens, measured on 16,095 held-out ones; 2 threads."
+        assert rows[-1] == "Starts from 65,536 tokens, measured on 16,095 held-out ones; 2 threads."
 
     def test_the_fault_campaigns(self) -> None:
         case = {"name": "NaN in a gate", "verdict": "survived", "located": True, "passed": True}

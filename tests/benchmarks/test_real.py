@@ -128,7 +128,7 @@ class TestLoRA:
         found.close()
 
     def test_it_has_as_many_parameters_as_npt(self, bench, lora):
-        ours = bench._parameters(bench.config(ROWS["upper-half"]))
+        ours = bench._parameters(bench.config(ROWS["start"]))
         assert lora.learner.size == pytest.approx(ours, rel=0.02)  # a whole rank's rounding
 
     def test_it_starts_as_the_floor_exactly(self, bench, lora):
@@ -250,14 +250,14 @@ class TestRows:
         assert once["kl_se"] == pytest.approx(twice["kl_se"])
         assert once["kl"] == pytest.approx(twice["kl"])
 
-    def test_every_solved_row_of_upper_layers_has_its_rank(self, bench):
+    def test_every_row_of_upper_layers_has_its_rank(self, bench):
         hidden = bench.model.config.hidden_size
-        assert bench.config(ROWS["upper-half"]).rank == hidden // 4
-        assert bench.config(ROWS["upper-half-small"]).rank == hidden // 16
+        assert bench.config(ROWS["start"]).rank == hidden // 4
+        assert bench.config(ROWS["best-small"]).rank == hidden // 16
         assert bench.config(ROWS["all-but-first"]).layers == "1-7"
         original = bench.config(ROWS["original"])
         assert original.targets == ("gate",) and original.mult_form == "half_sigmoid"
-        ours = bench._parameters(bench.config(ROWS["upper-half"]))
+        ours = bench._parameters(bench.config(ROWS["start"]))
         assert bench._parameters(original) == pytest.approx(ours, rel=0.02)
 
     def test_the_original_is_trained_and_the_base_stays(self, base_hash, bench):
@@ -266,18 +266,17 @@ class TestRows:
         assert not npt_layers(bench.model) and npt.base_hash(bench.model) == base_hash
 
     def test_a_start_that_takes_all_the_minutes_is_not_trained(self, bench):
-        row = replace(ROWS["best"], tokens=512, divisor=48, solve={"rounds": 0})
+        row = replace(ROWS["best"], tokens=512, divisor=48)
         found = replace(bench, minutes=1e-6).make(row)
-        assert found["trained"] is None and found["solve_passes"] > 0
-        assert found["forward_passes"] == pytest.approx(found["solve_passes"])
+        assert found["trained"] is None and found["start_passes"] > 0
+        assert found["forward_passes"] == pytest.approx(found["start_passes"])
 
 
 class TestCommand:
     def test_every_row_is_made_and_kept(self, folder, tmp_path, capsys, monkeypatch):
         pytest.importorskip("peft")
         for name, row in ROWS.items():
-            small = row.solve if row.solve is None else {"rounds": 0}
-            monkeypatch.setitem(ROWS, name, replace(row, divisor=4 * row.divisor, solve=small))
+            monkeypatch.setitem(ROWS, name, replace(row, divisor=4 * row.divisor))
         out = tmp_path / "new" / "rows.json"
         arguments = [*ARGUMENTS, "--text", str(folder), "--out", str(out), "--json"]
         assert real.main(arguments) == 0
@@ -291,10 +290,10 @@ class TestCommand:
             assert row["kl_share_of_nf4"] == pytest.approx(share)
             if name not in ("nf4", "floor"):
                 assert row["parameters"] > 0 and row["minutes"] > 0 and row["forward_passes"] > 0
-            assert (row.get("solve_passes") is not None) == (
-                ROWS[name].solve is not None and ROWS[name].kind == "npt"
+            assert (row.get("start_passes") is not None) == (
+                ROWS[name].start and ROWS[name].kind == "npt"
             )
-        assert rows["linear"]["figures"]["kl"] < rows["floor"]["figures"]["kl"]
+        assert rows["start"]["figures"]["kl"] < rows["floor"]["figures"]["kl"]
         table = out.with_suffix(".md").read_text()
         assert all(f"| {name} |" in table for name in ROWS)
 
@@ -316,12 +315,12 @@ class TestCommand:
     def test_a_row_that_is_refused_leaves_the_others(self, folder, tmp_path, capsys):
         out = tmp_path / "rows.json"
         given = [*ARGUMENTS, "--tokens", "32", "--text", str(folder), "--out", str(out), "--json"]
-        assert real.main([*given, "--rows", "linear,floor"]) == 2
+        assert real.main([*given, "--rows", "start,floor"]) == 2
         shown = capsys.readouterr()
         figures = json.loads(shown.out)
         assert [row["name"] for row in figures["rows"]] == ["floor"]
-        assert list(figures["failed"]) == ["linear"] and "linear is left out: " in shown.err
-        assert "Left out: `linear`" in markdown(figures)
+        assert list(figures["failed"]) == ["start"] and "start is left out: " in shown.err
+        assert "Left out: `start`" in markdown(figures)
 
     @pytest.mark.parametrize(
         ("flags", "named"),
@@ -371,6 +370,6 @@ def test_attention_cut_to_every_direction_is_the_base(bench) -> None:
     assert whole["rank"] == bench.model.config.hidden_size
     # rounding of fp32 products; a layer without attention costs 1 nat
     assert whole["figures"]["kl"] < 1e-7
-    half = bench.make(replace(ROWS["cut-half"], tokens=512))
+    half = bench.make(replace(ROWS["cut"], divisor=2, tokens=512))
     assert 1e-6 < half["figures"]["kl"] < bench.make(ROWS["floor"])["figures"]["kl"] / 10
     assert half["parameters"] * 2 == whole["parameters"] == 4 * 2 * 192 * 192

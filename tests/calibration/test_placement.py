@@ -1,6 +1,4 @@
-"""The devices that a calibration keeps its matrices and rows on, and the host where they do not
-fit.
-"""
+"""The devices that a calibration keeps its matrices on, and the host where they do not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from simulated_cuda import Simulated, no_waits, simulated_cuda, to_cuda
+from simulated_cuda import Simulated, simulated_cuda, to_cuda
 from test_calibrate import calibrate, student, weights
 from torch import Tensor
 
@@ -19,10 +17,10 @@ import npt
 from npt.adapters.attach import at_random_start
 from npt.base.quantization_error import fp32_products
 from npt.base.random_base import random_base
-from npt.calibration import sensitivity, solve, walks
-from npt.calibration.placement import HOST, PREFERENCES, Placement, free_bytes, or_on_host
+from npt.calibration import calibrate as module
+from npt.calibration import cut, sensitivity
+from npt.calibration.placement import HOST, Placement, free_bytes, or_on_host
 from npt.calibration.plan import SHARE, Plan, Seconds, plan
-from npt.calibration.rows import Rows
 from npt.data.batch import batch_from_tensors
 from npt.planning.measure import peak_bytes
 from npt.planning.shape import llama_config, parse_shape
@@ -54,23 +52,12 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.fixture(scope="module")
-def _solved() -> dict[int, dict[str, Tensor]]:
-    return {}
-
-
 @pytest.fixture
-def expected(load_model, tokenizer, _solved) -> Callable[[int], dict[str, Tensor]]:
-    """The host's adapters, by the number of rounds; made once."""
-
-    def calibrated(rounds: int) -> dict[str, Tensor]:
-        if rounds not in _solved:
-            model = student(load_model, **TINY)
-            calibrate(model, tokenizer, rounds=rounds, **SHORT)
-            _solved[rounds] = weights(model)
-        return _solved[rounds]
-
-    return calibrated
+def expected(load_model, tokenizer) -> dict[str, Tensor]:
+    """The host's adapters."""
+    model = student(load_model, **TINY)
+    calibrate(model, tokenizer, **SHORT)
+    return weights(model)
 
 
 FREE = {"all": 60 << 30, "none": 0}
@@ -81,18 +68,17 @@ def test_a_calibration_on_a_device_gives_the_hosts_adapters(
     free, expected, load_model, tokenizer, cuda, monkeypatch
 ) -> None:
     """The simulated device computes as the CPU does: whatever is kept where, no bit may differ."""
-    wanted = expected(1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE[free], 80 << 30))
     model, console = on_cuda(load_model), Console(file=io.StringIO(), width=400)
-    calibrate(model, tokenizer, rounds=1, **SHORT, console=console)
+    calibrate(model, tokenizer, **SHORT, console=console)
     assert all(isinstance(x, Simulated) for x in weights(model).values())
-    assert_equal(held(model), wanted)
+    assert_equal(held(model), expected)
     said = console.file.getvalue().splitlines()[0]
     if free == "all":
-        assert "; Gram matrices, factorisations and rows on cuda:0" in said
-        assert "61,440 MiB free on cuda:0" in said and "0 MiB of temporary disk" in said
+        assert "; matrices on cuda:0, factorisations on cuda:0" in said
+        assert "61,440 MiB free on cuda:0" in said
     else:
-        assert "; Gram matrices and factorisations on the host, rows on disk" in said
+        assert "; matrices on the host, factorisations on the host" in said
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -102,7 +88,6 @@ def out_of_memory() -> torch.OutOfMemoryError:
 def test_without_memory_for_the_grams_the_host_begins_the_walk_again(
     expected, load_model, tokenizer, cuda, monkeypatch
 ) -> None:
-    wanted = expected(0)
     original, calls = sensitivity._moved, []
 
     def moved(gram: Tensor, device: torch.device) -> Tensor:
@@ -113,43 +98,24 @@ def test_without_memory_for_the_grams_the_host_begins_the_walk_again(
 
     monkeypatch.setattr(sensitivity, "_moved", moved)
     model, console = on_cuda(load_model), Console(file=io.StringIO(), width=400)
-    calibrate(model, tokenizer, rounds=0, **SHORT, console=console)
-    assert_equal(held(model), wanted)
+    calibrate(model, tokenizer, **SHORT, console=console)
+    assert_equal(held(model), expected)
     assert set(calls[:5]) == {CUDA} and set(calls[5:]) == {HOST}
     (line,) = [line for line in console.file.getvalue().splitlines() if "out of memory" in line]
-    assert "begun again with Gram matrices and factorisations on the host, rows on disk" in line
-
-
-def test_without_memory_for_a_layer_those_solved_before_stay_solved(
-    expected, load_model, tokenizer, cuda, monkeypatch
-) -> None:
-    wanted = expected(0)
-    original, tried = walks.solve, []
-
-    def solving(problem: Any, *arguments: Any) -> Any:
-        tried.append((problem.factors, problem.h._rows.device))
-        if len(tried) == 2:
-            raise out_of_memory()
-        return original(problem, *arguments)
-
-    monkeypatch.setattr(walks, "solve", solving)
-    model = on_cuda(load_model)
-    calibrate(model, tokenizer, rounds=0, **SHORT)
-    assert_equal(held(model), wanted)
-    assert tried == [(CUDA, CUDA), (CUDA, CUDA), (HOST, HOST)]  # layer 1, then layer 2 twice
+    assert "begun again with matrices on the host, factorisations on the host" in line
 
 
 def test_without_memory_on_the_host_path_either_nothing_is_changed(
     load_model, tokenizer, cuda, monkeypatch
 ) -> None:
-    def solving(*_: Any) -> Any:
+    def of(*_: Any) -> Any:
         raise out_of_memory()
 
-    monkeypatch.setattr(walks, "solve", solving)
+    monkeypatch.setattr(module.Cut, "of", of)
     model = on_cuda(load_model)
     before = held(model)
     with pytest.raises(torch.OutOfMemoryError):
-        calibrate(model, tokenizer, rounds=0, **SHORT)
+        calibrate(model, tokenizer, **SHORT)
     assert_equal(held(model), before)
     assert at_random_start(model)
 
@@ -162,54 +128,49 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        or_on_host(act, Placement.of(CUDA, ("rows",)), lambda line: None)
+        or_on_host(act, Placement(HOST, CUDA), lambda line: None)
     assert len(tried) == 1
 
 
 def sized(**bytes_of: int) -> Plan:
     """A plan in which each thing takes 100 bytes unless told otherwise; its D is 1."""
-    names = ("graph", "sums", "waiting", "factor", "solving", "rows")
+    names = ("graph", "sums", "factor")
     return Plan(
         width=1, products=1.0, factorisations=1, **{**dict.fromkeys(names, 100), **bytes_of}
     )
 
 
 @pytest.mark.parametrize(
-    ("free", "names"),
+    ("free", "placement"),
     [
-        (500, ("sums", "factors", "rows")),  # 400 while a layer is solved
-        (400, ("sums", "factors")),
-        (200, ()),
-        (0, ()),
+        (223, Placement(CUDA, CUDA)),  # 200 while a layer is factorised
+        (222, Placement(HOST, CUDA)),
+        (110, Placement()),
+        (0, Placement()),
     ],
 )
-def test_what_fits_is_kept_on_the_device(free, names) -> None:
-    assert sized().place(CUDA, free) == Placement.of(CUDA, names)
+def test_what_fits_is_kept_on_the_device(free, placement) -> None:
+    assert sized().place(CUDA, free) == placement
 
 
 def test_large_sums_stay_on_the_host_and_the_rest_on_the_device() -> None:
     made = sized(sums=10_000)
     placement = made.place(CUDA, 500)
-    assert placement == Placement.of(CUDA, ("factors", "rows"))
-    assert made.ram(CUDA, placement) == 10_000 and made.disk(placement) == 0
-    assert str(placement) == "Gram matrices on the host, factorisations and rows on cuda:0"
+    assert placement == Placement(HOST, CUDA) and made.ram(CUDA, placement) == 10_000
+    assert str(placement) == "matrices on the host, factorisations on cuda:0"
 
 
 def test_no_placement_that_is_chosen_exceeds_the_memory_planned_with() -> None:
-    made = sized(sums=700, rows=300)
+    made = sized(sums=700)
     for free in range(0, 2000, 50):
         placement = made.place(CUDA, free)
         assert placement.all_on_host or made.peak(CUDA, placement) <= SHARE * free
-    assert [made.place(CUDA, free) for free in (10**9, 0)] == [
-        Placement.of(CUDA, PREFERENCES[0]),
-        Placement(),
-    ]
+    chosen = [made.place(CUDA, free) for free in (10**9, 0)]
+    assert chosen == [Placement(CUDA, CUDA), Placement()]
 
 
 def test_a_cpu_keeps_all_as_ever() -> None:
-    made = sized()
-    placement = made.place(HOST, 10**9)
-    assert placement == Placement() and made.disk(placement) == 100
+    assert sized().place(HOST, 10**9) == Placement()
 
 
 def test_memory_that_the_allocator_holds_unused_counts_as_free(cuda, monkeypatch) -> None:
@@ -223,75 +184,52 @@ def test_memory_that_the_allocator_holds_unused_counts_as_free(cuda, monkeypatch
 def test_the_graph_of_a_batch_is_predicted(shape, rows) -> None:
     config = llama_config(parse_shape(shape), 64)
     model = random_base(config, device="cpu")
-    form = npt.NPTConfig(layers="1", rank=4)
-    npt.attach(model, form)
+    npt.attach(model, npt.NPTConfig(layers="1", rank=4))
     ids = torch.randint(3, 500, (rows, 64), generator=torch.Generator().manual_seed(0))
     batch = batch_from_tensors(ids, torch.ones_like(ids))
-    made = plan(form, config, (1,), (4,), batch.tokens, 1, batch=(rows, 64))
+    made = plan(config, (1,), batch.tokens, batch=(rows, 64))
     taken = peak_bytes(lambda: sensitivity.measure(model, [batch], 0, lambda b: None), "cpu").added
     # Attention weights are predicted and not kept by the CPU's kernel; too much is the safe side.
     assert 0.95 * taken < made.graph + made.sums < 1.5 * taken
 
 
-@pytest.mark.parametrize(("rounds", "inputs"), [(0, "teacher"), (1, "propagated"), (3, "teacher")])
-def test_a_layer_takes_three_eigendecompositions_for_any_rounds(
-    rounds, inputs, load_model, tokenizer, monkeypatch
-) -> None:
-    """Two for the code's directions, one for the coordinates of the descent, one solve per B
-    and ridge.
-    """
-    model, counts = student(load_model, **TINY), {"eigh": 0, "solve": 0}
-    for name in counts:
-        original = getattr(torch.linalg, name)
-
-        def counted(*arguments: Any, name: str = name, original: Any = original) -> Any:
-            counts[name] += 1
-            return original(*arguments)
-
-        monkeypatch.setattr(torch.linalg, name, counted)
+def test_a_layer_takes_two_eigendecompositions(load_model, tokenizer, monkeypatch) -> None:
+    model, original, calls = student(load_model, **TINY), torch.linalg.eigh, []
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: calls.append(1) or original(matrix))
     monkeypatch.setattr(Plan, "seconds", lambda *_: Seconds(0.0, 0.0))
-    calibrate(model, tokenizer, rounds=rounds, **SHORT, inputs=inputs)
-    assert counts["eigh"] == 2 * (3 if rounds else 2)
-    assert counts["solve"] == 2 * 3 * len(solve.RIDGES)
-    made = plan(npt.NPTConfig(**TINY), model.config, (1, 2), (8, 8), 400, rounds)
-    assert made.factorisations == counts["eigh"]
+    calibrate(model, tokenizer, **SHORT)
+    assert len(calls) == 4 == plan(model.config, (1, 2), 400).factorisations
 
 
-def test_tf32_reaches_no_product_that_is_solved_with(load_model, tokenizer, monkeypatch) -> None:
-    seen: dict[str, set[str]] = {"gram": set(), "solve": set()}
-    gram, solving = sensitivity._gram, walks.solve
-    product = torch.Tensor.__matmul__
+def test_tf32_reaches_no_product_of_the_matrices(load_model, tokenizer, monkeypatch) -> None:
+    seen, gram = [], sensitivity._gram
+
+    def watched(rows: Tensor) -> Tensor:
+        inside.append(1)
+        try:
+            return gram(rows)
+        finally:
+            inside.pop()
+
+    product, inside = torch.Tensor.__matmul__, []
 
     def matmul(one: Tensor, other: Tensor) -> Tensor:
-        seen[inside[-1]].add(torch.get_float32_matmul_precision()) if inside else None
+        seen.append(torch.get_float32_matmul_precision()) if inside else None
         return product(one, other)
 
-    inside: list[str] = []
-
-    def within(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            inside.append(name)
-            try:
-                return act(*arguments)
-            finally:
-                inside.pop()
-
-        return run
-
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
-    monkeypatch.setattr(sensitivity, "_gram", within("gram", gram))
-    monkeypatch.setattr(walks, "solve", within("solve", solving))
+    monkeypatch.setattr(sensitivity, "_gram", watched)
     model = student(load_model, **TINY)
     torch.set_float32_matmul_precision("high")
     try:
-        calibrate(model, tokenizer, rounds=1, **SHORT)
+        calibrate(model, tokenizer, **SHORT)
         assert torch.get_float32_matmul_precision() == "high"
         with pytest.raises(ValueError, match="inside"), fp32_products("highest"):
             raise ValueError("inside")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert seen == {"gram": {"highest"}, "solve": {"highest"}}
+    assert set(seen) == {"highest"}
 
 
 def test_an_eigendecomposition_that_fails_is_repeated_on_the_host(cuda, monkeypatch) -> None:
@@ -305,25 +243,13 @@ def test_an_eigendecomposition_that_fails_is_repeated_on_the_host(cuda, monkeypa
 
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     matrix = torch.diag(torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)).to(CUDA)
-    values, vectors = solve.eigh(matrix)
+    values, vectors = cut.eigh(matrix)
     assert tried == ["cuda", "cpu"] and values.device == vectors.device == CUDA
     assert values.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_calibration_within_no_grad_is_the_same(expected, load_model, tokenizer) -> None:
-    wanted = expected(1)
     model = student(load_model, **TINY)
     with torch.no_grad():
-        calibrate(model, tokenizer, rounds=1, **SHORT)
-    assert_equal(weights(model), wanted)
-
-
-@pytest.mark.parametrize("place", [HOST, CUDA])
-def test_reading_rows_for_a_device_waits_for_nothing(place, cuda) -> None:
-    values = torch.randn(7, 3).to(CUDA)
-    rows = Rows(10, 3, place)
-    rows.write(2, values)
-    with no_waits():
-        found = rows.read(2, 9, CUDA)
-    assert found.device == CUDA and torch.equal(found.held, values.held)
-    assert not rows.read(0, 2, HOST).any()
+        calibrate(model, tokenizer, **SHORT)
+    assert_equal(weights(model), expected)

@@ -264,9 +264,9 @@ BAD = {
         ["--teacher_precision", "fp32", "--no_use_quantization"],
         ["teacher_precision"],
     ),
-    "calibration rounds without a calibrated start": (
-        ["--calibration_rounds", "7"],
-        ["calibration_rounds", "7", "--init calibrated"],
+    "calibration tokens without a calibrated start": (
+        ["--calibration_tokens", "700", "--init", "random"],
+        ["calibration_tokens", "700", "--init calibrated"],
     ),
     "a budget without a calibrated start": (
         ["--rank_budget", "40"],

@@ -43,7 +43,7 @@ class TestStart:
         assert expected.items() <= found.given.items() and found.fallback
         (line,) = found.said
         assert (
-            "the start is solved" in line
+            "a start in closed form" in line
             and "--learning_rate 3e-05" in line
             and "--init random" in line
         )

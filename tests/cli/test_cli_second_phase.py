@@ -94,14 +94,14 @@ def test_the_default_rate_is_of_the_base_that_the_adapter_knows(tmp_path):
 REFUSED = {
     "another rank": (["--adapter_rank", "4"], "--adapter_rank is 4, but --adapter", "has 3"),
     "another form": (["--safe_mode"], "--modulation is additive, but --adapter", "has both"),
-    "a start that is solved": (
+    "a calibrated start": (
         ["--calibration_tokens", "512"],
-        "--calibration_tokens is about a start that is solved",
+        "--calibration_tokens is about a calibrated start",
         "drop one",
     ),
     "a budget of ranks": (
         ["--rank_budget", "8"],
-        "--rank_budget is about a start that is solved",
+        "--rank_budget is about a calibrated start",
         "drop one",
     ),
 }

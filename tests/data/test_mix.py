@@ -346,13 +346,12 @@ def test_a_calibrated_start_uses_all_sources_and_training_the_rest(
         batch_size=2,
         max_steps=4,
         calibration_tokens=80,
-        calibration_rounds=0,
     )
     data_config = npt.DataConfig(max_length=10, dataset_mix="x.jsonl:1,y.jsonl:1,z.jsonl:1")
     trainer = npt.Trainer(
         model, tokenizer, None, config, data_config=data_config, console=Console(file=io.StringIO())
     )
-    solved = [sample.id for sample in trainer.data.solved_on]
+    solved = [sample.id for sample in trainer.data.start_samples]
     assert {name[0] for name in solved} == set("xyz")
     assert trainer.data.start.begun == sum(name.startswith("x") for name in solved)
     seen = [

@@ -293,28 +293,3 @@ def test_a_model_accelerate_once_dispatched_trains_to_the_same_bits(load_model, 
     assert torch.equal(found[0], expected[0]) and all(
         torch.equal(found[1][name], expected[1][name]) for name in found[1]
     )
-
-
-@pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
-def test_a_calibrated_start_refuses_what_it_would_leave_out(fresh, tokenizer, part):
-    for change, message in (
-        (
-            lambda mlp: setattr(mlp, part, Around(getattr(mlp, part), seed=1)),
-            rf"layer 2's mlp.{part} is a .*Around.*merge",
-        ),
-        (
-            lambda mlp: getattr(mlp, part).register_forward_hook(lambda _, __, output: output),
-            rf"layer 2's mlp.{part} has hooks",
-        ),
-        (
-            lambda mlp: mlp.register_forward_hook(lambda _, __, output: output),
-            r"model.layers.2.mlp has hooks",
-        ),
-        (lambda mlp: delattr(mlp, part), rf"layer 2 has no mlp.{part} any more"),
-    ):
-        model = student(fresh())
-        before = {name: p.clone() for name, p in adapter_parameters(model).items()}
-        change(decoder_layers(model)[WHERE].mlp)
-        with pytest.raises(ModelError, match=message):
-            npt.calibrate(model, tokenizer, [{"text": "a b c " * 50}] * 20)
-        assert all(torch.equal(before[name], p) for name, p in adapter_parameters(model).items())

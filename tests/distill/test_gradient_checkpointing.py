@@ -250,7 +250,9 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
     """If h has no graph, as before the first converted layer, gate and up have memory of their
     own.
     """
-    layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="0")))[0]
+    layer = decoder_layers(
+        student(load_model, NPTConfig(rank=4, layers="0", targets=("gate", "up", "down")))
+    )[0]
     made: list[StorageWeakRef] = []
     rows_of, dense = fused.blocks, trained.product_weight
 

@@ -172,12 +172,15 @@ def test_the_layers_nmse_is_that_of_the_teachers_own_states(student, load_model,
                 gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
                 floor = h + layer.mlp.down_proj(nn.functional.silu(gate) * up)
                 z = a @ adapter.A.T
+                stream = h + 0.1 * z @ adapter.B["stream"].T
+                x = layer.post_attention_layernorm(stream)
+                gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
                 m = {k: 1 + 0.5 * (2 * torch.sigmoid(z @ M.T) - 1) for k, M in adapter.M.items()}
                 s = {k: 0.1 * z @ B.T for k, B in adapter.B.items()}
                 product = nn.functional.silu(m["gate"] * gate + s["gate"]) * (
                     m["up"] * up + s["up"]
                 )
-                output = h + m["down"] * layer.mlp.down_proj(product) + s["down"]
+                output = stream + m["down"] * layer.mlp.down_proj(product) + s["down"]
             for kind, o in (("floor", floor), ("student", output)):
                 sums[i, kind] += float(
                     ((o - t).double().pow(2).sum(-1) / t.double().pow(2).sum(-1)).sum()

@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
-from npt.config import NPTConfig
+from npt.config import PRODUCTS, NPTConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.errors import DataError, ModelError
 from npt.evaluation.modulation import BINS, SATURATED, measure_modulation
+
+OLD: dict[str, Any] = {"targets": tuple(PRODUCTS)}
 
 
 def make(load_model: Callable[..., nn.Module], scale: float = 0.2, **config: Any) -> nn.Module:
     """A student whose adapters are of this size, M included."""
     model = load_model()
-    npt.attach(model, NPTConfig(rank=4, layers="1,3", additive_scale=0.7, **config))
+    npt.attach(
+        model, NPTConfig(**{"rank": 4, "layers": "1,3", "additive_scale": 0.7, **OLD, **config})
+    )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -132,7 +136,7 @@ def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, 
 
 def test_fresh_adapters_do_not_move_their_multipliers(load_model, batch) -> None:
     model = load_model()
-    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    npt.attach(model, NPTConfig(rank=4, layers="1,3", **OLD))
     for layer in measure_modulation(model, [batch]).layers.values():
         for target in layer.targets.values():
             assert (target.mean, target.std, target.saturated, target.bad) == (1.0, 0.0, 0.0, 0.0)
@@ -227,3 +231,14 @@ def test_no_batch_and_foreign_tokens_and_a_plain_model_are_refused(load_model, b
         measure_modulation(model, [foreign])
     with pytest.raises(ModelError):
         measure_modulation(load_model(), [batch])
+
+
+def test_the_stream_has_the_size_of_its_shift_and_no_multiplier(load_model, batch) -> None:
+    model = make(load_model, targets=("stream", "up"), modulation="multiplicative")
+    stages, found = shown(model, batch), measure_modulation(model, [batch])
+    for index, layer in found.layers.items():
+        shift = stages[index]["s_stream"]
+        look = layer.targets["stream"]
+        assert look.add_rms == pytest.approx(float(shift.square().mean().sqrt()), rel=1e-5)
+        assert look.counts is None and look.saturated is None
+        assert layer.targets["up"].add_rms is None and layer.targets["up"].saturated is not None

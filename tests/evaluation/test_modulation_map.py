@@ -19,13 +19,16 @@ from npt.files import to_json
 IDS = [1, 5, 9, 4, 9, 30, 2, 7]
 
 
+OLD: dict[str, Any] = {"layers": "1,3", "targets": tuple(PRODUCTS)}
+
+
 def norms(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values, dim=-1)
 
 
 def student_of(load_model: Any, **config: Any) -> Any:
     model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", additive_scale=0.7, **config))
+    npt.attach(model, npt.NPTConfig(**{**OLD, "rank": 4, "additive_scale": 0.7, **config}))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -103,7 +106,7 @@ def test_kl_and_probabilities_are_those_of_the_two_models(load_model) -> None:
 
 def test_a_student_that_changes_nothing_has_zeros(load_model) -> None:
     model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
+    npt.attach(model, npt.NPTConfig(**OLD, rank=4, residual="keep"))
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
             parameter.zero_()
@@ -195,3 +198,13 @@ def test_the_texts_of_tokens_make_up_the_text(tiny) -> None:
 
 def test_the_names_are_public() -> None:
     assert npt.modulation_map is modulation_map and npt.ModulationMap is ModulationMap
+
+
+def test_of_the_stream_what_is_lost_of_the_attention_output_is_shown(load_model) -> None:
+    model = student_of(load_model, targets=("stream",))
+    found, own = modulation_map(model, IDS), stages_of(model, "student")
+    assert found.targets == ("stream",) and found.mult.isnan().all()
+    for place, index in enumerate(found.layers):
+        a, shift = own[index]["a"][0], own[index]["s_stream"][0]
+        torch.testing.assert_close(found.products[:, place, 0], norms(shift - a) / norms(a))
+        torch.testing.assert_close(found.add[:, place, 0], norms(shift) / norms(a))

@@ -14,7 +14,7 @@ import npt
 from flop_count import count_flops
 from npt.adapters.converted import npt_layers
 from npt.adapters.fit import resolve_layers
-from npt.config import NPTConfig, TrainConfig
+from npt.config import PRODUCTS, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.planning.flops import adapter_flops, floor_flops, layer_flops, training_flops
@@ -52,6 +52,8 @@ FORMS = {
     "some": NPTConfig(rank=4, layers="1-2", targets=("gate", "down"), modulation="additive"),
     "apart": NPTConfig(ranks=(3, 5), layers="1,3", targets=("up",), modulation="multiplicative"),
     "keep": NPTConfig(rank=4, layers="1-3", residual="keep"),
+    "products": NPTConfig(rank=4, layers="all", targets=tuple(PRODUCTS)),
+    "kept products": NPTConfig(rank=4, layers="1-3", residual="keep", targets=("gate", "down")),
 }
 
 
@@ -108,7 +110,8 @@ def counted(model: Any, config: TrainConfig, teacher: Any = None) -> float:
     energy = sum(
         2 * add.shape[1] ** 2 * (len(add) + batch.tokens)
         for adapter in layers
-        for add in adapter.B.values()
+        for target, add in adapter.B.items()
+        if target != "stream"
     )
     energy *= 1 + config.gradient_checkpointing
     total = count_flops(lambda: drive(model, batch, config, teacher))

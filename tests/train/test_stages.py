@@ -315,7 +315,5 @@ def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
                 data_config=trainer.setup.data_config,
                 console=trainer.setup.console,
             )
-        with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
-            npt.calibrate(here.model, trainer.setup.tokenizer, records(60), 400, max_length=12)
     finally:
         unconsolidate(here.model)

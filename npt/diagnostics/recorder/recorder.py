@@ -22,7 +22,7 @@ and of an NPT layer:
     a             the attention output, after o_proj
     z             the low-rank code A a
     s_stream      the shift of the stream
-    stream        what the MLP reads and adds to, where it is not h: with a if the attention
+    stream        what the MLP reads and adds to, if that is not h: with a if the attention
                   residual is kept, with the shift if there is one
     m_gate ...    multipliers of gate, up, down, with their saturation
     s_gate ...    additive terms of gate, up, down

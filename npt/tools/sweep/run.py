@@ -228,8 +228,7 @@ class _Student:
             samples = self.lab.training_samples(self.base, self.settings)
             calibrate(
                 self.model, self.base.tokenizer, samples, c.calibration_tokens,
-                inputs=c.calibration_inputs, rounds=c.calibration_rounds, batch_size=c.batch_size,
-                seed=c.seed,
+                batch_size=c.batch_size, seed=c.seed,
             )  # fmt: skip
 
     def loss(self) -> float:

@@ -109,7 +109,7 @@ def _loss(layer: NPTLayer, h: Tensor, a: Tensor, t: Tensor, config: TrainConfig)
     adapter, mlp = layer.npt, layer.mlp
     own = adapter.config
     z = F.linear(a.to(adapter.A.dtype), adapter.A)
-    stream, _ = student_stream(layer, h, a, z)
+    stream = student_stream(layer, h, a, z)
     x = layer.post_attention_layernorm(stream)
     parts = mlp.gate_proj, mlp.up_proj
     gate, up = (multiply(part, product_weight(part, x.dtype), x) for part in parts)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
-from npt.config import NPTConfig, TrainConfig
+from npt.config import PRODUCTS, TARGETS, NPTConfig, TrainConfig
 from npt.diagnostics.recorder import observations, statistics
 from npt.diagnostics.recorder.record import Record, Row
 from npt.diagnostics.recorder.recorder import Recorder
@@ -56,7 +56,9 @@ def hooks(model: nn.Module) -> int:
 def student(load_model: Callable[..., nn.Module], **config: Any) -> nn.Module:
     """An NPT model away from its start, where M = 0."""
     model = load_model()
-    npt.attach(model, NPTConfig(**{"rank": 4, "layers": "1,3", **config}))
+    npt.attach(
+        model, NPTConfig(**{"rank": 4, "layers": "1,3", "targets": tuple(PRODUCTS), **config})
+    )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():
@@ -644,7 +646,8 @@ def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model
             {"m_gate", "s_gate", "s_up", "s_down"},
             set(),
         ),
-        ({"residual": "keep"}, set(), {"stream"}),
+        ({"residual": "keep", "targets": tuple(PRODUCTS)}, set(), {"stream"}),
+        ({"targets": tuple(TARGETS)}, set(), {"s_stream", "stream"}),
     ],
 )
 def test_a_layer_has_the_stages_of_its_form(load_model, batch, config, missing, more) -> None:

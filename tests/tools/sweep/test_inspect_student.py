@@ -12,7 +12,10 @@ from npt.tools.sweep.inspect_student import inspect_student
 
 def attached(load_model, **settings):
     model = load_model()
-    npt.attach(model, npt.NPTConfig(layers="3", rank=4, **settings))
+    npt.attach(
+        model,
+        npt.NPTConfig(**{"layers": "3", "rank": 4, "targets": ("gate", "up", "down"), **settings}),
+    )
     return model, npt_layers(model)[0][1]
 
 

@@ -225,7 +225,7 @@ def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, b
             "compute_dtype": "bf16",
         },
         {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
-        {"init": "calibrated", "calibration_tokens": 256, "calibration_rounds": 0},
+        {"init": "calibrated", "calibration_tokens": 256},
         {"residual": "keep", "teacher_precision": "fp32", "safe_mode": True},
         {"use_quantization": False, "use_fp16": True, "mult_form": "one_plus_tanh"},
     ],
@@ -243,7 +243,7 @@ def test_every_way_to_train_can_be_swept(lab, trial, settings) -> None:
 EMBEDDED = {
     "model_name": "tiny", "use_quantization": True, "layers": "upper_half", "batch_size": 2,
     "max_length": 64, "num_samples": 128, "eval_samples": 2, "max_steps": 12, "learning_rate": 0.03,
-    "max_consecutive_bad": 4,
+    "max_consecutive_bad": 4, "targets": "gate,up,down",
 }  # fmt: skip
 
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npt.errors import ConfigError
+from npt.errors import ConfigError, NotSupportedError
 from npt.presets import study_file
+from npt.tools.sweep.lab import check_design
 from npt.tools.sweep.settings import LEFT_OUT, Settings
 from npt.tools.sweep.spec import _fingerprint, design_of, read_design
 
@@ -220,10 +221,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         part(settings={"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}),
         "drop one of the two",
     ),
-    "calibrated and unbounded": (
-        part(settings={"init": "calibrated", "mult_form": "unbounded"}),
-        "solves the sigmoid form",
-    ),
     "wandb no truth": ({"wandb": "yes please", **part()}, "write true or false"),
 }
 
@@ -245,6 +242,12 @@ def test_a_file_that_is_no_specification_is_refused(tmp_path, text: str, said: s
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_design(str(path))
+
+
+def test_a_closed_form_start_without_the_stream_is_refused() -> None:
+    found = design(a={"settings": {"init": "calibrated", "targets": "gate,up,down"}})
+    with pytest.raises(NotSupportedError, match=r"part a: --init calibrated .* add stream"):
+        check_design(found)
 
 
 def test_a_missing_file_is_named() -> None:
