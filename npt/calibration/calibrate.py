@@ -66,8 +66,8 @@ def calibrate(
             measured on.
         tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
             Memory does not grow with them, but for some 300 bytes each of text read ahead.
-        rank_budget: ranks of all layers together, given to the layers that are worth most; default as many
-            as the configuration's rank gives.
+        rank_budget: ranks of all layers together, given to the layers that are worth most; default
+            as many as the configuration's rank gives.
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the tokens' choice, and of draws from the teacher's predictions.
