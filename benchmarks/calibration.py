@@ -59,7 +59,7 @@ CASES = (
 TRAINING: dict[str, Any] = {
     "strategy": "end_to_end",
     "logit_kl_weight": 1.0,
-    "learning_rate": 3e-4,
+    "learning_rate": 3e-5,
     "warmup_steps": 10,
     "batch_size": 4,
     "log_steps": 50,

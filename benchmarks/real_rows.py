@@ -77,21 +77,27 @@ class Row:
         return settings
 
 
+CUT = {"targets": ("stream",)}
+"""The form of the cut: A, and B of the stream."""
+NEAR, FAR = Training((5e-5,)), Training((2e-4,))
+"""Trainings of a start near its teacher, and of one of a small rank, which bears more."""
+
 ROWS = {
     row.name: row
     for row in (
         Row("nf4", "NF4 against the 16-bit model", "quantization"),
         Row("floor", "upper half without attention, nothing in its place", "floor"),
         Row("cut", "upper half, attention cut to D/4 directions by hooks, nothing else", "cut"),
-        Row("start", "upper half, D/4 on average, the start alone"),
-        Row("best", "upper half, D/4 on average, trained", training=Training((3e-5,))),
-        Row("best-half", "upper half, D/2, trained", divisor=2, training=Training((3e-5,))),
-        Row("best-small", "upper half, D/16, trained", divisor=16, training=Training((2e-4,))),
+        Row("start", "upper half, D/4 on average, the start alone", form=CUT),
+        Row("best", "upper half, D/4 on average, trained", form=CUT, training=NEAR),
+        Row("best-half", "upper half, D/2, trained", divisor=2, form=CUT, training=NEAR),
+        Row("best-small", "upper half, D/16, trained", divisor=16, form=CUT, training=FAR),
         Row(
             "all-but-first",
             "all layers but the first, D/4 on average, trained",
             layers="all_but_first",
-            training=Training((3e-5,)),
+            form=CUT,
+            training=NEAR,
         ),
         Row(
             "products",

@@ -39,22 +39,30 @@ class Aside:
         self._layer.npt.show(product=self._product)
 
     def show_output(
-        self, stream: Tensor, down: Tensor, changed: Tensor, energy: Tensor, regularised: bool
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        stream: Tensor,
+        down: Tensor,
+        changed: Tensor,
+        energy: Tensor | None,
+        regularised: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         """Show the stages after down_proj; return o and the energy, tied to all that was shown.
 
         Args:
             stream: [N, D], what the MLP's output is added to.
             down: [N, D], down_proj's product.
-            changed, energy: the modulated product and the energy, as training has them.
+            changed, energy: the modulated product and the energy, as training has them; no energy
+                if no product is modulated.
             regularised: the energy is differentiated.
         """
         adapter, down_proj = self._layer.npt, self._layer.mlp.down_proj
         seen = _FrozenProduct.apply(self._product, down.detach(), down_proj)
         shown, m, s = adapter.apply_to("down", seen, self._z.detach(), aside=True)
         changed = _Twin.apply(changed, shown)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
-            energy = _Twin.apply(energy, modulation_energy([*self._terms, (m, s)]))
+        seen_energy = modulation_energy([*self._terms, (m, s)])
+        if energy is not None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
+                energy = _Twin.apply(energy, seen_energy)
         output = stream + changed
         adapter.show(m_down=m, s_down=s, mlp=changed, o=output)
         return output, energy

@@ -158,13 +158,15 @@ class _Pass:
         if adapter.observer is not None:
             self.aside = Aside(layer, self.z, self.read.requires_grad)
 
-    def output(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return o [N, D], the energy [N] of all products, and the teacher's MLP [N, D], if it is
-        computed.
+    def output(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return o [N, D], the energy [N] of all products, None if none is modulated, and the
+        teacher's MLP [N, D], if it is computed.
         """
         adapter = self.layer.npt
         down, of_teacher, energy = _MLP.apply(self.code, *self.weights, self.read, self)
         changed = down
+        if adapter.config.targets == (STREAM,):
+            energy = None
         if "down" in adapter.config.targets:
             changed, of_down = Modulated.apply(down, self.z, *adapter.weights_of("down"), self.form)
             energy = energy + of_down

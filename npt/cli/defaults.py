@@ -25,10 +25,14 @@ SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 AUTO = "auto"
 
 EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
-_NEAR: dict[str, Any] = {"additive_scale": 1.0, "learning_rate": 3e-5, "warmup_steps": 10}
-_NEAR_EMBEDDED = {**_NEAR, "learning_rate": 3e-4}
-"""Of a student that is near its teacher from the first step on. 3e-4 is good at the embedded
-model's width; on a real model of three times that width it loses the start."""
+_NEAR: dict[str, Any] = {
+    "targets": STREAM,
+    "additive_scale": 1.0,
+    "learning_rate": 5e-5,
+    "warmup_steps": 10,
+}
+"""Of a student that is near its teacher from the first step on. Larger rates lose the start, and at
+this rate M and B of the products lose it as well (docs/results/real-model.md)."""
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
 _EMBEDDED: dict[str, dict[str, Any]] = {
@@ -94,11 +98,11 @@ def with_defaults(
         flags.pop("init", None)
     said: list[str] = []
     if adapter:
-        chosen = _near(flags, embedded)
+        chosen = _near(flags)
     else:
         against = _why_random(flags) if solvable else "too little text to solve one"
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
-        chosen = {"init": init, **(_near(flags, embedded) if init == "calibrated" else {})}
+        chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
         if embedded and _on_embedded_text(flags):
             chosen |= _missing(_EMBEDDED[init], flags)
         if asked == AUTO and init == "random":
@@ -120,13 +124,13 @@ def with_defaults(
     return Chosen({**flags, **chosen}, tuple(said), fallback)
 
 
-def _near(flags: Mapping[str, Any], embedded: bool) -> dict[str, Any]:
+def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for a student that is near its teacher from the first step on."""
     objective = {"stages", "loss", *_WHOLE}
     whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
-    form = dict(_NEAR_EMBEDDED if embedded else _NEAR)
+    form = dict(_NEAR)
     if flags.get("adapter") is not None:
-        del form["additive_scale"]
+        del form["additive_scale"], form["targets"]
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
     return {**_missing(form, flags), **whole}
 

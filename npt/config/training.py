@@ -48,8 +48,8 @@ class Calibration(Settings):
     )
     rank_budget: int | None = _start(
         None,
-        "of init calibrated: ranks of all layers together, given to the layers that are worth most; default"
-        " adapter_rank for each layer",
+        "of init calibrated: ranks of all layers together, given to the layers that are worth most;"
+        " default adapter_rank for each layer",
         bound=at_least(1),
     )
 

@@ -146,8 +146,8 @@ class TestAttach:
         plain = sum(p.numel() for p in load_model(None).parameters())
         report = npt.attach(model, npt.NPTConfig(layers="0,2-3", rank=4))
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        # A 4x64, B and M of gate and up 128x4 and of down 64x4, in three layers
-        assert trainable == 3 * (4 * 64 + 2 * 4 * (128 + 128 + 64))
+        # A 4x64, B of the stream 64x4, B and M of gate and up 128x4 and of down 64x4
+        assert trainable == 3 * (2 * 4 * 64 + 2 * 4 * (128 + 128 + 64))
         assert (report.layers, report.num_layers) == ((0, 2, 3), 4)
         assert (report.trainable_parameters, report.base_parameters) == (trainable, plain)
         assert (

@@ -230,7 +230,7 @@ class TestRefused:
             ({"layers": ()}, "--layers is none"),
             (
                 {"targets": ("sideways",)},
-                "--targets is sideways; the adapter modulates down, gate, up",
+                "--targets is sideways; the adapter modulates down, gate, stream, up",
             ),
             ({"targets": ()}, "--targets is none"),
         ],

@@ -33,7 +33,7 @@ from npt.planning.measure import peak_bytes
 
 N, D, F = 11, 64, 128
 FORMS = [
-    NPTConfig(rank=4, layers="all"),
+    NPTConfig(rank=4, layers="all", targets=("gate", "up", "down")),
     NPTConfig(rank=3, layers="all", targets=("gate",), modulation="additive"),
     NPTConfig(rank=3, layers="all", targets=("up", "down"), modulation="multiplicative"),
     NPTConfig(rank=5, layers="all", targets=("down",), additive_scale=1.0),
@@ -72,13 +72,13 @@ def run(outputs: Any, layer: Any, work: Work = EACH_ALONE, graph: bool = False) 
         parameter.grad = None
     *states, energy = outputs(layer, hidden, attention, work)
     loss = (states[-1] * normal(2, N, D)).sum()
-    if work.regularised:
+    if work.regularised and energy is not None:
         loss = loss + (energy * normal(3, N)).sum()
     loss.backward()
     grads = [p.grad for p in layer.npt.parameters()] + (
         [hidden.grad, attention.grad] if graph else []
     )
-    return [part.detach() for part in (*states, energy, *grads)]
+    return [part.detach() for part in (*states, energy, *grads) if part is not None]
 
 
 CASES = [(stacked_outputs, False), (trained_output, False), (trained_output, True)]

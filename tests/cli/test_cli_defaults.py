@@ -36,7 +36,7 @@ class TestStart:
         expected = {
             "init": "calibrated",
             "additive_scale": 1.0,
-            "learning_rate": 3e-5,
+            "learning_rate": 5e-5,
             "strategy": "end_to_end",
             "logit_kl_weight": 1.0,
         }
@@ -44,7 +44,7 @@ class TestStart:
         (line,) = found.said
         assert (
             "a start in closed form" in line
-            and "--learning_rate 3e-05" in line
+            and "--learning_rate 5e-05" in line
             and "--init random" in line
         )
         assert "adapter_rank" not in found.given and "max_steps" not in found.given
@@ -55,7 +55,8 @@ class TestStart:
             ({"shard_base": True}, "--shard_base"),
             ({"device_map": "auto"}, "--device_map"),
             ({"residual": "keep"}, "--residual keep"),
-            ({"mult_form": "unbounded"}, "--mult_form unbounded"),
+            ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
+            ({"targets": "gate,up"}, "--targets gate,up, without stream"),
             ({"init_a": "kaiming"}, "--init_a"),
         ],
         ids=str,
@@ -95,7 +96,7 @@ class TestStart:
                 "adapter_rank": 48,
                 "max_steps": 150,
                 "calibration_tokens": 32768,
-                "learning_rate": 3e-4,
+                "learning_rate": 5e-5,
             }.items()
         )
         assert with_defaults({"init": "random"}).given["max_steps"] == 600
@@ -121,14 +122,8 @@ class TestStart:
         found = with_defaults({"adapter": "RUN"}).given
         assert (
             not found.keys() & {"init", "additive_scale", "adapter_rank"}
-            and found["learning_rate"] == 3e-4
+            and found["learning_rate"] == 5e-5
         )
-
-    def test_the_rate_is_of_the_base_that_an_adapter_knows(self):
-        found = with_defaults({"adapter": "RUN"}, model_name="some/llama").given
-        assert found["learning_rate"] == 3e-5
-        named = {"adapter": "RUN", "model_name": "tiny"}
-        assert with_defaults(named, model_name="tiny").given["learning_rate"] == 3e-4
 
 
 def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatch):
@@ -144,7 +139,7 @@ def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatc
         if name != "init":
             assert shown[name].partition(";")[0] == str(value), name
     assert shown["strategy"] == "end_to_end; --init random: local"
-    assert shown["learning_rate"] == "0.0003; another base: 3e-05; --init random: 0.001"
+    assert shown["learning_rate"] == "5e-05; --init random: 0.001"
     assert shown["max_steps"] == "150; another base: unset; --init random: 600"
     assert shown["dataset_name"] == f"builtin; another base: {WEB_TEXT}"
     assert shown["save_steps"] == "500" and shown["seed"] == "0"
