@@ -40,17 +40,16 @@ BAD_VALUES = [
     (NPTConfig, {"ranks": (4, 1.5)}, "--ranks is (4, 1.5)"),
     (NPTConfig, {"ranks": "4,,5"}, "--ranks is '4,,5'; write whole numbers like 8,16,32"),
     (TrainConfig, {"calibration_tokens": 0}, "--calibration_tokens is 0"),
-    (
-        TrainConfig,
-        {"calibration_inputs": "both"},
-        "--calibration_inputs is 'both'; choose from teacher, propagated",
-    ),
     (TrainConfig, {"rank_budget": 0}, "--rank_budget is 0"),
-    (NPTConfig, {"targets": "gate,side"}, "--targets is 'side'; choose from gate, up, down"),
+    (
+        NPTConfig,
+        {"targets": "gate,side"},
+        "--targets is 'side'; choose from stream, gate, up, down",
+    ),
     (
         NPTConfig,
         {"targets": ()},
-        "--targets is (); name each of gate, up, down at most once, and one at least",
+        "--targets is (); name each of stream, gate, up, down at most once, and one at least",
     ),
     (NPTConfig, {"targets": " , "}, "--targets is ()"),
     (NPTConfig, {"targets": "up,up"}, "--targets is ('up', 'up')"),
@@ -133,11 +132,6 @@ BAD_VALUES = [
         NPTConfig,
         {"init_a": "kaiming", "init_std_a": 0.1},
         "--init_std_a 0.1 means nothing without --init_a normal",
-    ),
-    (
-        NPTConfig,
-        {"init": "calibrated", "mult_form": "unbounded"},
-        "--init calibrated solves the sigmoid form",
     ),
     (
         NPTConfig,

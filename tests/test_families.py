@@ -118,7 +118,9 @@ def test_a_converted_layer_equals_the_formula_on_the_plain_one(folder):
     ):
         attention = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
         stream = hidden + attention if residual == "keep" else hidden
-        x, z = layer.post_attention_layernorm(stream), attention.double() @ own.npt.A.double().T
+        z = attention.double() @ own.npt.A.double().T
+        stream = (stream.double() + 0.4 * (z @ own.npt.B["stream"].double().T)).float()
+        x = layer.post_attention_layernorm(stream)
 
         def modulated(target: str, y: torch.Tensor, z=z, own=own) -> torch.Tensor:
             m = 1 + 0.7 * (2 * torch.sigmoid(z @ own.npt.M[target].double().T) - 1)

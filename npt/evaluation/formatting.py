@@ -34,10 +34,11 @@ class Figure:
         if not math.isfinite(value):
             return "not finite"
         scale, unit = (100.0, "%") if self.percent else (1.0, "")
-        digits = self._digits(value, scale)
-        tail = (
-            f" ± {scale * error:.{digits}f}" if math.isfinite(error) and error >= NO_ERROR else ""
-        )
+        digits, tail = self._digits(value, scale), ""
+        if math.isfinite(error) and error >= NO_ERROR:
+            shown = range(digits, self.digits + MORE_DIGITS)
+            digits = next((n for n in shown if float(f"{scale * error:.{n}f}")), digits)
+            tail = f" ± {scale * error:.{digits}f}"
         return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
 
     def _digits(self, value: float, scale: float) -> int:

@@ -134,7 +134,8 @@ class Workload:
     @property
     def approximate(self) -> bool:
         """A budget of ranks is still to be spent, by the calibration."""
-        return self.adapter.spends_ranks
+        budget = self.training.rank_budget is not None and self.adapter.ranks is None
+        return budget or self.adapter.spends_ranks
 
     @property
     def form(self) -> NPTConfig:

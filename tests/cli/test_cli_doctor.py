@@ -270,20 +270,19 @@ def test_a_budget_of_ranks_is_planned_and_said_to_be_approximate(
         and small["memory"]["peak_bytes"] < large["memory"]["peak_bytes"]
     )
     assert main([*PLAN, *calibrated, "--rank_budget", "9"]) == 0
-    assert "--rank_budget 9 is planned as if it were spent evenly" in capsys.readouterr().out
+    assert "ranks are planned as if they were even" in capsys.readouterr().out
 
 
 def test_a_calibrated_start_is_forecast(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--layers", "1,3,4", "--init", "calibrated", "--calibration_tokens", "1000"]
     found = plan_of(capsys, "--no_trial", *settings)["calibration"]
-    assert found["disk_bytes"] == 4 * 1000 * 64 * 3 and found["device_bytes"] == 0
-    assert found["host_bytes"] > 3 * 3 * 8 * 64**2 and found["seconds"] is None
-    propagated = plan_of(capsys, *settings, "--calibration_inputs", "propagated")["calibration"]
-    assert propagated["disk_bytes"] == 4 * 1000 * 64 * 4
-    assert 0 < propagated["eigendecomposition_seconds"] < propagated["seconds"]
+    assert found["device_bytes"] == 0 and found["seconds"] is None
+    assert found["host_bytes"] > 3 * 2 * 8 * 64**2
+    timed = plan_of(capsys, *settings)["calibration"]
+    assert 0 < timed["eigendecomposition_seconds"] < timed["seconds"]
     assert main([*PLAN, "--no_trial", *settings]) == 0
     out = capsys.readouterr().out
-    assert "the cost of --init calibrated before the first step" in out and "temporary disk" in out
+    assert "the cost of --init calibrated before the first step" in out
     assert plan_of(capsys, "--no_trial")["calibration"] is None
 
 

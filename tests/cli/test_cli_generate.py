@@ -26,7 +26,7 @@ NEW = 6
 @pytest.fixture(scope="module")
 def student():
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=8, residual="keep"))
+    npt.attach(model, npt.NPTConfig(rank=8, residual="keep", targets=("gate", "up", "down")))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in adapter_parameters(model).values():

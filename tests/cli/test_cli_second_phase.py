@@ -78,7 +78,7 @@ def test_a_second_phase_is_resumed_from_its_own_checkpoint(adapter, tmp_path):
     )
 
 
-def test_the_default_rate_is_of_the_base_that_the_adapter_knows(tmp_path):
+def test_a_second_phase_on_a_base_of_ones_own_has_the_default_rate(tmp_path):
     model, tokenizer = npt.load_base("tiny", device="cpu")
     for saved in (model, tokenizer):
         saved.save_pretrained(tmp_path / "llama")
@@ -88,7 +88,7 @@ def test_the_default_rate_is_of_the_base_that_the_adapter_knows(tmp_path):
     run = ["pretrain", "--adapter", str(adapter), "--output_dir", str(tmp_path / "run"), *SHORT]
     assert main([*run, "--dataset_name", "builtin"]) == 0
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["settings"]["learning_rate"] == 3e-5
+    assert record["settings"]["learning_rate"] == 5e-5
 
 
 REFUSED = {

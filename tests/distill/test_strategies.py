@@ -207,6 +207,7 @@ def modulation(
 def converted_output(layer: nn.Module, h: Tensor, a: Tensor) -> Tensor:
     """o of one NPT layer, from its plain modules."""
     stream = h + a if layer.npt.config.residual == "keep" else h
+    stream = stream + modulation(layer, "stream", a)[1]
     x = layer.post_attention_layernorm(stream)
     product = {"gate": layer.mlp.gate_proj(x), "up": layer.mlp.up_proj(x)}
     for target in ("gate", "up"):

@@ -27,7 +27,9 @@ def moved(model: LlamaForCausalLM, std: float) -> LlamaForCausalLM:
 def student(load_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     """Agrees with its teacher for some tokens, not for all."""
     model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
+    npt.attach(
+        model, npt.NPTConfig(rank=4, layers="1,3", residual="keep", targets=("gate", "up", "down"))
+    )
     return moved(model, 0.15)
 
 

@@ -21,6 +21,7 @@ def test_every_figure_that_a_file_has_is_written_in_one_way() -> None:
     ("key", "value", "error", "written"),
     [
         ("kl", 0.00622, 0.00025, "0.0062 ± 0.0003"),
+        ("kl", 0.000921, 3.9e-5, "0.00092 ± 0.00004"),
         ("top1", 0.952, 0.0031, "95.2 ± 0.3%"),
         ("acceptance", 1.0, 0.0, "100.0%"),
         ("acceptance", 1.0 - 1e-7, 1e-8, "100.0%"),  # rounding of fp32

@@ -413,7 +413,7 @@ def test_one_micro_batch_shows_its_loss_its_layers_and_its_gradients(bundle) -> 
     (then,) = [t for t in read.said["history"] if t["sample_ids"] == list(fine.sample_ids)]
     assert fine.loss == then["loss"] and fine.verdict is None
     assert fine.layer_nmse is not None and list(fine.layer_nmse) == [1, 3]
-    assert fine.gradient_norms is not None and len(fine.gradient_norms) == 14
+    assert fine.gradient_norms is not None and len(fine.gradient_norms) == 16
     # fp32 sum there, fp64 here
     assert math.hypot(*fine.gradient_norms.values()) == pytest.approx(then["grad_norm"], rel=1e-6)
     broken = replay_batch(bundle, refused)

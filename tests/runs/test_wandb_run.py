@@ -253,7 +253,7 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     config, base = found.config, json.loads((folder / "run.json").read_text())["base_hash"]
     assert (
         config["learning_rate"] == 1e-2
-        and config["targets"] == ["gate", "up", "down"]
+        and config["targets"] == ["stream", "gate", "up", "down"]
         and config["base_hash"] == base
     )
     assert (

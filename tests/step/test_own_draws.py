@@ -164,6 +164,12 @@ def samples_of(count: int, length: int) -> list[Sample]:
     ]
 
 
+def calibrated(model: Any) -> None:
+    npt.detach(model)
+    npt.attach(model, npt.NPTConfig(rank=4, layers="1"))
+    npt.calibrate(model, NoTokenizer(), samples_of(24, 16), tokens=384)
+
+
 PASSES: dict[str, Callable[[Run], Any]] = {
     "the diagnosis": lambda s: diagnose(s.model, DRAWING.batch((0, 0))),
     "the smoke test": lambda s: smoke_test(
@@ -172,9 +178,7 @@ PASSES: dict[str, Callable[[Run], Any]] = {
     "an evaluation": lambda s: npt.evaluate(s.model, NoTokenizer(), samples_of(2, 8)),
     "a reference": lambda s: reference_outputs(s.model, samples_of(2, 8)),
     "the modulation's measure": lambda s: measure_modulation(s.model, [DRAWING.batch((0, 0))]),
-    "the calibration": lambda s: npt.calibrate(
-        s.model, NoTokenizer(), samples_of(24, 16), tokens=384, rounds=0
-    ),
+    "the calibration": lambda s: calibrated(s.model),
     "the tracer": lambda s: npt.trace(s.model, DRAWING.batch((0, 0))),
 }
 

@@ -1272,7 +1272,7 @@ def test_a_frozen_adapter_is_refused_and_not_moved(
     frozen.requires_grad_(late)
     with pytest.raises(
         ConfigError,
-        match=r"model\.layers\.3\.npt\.B\.up is frozen .*1 of 14.*requires_grad_\(True\)",
+        match=r"model\.layers\.3\.npt\.B\.up is frozen .*1 of 16.*requires_grad_\(True\)",
     ):
         trainer = build(model=model, folder="refused", **options)
         frozen.requires_grad_(False)
