@@ -78,7 +78,7 @@ class Calibration:
 
 def print_calibration(calibration: Calibration, console: Console) -> None:
     """Print a table with a row per layer."""
-    title = f"Attention cut to R directions: the start, from {calibration.tokens:,} tokens"
+    title = f"Attention cut to R directions; {calibration.tokens:,} tokens"
     table = Table(title=title, title_justify="left")
     for heading in ("layer", "rank R", "attention cut off", "its cost, nats"):
         table.add_column(heading, justify="right")
