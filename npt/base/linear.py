@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from npt.base.hooks import may_change
 from npt.errors import ModelError
 
 C = TypeVar("C", bound=type[nn.Module])
@@ -88,29 +87,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) in _KINDS
 
 
-def check_readable(name: str, module: nn.Module, use: str) -> None:
-    """Refuse a module that computes more than a product with its dense weight.
-
-    Args:
-        name: of the module, for the message.
-        use: that needs the weight, for the message.
-
-    Raises:
-        ModelError: its class is not known, or a hook may change its output.
-    """
-    if not is_plain_linear(module):
-        raise ModelError(
-            f"{name} is a {type(module).__module__}.{type(module).__qualname__}, and {use} needs a"
-            " plain linear layer; merge what was put around it into the base (PEFT:"
-            " merge_and_unload), or load a base without it"
-        )
-    if may_change(module):
-        raise ModelError(
-            f"{name} has hooks that may change what it gives, or another forward, and {use} needs"
-            " its weight alone; remove them"
-        )
-
-
 def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
     """Return (name, module) of every 4-bit linear layer, in module order."""
     return [
@@ -167,8 +143,12 @@ def dense_weight(module: Any) -> Tensor:
     Raises:
         ModelError: the module's class is not known.
     """
-    if type(module) not in _KINDS:
-        check_readable("the layer", module, "this computation")
+    if not is_plain_linear(module):
+        raise ModelError(
+            f"the layer is a {type(module).__module__}.{type(module).__qualname__}, and this"
+            " computation needs a plain linear layer; merge what was put around it into the base"
+            " (PEFT: merge_and_unload), or load a base without it"
+        )
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     return module.weight

@@ -15,7 +15,7 @@ from npt.calibration.placement import HOST, Placement
 from npt.distill.logit_losses import LOGIT_CHUNK
 
 OVERHEAD = 2.0
-"""Time over that of the matrix products alone, as measured: activations, norms, reading rows."""
+"""Time over that of the matrix products alone, as measured: activations and norms."""
 
 SHARE = 0.9
 """Share of a GPU's free memory that is planned with: what is freed comes back in pieces."""
