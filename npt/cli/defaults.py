@@ -33,6 +33,8 @@ _NEAR: dict[str, Any] = {
 }
 """Of a student that is near its teacher from the first step on. Larger rates lose the start, and at
 this rate M and B of the products lose it as well (docs/results/real-model.md)."""
+_OF_PRODUCTS = {"mult_bound", "mult_form", "init_std_m"}
+"""Flags that the stream alone would leave without effect, as it would --modulation."""
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
 _EMBEDDED: dict[str, dict[str, Any]] = {
@@ -131,6 +133,8 @@ def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     form = dict(_NEAR)
     if flags.get("adapter") is not None:
         del form["additive_scale"], form["targets"]
+    elif flags.get("modulation", "additive") != "additive" or _OF_PRODUCTS & flags.keys():
+        del form["targets"]
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
     return {**_missing(form, flags), **whole}
 

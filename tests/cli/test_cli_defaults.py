@@ -89,6 +89,22 @@ class TestStart:
             "init": "random", "model_name": "some/base", "save_steps": 500,
         }  # fmt: skip
 
+    @pytest.mark.parametrize(
+        ("flags", "alone"),
+        [
+            ({}, True),
+            ({"modulation": "additive"}, True),
+            ({"modulation": "multiplicative"}, False),
+            ({"mult_bound": 0.3}, False),
+            ({"mult_form": "unbounded"}, False),
+        ],
+        ids=str,
+    )
+    def test_a_flag_about_multipliers_is_not_left_without_effect(self, flags, alone):
+        found = with_defaults({**flags, "model_name": "some/base"}).given
+        assert found["init"] == "calibrated"
+        assert (found.get("targets") == "stream") == alone
+
     def test_the_embedded_model_ends_in_minutes(self):
         assert (
             with_defaults({}).given.items()
