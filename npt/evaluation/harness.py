@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from npt.extras import install_command
 
 Results = dict[str, dict[str, dict[str, float]]]
 """Of each model, of each task: metrics by name, their standard errors as `<metric>_se`, NaN where
-the harness gives none, and `samples`. A metric after another filter than the harness's default is
+the harness gives none, and `samples`; of multiple-choice tasks besides `flips`, the share of items
+whose answer is not the teacher's. A metric after another filter than the harness's default is
 named `<metric>,<filter>`."""
 
 
@@ -100,6 +102,7 @@ def lm_eval(
     tokenizer = _for_prompts(tokenizer, model.config.vocab_size)
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     found: Results = {}
+    answers: dict[str, dict[str, list[int]]] = {}
     with evaluating(model), _quiet():
         try:
             manager.load(list(tasks))
@@ -110,15 +113,17 @@ def lm_eval(
         for mode in MODES:
             view = mode_view(model, mode)
             with torch.random.fork_rng():
-                results = evaluate(
+                run = evaluate(
                     model=adapter(pretrained=view, tokenizer=tokenizer, batch_size=batch_size),
                     tasks=list(tasks),
                     task_manager=manager,
                     limit=limit,
-                    log_samples=False,
                     **dict.fromkeys(seeds, 0),
-                )["results"]
-            found[mode] = {task: _figures(values) for task, values in results.items()}
+                )
+            found[mode] = {task: _figures(values) for task, values in run["results"].items()}
+            answers[mode] = _answers(run)
+            for task, chosen in answers[mode].items():
+                found[mode][task] |= _flips(chosen, answers["teacher"][task])
     return found
 
 
@@ -146,6 +151,25 @@ def _for_prompts(tokenizer: Any, vocab_size: int) -> Any:
             " with add_eos_token=False"
         ) from error
     return own
+
+
+def _answers(run: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the number of the choice that each item of each multiple-choice task got."""
+    found = {}
+    for task, samples in run["samples"].items():
+        if run["configs"][task]["output_type"] == "multiple_choice":
+            likelihoods = [[float(each[0]) for each in s["filtered_resps"]] for s in samples]
+            found[task] = [row.index(max(row)) for row in likelihoods]
+    return found
+
+
+def _flips(chosen: Sequence[int], taught: Sequence[int]) -> dict[str, float]:
+    """Return the share of answers that are not the teacher's, which shows what two equal scores
+    hide (Dutta et al., "Accuracy is not all you need", 2024).
+    """
+    differs = [float(a != b) for a, b in zip(chosen, taught, strict=True)]
+    error = stdev(differs) / len(differs) ** 0.5 if len(differs) > 1 else math.nan
+    return {"flips": fmean(differs), "flips_se": error}
 
 
 def _figures(values: dict[str, Any]) -> dict[str, float]:
