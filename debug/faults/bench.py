@@ -54,7 +54,7 @@ class Setting:
     strategy: str = "local"
     logit_kl_weight: float = 0.0
     layers: str = "1,2"
-    targets: tuple[str, ...] = ("gate", "up", "down")
+    targets: tuple[str, ...] = ("stream", "gate", "up", "down")
     windows: int = 3
     size: int = 3
     rows: int = 2
