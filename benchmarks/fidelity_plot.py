@@ -113,7 +113,7 @@ def plot(models: Sequence[Measured]) -> str:
         charts.scale(axes, "y", [*(p.kl for p in points), *lines], log=True)
         low, high = axes.get_xlim()
         axes.set_xlim(low / 1.25, high * 1.25)
-        axes.xaxis.set_major_formatter(lambda value, _: _count(value))
+        axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
         axes.set_xlabel("trainable parameters, logarithmic")
         axes.set_title(
             "KL(teacher, student) on held-out text, nats, logarithmic", color=charts.SOFT
@@ -121,7 +121,7 @@ def plot(models: Sequence[Measured]) -> str:
         for place, measured in enumerate(models):
             _paint(axes, measured, COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)])
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=len(models))
-    return _own_file(str(made.svg))
+    return own_file(str(made.svg), HEIGHT, WIDTH)
 
 
 def _paint(axes: Any, measured: Measured, colour: str, marker: str) -> None:
@@ -158,21 +158,22 @@ def _sides(points: Sequence[Point]) -> list[tuple[int, str]]:
     return found
 
 
-def _count(value: float) -> str:
+def short_count(value: float) -> str:
+    """Return a number with its first digits and k, M or B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g}{unit}"
     return f"{value:g}"
 
 
-def _own_file(svg: str) -> str:
+def own_file(svg: str, height: float, width: float) -> str:
     """Return a page's chart as a file of its own, with the page's colours."""
     blocks = re.findall(
         r"^:root \{.*?\}$|^@media \(prefers-color-scheme.*?^\}$", style(), re.M | re.S
     )
     rules = "\n".join(blocks).replace("<", "")
     size = (
-        f'xmlns="http://www.w3.org/2000/svg" width="{SHOWN * WIDTH:g}" height="{SHOWN * HEIGHT:g}"'
+        f'xmlns="http://www.w3.org/2000/svg" width="{SHOWN * width:g}" height="{SHOWN * height:g}"'
     )
     opening = re.sub(r' width="[^"]*"', "", svg[: svg.index(">")]).replace(
         "<svg", f"<svg {size}", 1

@@ -63,6 +63,11 @@ def _printed(name: str, render: Callable[..., str], command: str) -> Place:
     return Place((name,), render, (f"{command} > benchmarks/results/{name}.json",))
 
 
+def _forms(name: str, settings: str) -> Place:
+    out = f"benchmarks/results/{name}.json"
+    return Place((name,), run_tables.forms, (f"python benchmarks/forms.py{settings} --out {out}",))
+
+
 _GPU = " --tokens 2048 --length 2048 --layers upper_half"
 
 PLACES: dict[str, Place] = {
@@ -94,7 +99,8 @@ PLACES: dict[str, Place] = {
         ("gpu_check",), _gpu_check, ("python benchmarks/gpu_check.py --output benchmarks/results",)
     ),
     "masking": _printed("masking", run_tables.masking, "python benchmarks/masking.py --json"),
-    "start": _printed("start", run_tables.start, "python benchmarks/calibration.py --json"),
+    "forms-tiny": _forms("forms-tiny", " --seeds 0,1"),
+    "forms-real": _forms("forms-real", " --model FILE.gguf --text FILE --minutes 3"),
     "widths": Place(
         ("widths",),
         run_tables.widths,
@@ -145,7 +151,7 @@ ELSEWHERE = {
 """Files that are not JSON in benchmarks/results/."""
 
 PENDING = frozenset(
-    {"start", "recording", "crash", "fuzz", "llama-3.2-1b", "llama-3.1-8b", "gpu_check"}
+    {"forms-real", "recording", "crash", "fuzz", "llama-3.2-1b", "llama-3.1-8b", "gpu_check"}
 )
 """Files that were not written yet: tables and figures of theirs are left as they are."""
 

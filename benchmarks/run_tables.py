@@ -93,38 +93,33 @@ def masking(figures: Json) -> str:
     return f"{table(heads, rows)}\n{said}"
 
 
-def start(figures: Json) -> str:
-    """Return what `calibration.py --json` prints as a table."""
+def forms(figures: Json) -> str:
+    """Return what `forms.py` wrote as a table: KL, top-1 and parameters by form and rank."""
+    from forms import FORMS, means  # imports torch
 
-    def cells(found: Json | None) -> str:
-        names = ("perplexity_ratio", "kl", "top1")
-        return "–" if found is None else ", ".join(figure(found, name) for name in names)
-
-    rows = [["NF4 against fp32, for scale", cells(figures["quantisation"]), "–", "", ""]]
-    for case in figures["cases"]:
-        minutes = [case["seconds"], case.get("seconds_in_all", case["seconds"])]
-        rows.append(
-            [
-                case["name"],
-                cells(case["start"]),
-                cells(case.get("trained")),
-                str(case["steps"]) if "trained" in case else "–",
-                ", ".join(f"{seconds / 60:.1f}" for seconds in minutes),
-            ]
-        )
-    heads = (
-        "converted, rank on average",
-        "start: ratio, KL, top-1",
-        "trained: ratio, KL, top-1",
-        "steps",
-        "minutes: start, all",
+    divisors, rows = figures["divisors"], []
+    for name in FORMS:
+        found = [means(figures["rows"], name, divisor) for divisor in divisors]
+        if not any(found):
+            continue
+        cells = []
+        for each in found:
+            if each is None:
+                cells.append("–")
+                continue
+            seeds = f" (of {each['seeds']} seeds, {each['spread']:.1g} apart)"
+            cells.append(
+                f"{each['kl']:.3g} ± {each['kl_se']:.1g}{seeds if each['seeds'] > 1 else ''},"
+                f" {100 * each['top1']:.1f}%, {each['parameters'] / 1e6:.2g} M"
+            )
+        rows.append([name, *cells])
+    heads = ("form", *(f"D/{divisor}" for divisor in divisors))
+    said = (
+        f"{figures['model']}, {figures['layers']}: KL in nats, top-1, trainable parameters."
+        f" {figures['minutes']:g} minutes of training; starts from {figures['tokens']:,} tokens;"
+        f" measured on {figures['heldout_tokens']:,} tokens of {figures['text']}.\n"
     )
-    tokens, heldout = figures["tokens"], figures["quantisation"]["tokens"]
-    note = (
-        f"Starts from {tokens:,} tokens, measured on {heldout:,} held-out ones;"
-        f" {figures['threads']} threads.\n"
-    )
-    return f"{table(heads, rows)}\n{note}"
+    return f"{table(heads, rows)}\n{said}"
 
 
 PARTS = {

@@ -71,11 +71,12 @@ NOT_RUN = {
     r"python benchmarks/guard_lora\.py": "tests/benchmarks/test_guard_lora.py",
     r"python benchmarks/guards\.py": "tests/diagnostics/test_guards.py",
     r"python benchmarks/widths\.py": "tests/tools/sweep/test_widths.py",
+    r"python benchmarks/forms\.py": "tests/benchmarks/test_forms.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
     r"python benchmarks/fidelity_plot\.py": "tests/benchmarks/test_fidelity_plot.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
     r"python docs/generate\.py": "tests/test_site.py",
-    r"python benchmarks/(masking|calibration|recording|neighbour)\.py": MEASURES,
+    r"python benchmarks/(masking|recording|neighbour)\.py": MEASURES,
     r"python -m npt\.demo\.build": MEASURES,
 }
 """Commands that their program parses here, and no more: why, or which test runs such ones."""

@@ -140,7 +140,7 @@ def calibrate(
         ranks = spend(budget, {index: cut.worth for index, cut in cuts.items()})
         config = replace(config, ranks=tuple(ranks.values()))
     ranks = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
-    set_adapters(model, config, _tensors(model, config, cuts, ranks))
+    set_adapters(model, config, start_tensors(model, config, cuts, ranks))
     figures = {
         index: LayerCalibration(ranks[index], cut.lost[ranks[index]], cut.cost(ranks[index]))
         for index, cut in cuts.items()
@@ -213,10 +213,10 @@ def check_form(config: NPTConfig) -> None:
         )
 
 
-def _tensors(
+def start_tensors(
     model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
-    """Return the start by the names of the adapters' parameters.
+    """Return the start by the names of the adapters' parameters, from each layer's cut and rank.
 
     B is divided by alpha, which the forward multiplies it with.
     """

@@ -162,13 +162,21 @@ class TestRenderers:
         assert "| prompts of text | cross-entropy | 20 | 1.1000 ± 0.0010, 0.1000" in shown
         assert "over 96 held-out samples" in shown
 
-    def test_start(self) -> None:
-        case = {"name": "upper half, D/4", "steps": 200, "seconds": 90.0, "start": figures(0.006)}
-        trained = {**case, "trained": figures(0.004), "seconds_in_all": 240.0}
-        about = {"tokens": 65536, "threads": 2, "quantisation": figures(0.01)}
-        rows = run_tables.start({**about, "cases": [case, trained]}).splitlines()
-        assert rows[3].endswith("| – | – | 1.5, 1.5 |") and rows[4].endswith("| 200 | 1.5, 4.0 |")
-        assert rows[-1] == "Starts from 65,536 tokens, measured on 16,095 held-out ones; 2 threads."
+    def test_forms(self) -> None:
+        row = {"form": "cut", "divisor": 4, "seed": 0, "parameters": 73728}
+        rows = [{**row, "figures": figures(0.006)}]
+        for seed, kl in enumerate((0.004, 0.005)):
+            rows.append({**row, "form": "M", "seed": seed, "figures": figures(kl)})
+        about = {"model": "tiny", "layers": "all", "minutes": 2.0, "tokens": 4096, "text": "T"}
+        shown = run_tables.forms(
+            {**about, "heldout_tokens": 8174, "divisors": [8, 4], "rows": rows}
+        ).splitlines()
+        assert len(shown) == 6 and shown[2].startswith("| cut | – | 0.006 ± ")
+        assert shown[2].endswith("%, 0.074 M |")
+        assert (
+            shown[3].startswith("| M | – | 0.0045 ± ") and "(of 2 seeds, 0.001 apart)" in shown[3]
+        )
+        assert shown[-1].endswith("starts from 4,096 tokens; measured on 8,174 tokens of T.")
 
     def test_the_fault_campaigns(self) -> None:
         case = {"name": "NaN in a gate", "verdict": "survived", "located": True, "passed": True}
