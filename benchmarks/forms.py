@@ -185,7 +185,7 @@ def plot(found: Mapping[str, Any]) -> str:
             charts.scale(axes, "x", x, log=True)
             charts.scale(axes, "y", kls, log=True)
         for place, (name, drawn) in enumerate(lines.items()):
-            style = {
+            style: dict[str, Any] = {
                 "color": COLOURS[place % len(COLOURS)],
                 "marker": MARKERS[place % len(MARKERS)],
                 "linestyle": "-" if place < len(COLOURS) else "--",
