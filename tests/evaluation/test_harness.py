@@ -139,8 +139,24 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
         )
         assert math.isnan(scores["own_text"]["byte_perplexity_se"])
         perplexities.add(round(scores["own_text"]["byte_perplexity"], 3))
-    assert found["teacher"]["own_choice"]["flips_se"] == 0 < found["floor"]["own_choice"]["flips"]
+    assert found["teacher"]["own_choice"]["flips_se"] == 0
     assert len(perplexities) == 3  # three models, not one
+
+
+def test_flips_are_answers_that_are_not_the_teachers() -> None:
+    def run(*likelihoods):
+        samples = [{"filtered_resps": [(each, False) for each in row]} for row in likelihoods]
+        kinds = {"choice": "multiple_choice", "text": "loglikelihood_rolling"}
+        configs = {task: {"output_type": kind} for task, kind in kinds.items()}
+        return {"samples": {"choice": samples, "text": [{}]}, "configs": configs}
+
+    # the second item turns, the third has another margin alone
+    teacher = harness._answers(run((-1.0, -2.0), (-3.0, -2.5), (-1.0, -9.0)))
+    student = harness._answers(run((-1.5, -2.0), (-2.0, -2.5), (-4.0, -9.0)))
+    assert teacher == {"choice": [0, 1, 0]} and student == {"choice": [0, 0, 0]}
+    found = harness._flips(student["choice"], teacher["choice"])
+    assert found["flips"] == pytest.approx(1 / 3)
+    assert found["flips_se"] == pytest.approx((1 / 3 * 2 / 3 / 2) ** 0.5)  # of a mean, n - 1 = 2
 
 
 @pytest.mark.usefixtures("the_harness")
