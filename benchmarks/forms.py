@@ -25,7 +25,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ from npt.calibration.calibrate import start_tensors
 from npt.calibration.cut import Cut, spend
 from npt.calibration.sensitivity import measure
 from npt.config import NPTConfig
+from npt.config.adapter import PRODUCTS, STREAM
 from npt.console import silent_console
-from npt.data.batch import Sample, batches
+from npt.data.batch import batches
 from npt.errors import ConfigError, NPTError
 from npt.files import write_json, write_text
 from npt.report import charts
@@ -50,11 +51,9 @@ from real_text import Text, read_text
 from real_training import Training, npt_learner, train
 from this_machine import code_hash, machine
 
-PRODUCTS = ("gate", "up", "down")
-
 
 def _started(*products: str, **form: Any) -> dict[str, Any]:
-    return {"init": "calibrated", "targets": ("stream", *products), **form}
+    return {"init": "calibrated", "targets": (STREAM, *products), **form}
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -63,7 +62,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "M": _started(*PRODUCTS, modulation="multiplicative"),
     "B": _started(*PRODUCTS, modulation="additive"),
     "M and B": _started(*PRODUCTS),
-    "no stream": {"targets": PRODUCTS},
+    "no stream": {"targets": tuple(PRODUCTS)},
     "original": {"targets": ("gate",), "mult_form": "half_sigmoid", "additive_scale": 0.1},
 }
 """What is not the default in each form. All are trained but `cut`."""
@@ -87,11 +86,7 @@ class Forms:
         self.bench, self.model = bench, bench.model
         self.layers = layers
         self.count = len(resolve_layers(layers, self.model.config.num_hidden_layers))
-        samples: list[Sample] = []
-        left = tokens
-        while left > 0 and len(samples) < len(bench.text.fitted):
-            samples.append(bench.text.fitted[len(samples)])
-            left -= len(samples[-1].input_ids)
+        samples = bench.fitted(tokens)
         self.walked = len(samples)
         npt.attach(self.model, NPTConfig(rank=1, layers=layers))
         try:
@@ -166,9 +161,15 @@ def means(rows: Sequence[Mapping[str, Any]], form: str, divisor: int) -> dict[st
     }
 
 
+def divisors_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return those of all rows, of the smallest rank first."""
+    return sorted({row["divisor"] for row in rows}, reverse=True)
+
+
 def plot(found: Mapping[str, Any]) -> str:
     """Return KL by rank and by parameters, an SVG file."""
-    rows, divisors = found["rows"], found["divisors"]
+    rows = found["rows"]
+    divisors = divisors_of(rows)
     names = [name for name in FORMS if any(row["form"] == name for row in rows)]
     label = (
         f"KL(teacher, student) of {len(names)} forms on {found['model']}, by rank and parameters"
@@ -205,6 +206,19 @@ def plot(found: Mapping[str, Any]) -> str:
     return own_file(str(made.svg), HEIGHT, WIDTH)
 
 
+def numbers(kind: Callable[[str], float]) -> Callable[[str], list[Any]]:
+    """Return the reading of numbers above 0, or of whole ones from 0, with commas between them."""
+
+    def read(given: str) -> list[Any]:
+        found = [kind(part) for part in given.split(",")]
+        if min(found) < 0 or (kind is float and not min(found) > 0):
+            raise ValueError
+        return found
+
+    read.__name__ = "list of numbers"  # as argparse says it
+    return read
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument("--model", default="tiny", help="folder, GGUF file or hub id")
@@ -212,10 +226,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", default="upper_half")
     parser.add_argument("--tokens", type=int, default=49152, help="that the starts are fitted to")
     parser.add_argument("--minutes", type=float, default=2.0, help="of each training")
-    parser.add_argument("--rates", help="to try; default three by rank and start")
-    parser.add_argument("--divisors", default="32,16,8,4,2", help="the ranks are D over these")
+    parser.add_argument(
+        "--rates", type=numbers(float), help="to try; default three by rank and start"
+    )
+    parser.add_argument(
+        "--divisors", type=numbers(int), default="32,16,8,4,2", help="the ranks are D over these"
+    )
     parser.add_argument("--forms", default=",".join(FORMS), help="default all")
-    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--seeds", type=numbers(int), default="0")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of all rows")
     parser.add_argument("--plot", type=Path, help="SVG file")
     return parser
@@ -235,17 +253,20 @@ def run(args: argparse.Namespace) -> None:
     """Make what is missing, and write the file after every row.
 
     Raises:
-        ConfigError: an unknown form.
+        ConfigError: an unknown form, a rank that cannot be, or --out is of something else.
     """
     names = args.forms.split(",")
     if unknown := [name for name in names if name not in FORMS]:
         raise ConfigError(f"--forms names {unknown[0]!r}; choose from {', '.join(FORMS)}")
-    divisors, seeds = ([int(n) for n in given.split(",")] for given in (args.divisors, args.seeds))
-    rates = tuple(float(rate) for rate in args.rates.split(",")) if args.rates else None
+    rates = None if args.rates is None else tuple(args.rates)
     model, tokenizer = npt.load_base(args.model, quantization=QUANTIZATION)
     text: Text = read_text(args.text, tokenizer, model.config.vocab_size)
     bench = Bench(args.model, model, tokenizer, text, args.minutes, silent_console())
     hidden = model.config.hidden_size
+    if not all(1 <= divisor <= hidden for divisor in args.divisors):
+        raise ConfigError(
+            f"--divisors are {args.divisors}; the model's D is {hidden}: each lies from 1 to it"
+        )
     about = {
         "model": Path(args.model).name,
         "hidden": hidden,
@@ -255,22 +276,24 @@ def run(args: argparse.Namespace) -> None:
         "tokens": args.tokens,
         "minutes": args.minutes,
     }
-    found: dict[str, Any] = {**about, "divisors": divisors, "rows": []}
+    found: dict[str, Any] = {**about, "rows": []}
     if args.out.exists():
-        known = json.loads(args.out.read_text("utf-8"))
+        try:
+            known = dict(json.loads(args.out.read_text("utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--out {args.out} is not a file of this benchmark") from error
         if any(known.get(name) != value for name, value in about.items()):
             raise ConfigError(
                 f"--out {args.out} has rows of other settings; remove it, or name another"
             )
         found["rows"] = known["rows"]
     made = {(row["form"], row["divisor"], row["seed"]) for row in found["rows"]}
-    wanted = [
-        (form, divisor, seed)
-        for seed in seeds
-        for divisor in divisors
+    wanted = dict.fromkeys(
+        (form, divisor, seed if form != "cut" else 0)  # nothing of the cut depends on a seed
+        for seed in args.seeds
+        for divisor in args.divisors
         for form in names
-        if form != "cut" or seed == seeds[0]
-    ]
+    )
     forms = Forms(bench, args.layers, args.tokens)
     for form, divisor, seed in wanted:
         if (form, divisor, seed) in made:

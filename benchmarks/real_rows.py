@@ -165,10 +165,10 @@ class Bench:
         }
         return makers[row.kind](row)
 
-    def fitted(self, row: Row) -> list[Sample]:
-        """Return the samples that a row's start is fitted to, the first ones."""
+    def fitted(self, tokens: int) -> list[Sample]:
+        """Return the samples that a start from so many tokens is fitted to, the first ones."""
         found: list[Sample] = []
-        left = row.tokens
+        left = tokens
         for sample in self.text.fitted:
             if left < 2:
                 break
@@ -198,7 +198,7 @@ class Bench:
             npt.detach(self.model)
 
     def _npt(self, row: Row) -> dict[str, Any]:
-        config, samples = self.config(row), self.fitted(row)
+        config, samples = self.config(row), self.fitted(row.tokens)
         npt.attach(self.model, config, seed=self.seed)
         try:
             found = self._about(config)
@@ -223,7 +223,7 @@ class Bench:
             found |= self.measure(lora.student)
         finally:
             lora.close()
-        return found | self._cost(self.fitted(row), found)
+        return found | self._cost(self.fitted(row.tokens), found)
 
     def _floor(self, row: Row) -> dict[str, Any]:
         config = self.config(row)
@@ -235,7 +235,7 @@ class Bench:
             npt.detach(self.model)
 
     def _cut(self, row: Row) -> dict[str, Any]:
-        config, samples = self.config(row), self.fitted(row)
+        config, samples = self.config(row), self.fitted(row.tokens)
         npt.attach(self.model, config)
         started = time.perf_counter()
         try:
@@ -287,7 +287,7 @@ class Bench:
         assert row.training is not None
         if seconds <= 0:
             return {"trained": None}
-        first = len(self.fitted(row)) if row.start else 0
+        first = len(self.fitted(row.tokens)) if row.start else 0
         samples = [*self.text.fitted[first:], *self.text.fitted[:first]]
         started = time.perf_counter()
         found = train(

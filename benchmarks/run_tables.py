@@ -95,9 +95,9 @@ def masking(figures: Json) -> str:
 
 def forms(figures: Json) -> str:
     """Return what `forms.py` wrote as a table: KL, top-1 and parameters by form and rank."""
-    from forms import FORMS, means  # imports torch
+    from forms import FORMS, divisors_of, means  # imports torch
 
-    divisors, rows = figures["divisors"], []
+    divisors, rows = divisors_of(figures["rows"]), []
     for name in FORMS:
         found = [means(figures["rows"], name, divisor) for divisor in divisors]
         if not any(found):

@@ -102,7 +102,7 @@ def lm_eval(
     tokenizer = _for_prompts(tokenizer, model.config.vocab_size)
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     found: Results = {}
-    answers: dict[str, dict[str, list[int]]] = {}
+    taught: dict[str, list[int]] = {}
     with evaluating(model), _quiet():
         try:
             manager.load(list(tasks))
@@ -121,9 +121,9 @@ def lm_eval(
                     **dict.fromkeys(seeds, 0),
                 )
             found[mode] = {task: _figures(values) for task, values in run["results"].items()}
-            answers[mode] = _answers(run)
-            for task, chosen in answers[mode].items():
-                found[mode][task] |= _flips(chosen, answers["teacher"][task])
+            for task, chosen in _answers(run).items():
+                # the teacher is the first mode
+                found[mode][task] |= _flips(chosen, taught.setdefault(task, chosen))
     return found
 
 

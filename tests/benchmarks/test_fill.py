@@ -165,13 +165,12 @@ class TestRenderers:
     def test_forms(self) -> None:
         row = {"form": "cut", "divisor": 4, "seed": 0, "parameters": 73728}
         rows = [{**row, "figures": figures(0.006)}]
+        rows.append({**row, "form": "B", "divisor": 8, "figures": figures(0.009)})
         for seed, kl in enumerate((0.004, 0.005)):
             rows.append({**row, "form": "M", "seed": seed, "figures": figures(kl)})
         about = {"model": "tiny", "layers": "all", "minutes": 2.0, "tokens": 4096, "text": "T"}
-        shown = run_tables.forms(
-            {**about, "heldout_tokens": 8174, "divisors": [8, 4], "rows": rows}
-        ).splitlines()
-        assert len(shown) == 6 and shown[2].startswith("| cut | – | 0.006 ± ")
+        shown = run_tables.forms({**about, "heldout_tokens": 8174, "rows": rows}).splitlines()
+        assert len(shown) == 7 and shown[2].startswith("| cut | – | 0.006 ± ")
         assert shown[2].endswith("%, 0.074 M |")
         assert (
             shown[3].startswith("| M | – | 0.0045 ± ") and "(of 2 seeds, 0.001 apart)" in shown[3]

@@ -54,3 +54,22 @@ def test_what_cannot_be_is_one_line(text, tmp_path, capsys) -> None:
     assert f"--out {out} has rows of other settings" in capsys.readouterr().err
     assert main(["--forms", "cut,best", "--out", str(out)]) == 2
     assert "--forms names 'best'; choose from cut, trained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"), [("--divisors", "4,x"), ("--rates", "0"), ("--seeds", "-1")]
+)
+def test_no_list_of_numbers_is_refused(flag, given, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([f"{flag}={given}", "--out", str(tmp_path / "rows.json")])
+    assert f"argument {flag}: invalid list of numbers value: '{given}'" in capsys.readouterr().err
+
+
+def test_ranks_and_files_that_cannot_be_are_one_line(text, tmp_path, capsys) -> None:
+    out = tmp_path / "rows.json"
+    assert main(["--text", str(text), "--divisors", "0,4", "--out", str(out)]) == 2
+    assert "--divisors are [0, 4]; the model's D is 192" in capsys.readouterr().err
+    out.write_text('{"model": ')
+    assert main(["--text", str(text), "--out", str(out)]) == 2
+    assert f"--out {out} is not a file of this benchmark" in capsys.readouterr().err
+    assert out.read_text() == '{"model": '
