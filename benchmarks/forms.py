@@ -48,7 +48,7 @@ from npt.files import write_json, write_text
 from npt.report import charts
 from real_rows import QUANTIZATION, STARTED_AT_ONCE, Bench
 from real_text import Text, read_text
-from real_training import Training, npt_learner, train
+from real_training import Training, npt_learner
 from this_machine import code_hash, machine
 
 
@@ -124,24 +124,11 @@ class Forms:
             }
             if form != "cut":
                 training = Training(rates or rates_of(config, divisor))
-                found["trained"] = self._train(training, seed)
+                learner, seconds = npt_learner(self.model, training), 60 * self.bench.minutes
+                found["trained"] = self.bench.train(learner, training, self.walked, seconds, seed)
             return found | {"figures": self.bench.measure()["figures"]}
         finally:
             npt.detach(self.model)
-
-    def _train(self, training: Training, seed: int) -> dict[str, Any]:
-        """Train on all text that may be fitted, what was walked through last."""
-        fitted = self.bench.text.fitted
-        samples = [*fitted[self.walked :], *fitted[: self.walked]]
-        first = seed * len(samples) // 3
-        learner = npt_learner(self.model, training)
-        return train(
-            learner,
-            training,
-            [*samples[first:], *samples[:first]],
-            lambda: self.bench.measure(learner.student, "choosing")["figures"]["kl"],
-            60 * self.bench.minutes,
-        ).as_dict()
 
 
 def means(rows: Sequence[Mapping[str, Any]], form: str, divisor: int) -> dict[str, float] | None:

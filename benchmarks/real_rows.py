@@ -102,13 +102,6 @@ ROWS = {
             training=NEAR,
         ),
         Row(
-            "products",
-            "upper half, the form without the stream: gate, up and down, random start",
-            start=False,
-            form={"targets": ("gate", "up", "down")},
-            training=Training((3e-4, 1e-3)),
-        ),
-        Row(
             "original",
             "upper half, the first form: gate alone, half sigmoid, random start, layer by layer",
             start=False,
@@ -283,21 +276,35 @@ class Bench:
         return {"start_seconds": seconds, "start_passes": seconds / forward}
 
     def _train(self, learner: Learner, row: Row, seconds: float) -> dict[str, Any]:
-        """Train on all text that may be fitted, the samples that the start was fitted to last."""
+        """Train in the seconds that are left, if any."""
         assert row.training is not None
         if seconds <= 0:
             return {"trained": None}
-        first = len(self.fitted(row.tokens)) if row.start else 0
-        samples = [*self.text.fitted[first:], *self.text.fitted[:first]]
+        walked = len(self.fitted(row.tokens)) if row.start else 0
         started = time.perf_counter()
-        found = train(
+        found = self.train(learner, row.training, walked, seconds)
+        return {"train_seconds": time.perf_counter() - started, "trained": found}
+
+    def train(
+        self, learner: Learner, training: Training, walked: int, seconds: float, seed: int = 0
+    ) -> dict[str, Any]:
+        """Train on all text that may be fitted, and return how that went.
+
+        Args:
+            learner, training, seconds: as of `real_training.train`.
+            walked: samples that the start is fitted to, which come last.
+            seed: how many thirds of the text are put off.
+        """
+        fitted = self.text.fitted
+        samples = [*fitted[walked:], *fitted[:walked]]
+        first = seed * len(samples) // 3
+        return train(
             learner,
-            row.training,
-            samples,
+            training,
+            [*samples[first:], *samples[:first]],
             lambda: self.measure(learner.student, "choosing")["figures"]["kl"],
             seconds,
-        )
-        return {"train_seconds": time.perf_counter() - started, "trained": found.as_dict()}
+        ).as_dict()
 
     def _cost(self, samples: Sequence[Sample], found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the minutes of a row, and how many forward passes over its tokens they are."""
