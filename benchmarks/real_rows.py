@@ -81,8 +81,8 @@ CUT = {"targets": ("stream",)}
 """The form of the cut: A, and B of the stream."""
 NEAR = Training((5e-5,), batch_size=1)
 """Training of a start near its teacher."""
-NEARER, FAR = replace(NEAR, rates=(2e-5, 5e-5)), replace(NEAR, rates=(3e-4, 1e-3))
-"""Trainings of a start nearer still, and of one of a small rank, which bears more."""
+FAR = replace(NEAR, rates=(3e-4, 1e-3))
+"""Training of a start of a small rank, which bears more."""
 
 ROWS = {
     row.name: row
@@ -92,8 +92,10 @@ ROWS = {
         Row("cut", "upper half, attention cut to D/4 directions by hooks, nothing else", "cut"),
         Row("start", "upper half, D/4 on average, the start alone", form=CUT),
         Row("best", "upper half, D/4 on average, trained", form=CUT, training=NEAR),
-        Row("best-half", "upper half, D/2, trained", divisor=2, form=CUT, training=NEARER),
-        Row("best-small", "upper half, D/16, trained", divisor=16, form=CUT, training=FAR),
+        Row("start-half", "upper half, D/2 on average, the start alone", divisor=2, form=CUT),
+        Row(
+            "best-small", "upper half, D/16 on average, trained", divisor=16, form=CUT, training=FAR
+        ),
         Row(
             "all-but-first",
             "all layers but the first, D/4 on average, trained",
