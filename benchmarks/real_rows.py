@@ -92,7 +92,6 @@ ROWS = {
         Row("cut", "upper half, attention cut to D/4 directions by hooks, nothing else", "cut"),
         Row("start", "upper half, D/4 on average, the start alone", form=CUT),
         Row("best", "upper half, D/4 on average, trained", form=CUT, training=NEAR),
-        Row("start-half", "upper half, D/2 on average, the start alone", divisor=2, form=CUT),
         Row(
             "best-small", "upper half, D/16 on average, trained", divisor=16, form=CUT, training=FAR
         ),
