@@ -34,7 +34,6 @@ SHORT = {
     "consolidate": "--eval_samples 2 --max_length 64",
     "transplant": "",
     "report": "",
-    "completion": "",
 }
 """Added to a printed command, so that it ends soon; of two values of a flag the last one counts."""
 FRESH = ["--init", "random", "--layers", "6,7", "--adapter_rank", "8", "--no_smoke_test"]
