@@ -27,7 +27,7 @@ stability: $(VENV)/.sweep
 	$(BIN)/npt sweep stability --study outputs/stability --workers 2
 	$(BIN)/npt report outputs/stability
 
-# The fast tests; test-slow has those that they leave out, test-all is both, and skips nothing: a browser and a C++ compiler have to be there.
+# The fast tests; test-slow has those that they leave out, test-all is both, and skips nothing: a browser has to be there.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=5 $(STRICT)
 

@@ -18,7 +18,6 @@ EXTRAS = {
     "peft": "peft",
     "pyarrow": "sweep",
     "scipy": "sweep",
-    "shtab": "completion",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }

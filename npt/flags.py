@@ -53,6 +53,7 @@ RETIRED = {
         "--compute_dtype bf16 rounds the products of a 4-bit base to bf16; all else computes in"
         " fp32"
     ),
+    "compile": "leave it out: compiling what a converted layer computes gained nothing",
     "save_strategy": "--save_steps says how often",
     "eval_strategy": "--eval_steps says how often",
     "evaluation_strategy": "--eval_steps says how often",

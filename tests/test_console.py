@@ -120,8 +120,10 @@ def test_a_full_disk_silences_a_console() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("result", ["a full disk", "nobody reads"])
 def test_a_result_that_cannot_be_written_is_one_line(result) -> None:
-    asked = ["completion", "bash"]  # loads no torch
-    code = f"import sys; from npt.cli.main import main; sys.exit(main({asked}))"
+    code = (
+        "import sys; from npt.cli import main, report; from npt.console import put;"
+        " report.report = lambda given: put('a result'); sys.exit(main.main(['report', '.']))"
+    )
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer if result == "nobody reads" else "/dev/full", "w", encoding="utf-8") as out:

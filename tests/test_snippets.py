@@ -34,7 +34,6 @@ SHORT = {
     "consolidate": "--eval_samples 2 --max_length 64",
     "transplant": "",
     "report": "",
-    "completion": "",
 }
 """Added to a printed command, so that it ends soon; of two values of a flag the last one counts."""
 FRESH = ["--init", "random", "--layers", "6,7", "--adapter_rank", "8", "--no_smoke_test"]
@@ -52,7 +51,6 @@ NOT_RUN = {
     r"make stability|npt sweep |npt report (STUDY|outputs/)": "tests/tools/sweep/test_cli_sweep.py",
     r"npt doctor --data$": "tests/cli/test_cli_doctor.py",
     r"npt doctor --plan": "tests/planning/test_plan.py",
-    r"npt doctor --products": "tests/cli/test_cli_products.py",
     r"npt pretrain --behaviour": "tests/train/test_run_behaviour.py",
     r"npt export ": "tests/adapters/files/test_export.py",
     r"npt import ": "tests/cli/test_cli_import.py",

@@ -13,7 +13,7 @@ Shapes: N tokens, F ffn, R rank, O width of a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-
-from npt.adapters.compiled import compiled
 
 BLOCK = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Elements of a block by type of device. On a CPU a handful of them fits the last cache, with rows
@@ -67,23 +65,17 @@ def is_unfused() -> bool:
 class Form:
     """Settings of the arithmetic.
 
-    mult_bound, additive_scale: beta and alpha. regularised: the energy is differentiated. compiled:
-    elementwise work by `torch.compile`.
+    mult_bound, additive_scale: beta and alpha. regularised: the energy is differentiated.
     """
 
     mult_bound: float
     additive_scale: float
     regularised: bool = False
-    compiled: bool = False
 
     @property
     def slope(self) -> float:
         """2 beta."""
         return 2.0 * self.mult_bound
-
-    def body(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an elementwise function, compiled if asked for."""
-        return compiled(plain) if self.compiled else plain
 
 
 def blocks(like: Tensor, rank: int) -> list[slice]:
@@ -196,9 +188,9 @@ class Modulated(torch.autograd.Function):
         ctx: Any, y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: Form
     ) -> tuple[Tensor, Tensor]:
         low = LowRank(z, (mult, add), form)
-        out, energy, block = torch.empty_like(y), low.additive_energy(), form.body(_multiplied)
+        out, energy = torch.empty_like(y), low.additive_energy()
         for rows in blocks(y, z.shape[-1]):
-            out[rows] = block(*low.of(0, rows, y), form.slope, energy[rows])[0]
+            out[rows] = _multiplied(*low.of(0, rows, y), form.slope, energy[rows])[0]
         ctx.form = form
         ctx.save_for_backward(y, z, mult, add)
         if not form.regularised:
@@ -210,13 +202,14 @@ class Modulated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_energy: Tensor) -> tuple[Tensor | None, ...]:
         y, z, *weights = ctx.saved_tensors
         form: Form = ctx.form
-        low, block = LowRank(z, weights, form, grad_energy), form.body(_modulate_backward_block)
+        low = LowRank(z, weights, form, grad_energy)
         grad_y = torch.empty_like(y) if ctx.needs_input_grad[0] else None
         for rows in blocks(y, z.shape[-1]):
             part, _, u = low.of(0, rows, y, with_s=False)
             into = None if grad_y is None else grad_y[rows]
             weight = low.energy_weight(rows)
-            low.add(rows, *block(grad[rows], part, u, form.slope, weight, into))
+            c = None if u is None else u.sigmoid_().sub_(0.5)
+            low.add(rows, *_modulated_backward(grad[rows], part, c, form.slope, weight, into))
         return grad_y, low.grad_z, *low.grad_weights, None
 
 
@@ -228,10 +221,10 @@ def product_forward(gate: Tensor, up: Tensor, low: LowRank, out: Tensor) -> Tens
         low: of gate's M and B, then up's.
         out: [N, F].
     """
-    energy, block = low.additive_energy(), low.form.body(product_block)
+    energy = low.additive_energy()
     for rows in blocks(gate, low.z.shape[-1]):
         of_both = *low.of(0, rows, gate), *low.of(1, rows, up)
-        block(*of_both, low.form.slope, out[rows], energy[rows])
+        product_block(*of_both, low.form.slope, out[rows], energy[rows])
     return energy
 
 
@@ -244,18 +237,18 @@ def product_backward(
     grad_up: Tensor | None = None,
 ) -> None:
     """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
-    block = low.form.body(_product_backward_block)
     for rows in blocks(gate, low.z.shape[-1]):
         of_gate, of_up = low.of(0, rows, gate), low.of(1, rows, up)
         into = [None if place is None else place[rows] for place in (grad_gate, grad_up)]
         weight = low.energy_weight(rows)
-        low.add(rows, *block(grad[rows], *of_gate, *of_up, low.form.slope, weight, *into))
+        of_both = *of_gate, *of_up, low.form.slope
+        low.add(rows, *_product_backward_block(grad[rows], *of_both, weight, *into))
 
 
-# --- elementwise, on a block: plain functions of tensors, which may be compiled. For a target they
-# take y, y + s and u, and write over the last two; without s the second is y, which is left as it
-# is. c = sigmoid(u) - 1/2, so m = 1 + 2 beta c: exactly 1 at u = 0, and off by no more than the
-# rounding of m itself. On a CPU sigmoid is several times as fast as tanh(u / 2), which is 2 c.
+# --- elementwise, on a block. For a target they take y, y + s and u, and write over the last two;
+# without s the second is y, which is left as it is. c = sigmoid(u) - 1/2, so m = 1 + 2 beta c:
+# exactly 1 at u = 0, and off by no more than the rounding of m itself. On a CPU sigmoid is several
+# times as fast as tanh(u / 2), which is 2 c.
 
 
 def _multiplied(
@@ -289,19 +282,6 @@ def product_block(
     torch.mul(F.silu(gate_out, inplace=gate_out is not gate), up_out, out=out)
 
 
-def _modulate_backward_block(
-    grad: Tensor,
-    y: Tensor,
-    u: Tensor | None,
-    slope: float,
-    weight: Tensor | None,
-    grad_y: Tensor | None,
-) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of u, over -2 beta, and of s; write that of y to `grad_y`."""
-    c = None if u is None else u.sigmoid_().sub_(0.5)
-    return _modulated_backward(grad, y, c, slope, weight, grad_y)
-
-
 def _product_backward_block(
     grad: Tensor,
     gate: Tensor,
@@ -315,7 +295,7 @@ def _product_backward_block(
     grad_gate: Tensor | None,
     grad_up: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the same of both targets."""
+    """Return the gradients of gate's u and s, then up's, as `_modulated_backward` does."""
     gate_out, gate_c = _multiplied(gate, gate_moved, gate_u, slope)
     up_out, up_c = _multiplied(up, up_moved, up_u, slope)
     of_up = F.silu(gate_out).mul_(grad)
@@ -335,7 +315,9 @@ def _modulated_backward(
     weight: Tensor | None,
     grad_y: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradients of u, over -2 beta, and of s from that of m y + s."""
+    """Return the gradients of u, over -2 beta, and of s from that of m y + s; write that of y to
+    `grad_y`.
+    """
     if c is None:
         if grad_y is not None:
             grad_y.copy_(grad)

@@ -65,12 +65,11 @@ class Workspace:
 class Work:
     """Settings of the layers' computation in training.
 
-    regularised: the energy is differentiated. compiled: elementwise work by `torch.compile`. space:
-    shared by layers whose backward comes before the next one's forward; None if graphs live longer.
+    regularised: the energy is differentiated. space: shared by layers whose backward comes before
+    the next one's forward; None if graphs live longer.
     """
 
     regularised: bool = True
-    compiled: bool = False
     space: Workspace | None = field(default=None, repr=False)
 
 
@@ -136,7 +135,7 @@ class _Pass:
     ):
         adapter, form = layer.npt, layer.npt.config
         self.layer, self.work = layer, work
-        self.form = Form(form.mult_bound, form.additive_scale, work.regularised, work.compiled)
+        self.form = Form(form.mult_bound, form.additive_scale, work.regularised)
         self.z = adapter.code(attention)
         self.stream = student_stream(layer, hidden, attention, self.z)
         self.taught, norm = self.stream, layer.post_attention_layernorm

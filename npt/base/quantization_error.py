@@ -1,11 +1,10 @@
-"""Error and time of fp32 products under each precision setting of torch, and the choice of one."""
+"""Error of fp32 products under each precision setting of torch, and the choice of one."""
 
 from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.base.device import wait_for
 from npt.base.linear import dense_weight
 
 PRECISIONS = ("highest", "high")
@@ -26,9 +24,6 @@ LARGEST_ERROR = 1e-3
 """Relative error of a product up to which `auto` takes the faster setting. TF32 rounds operands to
 11 bits: a product of normal numbers is off by some 3e-4, in fp32's range; bf16 with 8 bits is off
 by 2e-3 and not taken. The weights themselves are off by 9e-2 in NF4, and by 2e-3 in bf16."""
-
-REPEATS = 5
-"""Timed products of a kind, of which the fastest counts, after one that finds its kernel."""
 
 
 @torch.no_grad()
@@ -45,31 +40,14 @@ def product_errors(model: PreTrainedModel) -> dict[str, dict[str, float]]:
     Returns:
         Setting -> kind (`q_proj` and so on) -> ||y - exact|| / ||exact||.
     """
-    return _by_setting(model, _error)
-
-
-@torch.no_grad()
-def product_seconds(model: PreTrainedModel, rows: int) -> dict[str, dict[str, float]]:
-    """Return the seconds of products of so many rows, dequantising included, as `product_errors`.
-
-    Returns:
-        Setting -> kind -> seconds.
-    """
-    return _by_setting(model, lambda module: _seconds(module, rows))
-
-
-def _by_setting(
-    model: PreTrainedModel, measure: Callable[[Any], float]
-) -> dict[str, dict[str, float]]:
-    found = {}
+    kinds, errors = _product_kinds(model), {}
     for precision in PRECISIONS:
         with fp32_products(precision):
-            kinds = product_kinds(model)
-            found[precision] = {kind: measure(module) for kind, module in kinds.items()}
-    return found
+            errors[precision] = {kind: _error(module) for kind, module in kinds.items()}
+    return errors
 
 
-def product_kinds(model: PreTrainedModel) -> dict[str, Any]:
+def _product_kinds(model: PreTrainedModel) -> dict[str, Any]:
     """Return the linear layers that are measured, by their last name."""
     parts: dict[str, Any] = {
         name.rpartition(".")[2]: module
@@ -127,19 +105,6 @@ def choose_precision(errors: dict[str, dict[str, float]]) -> tuple[str, str]:
         f"products are off by at most {changed[worst]:.1e} of their size ({exact[worst]:.1e} under"
         " highest)"
     )
-
-
-def _seconds(module: Any, rows: int) -> float:
-    device = module.weight.device
-    x = _rows(module, rows, device)
-    spent = []
-    for _ in range(REPEATS + 1):
-        wait_for(device)
-        started = time.perf_counter()
-        module(x)
-        wait_for(device)
-        spent.append(time.perf_counter() - started)
-    return min(spent[1:])
 
 
 def _rows(module: Any, count: int, device: torch.device) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 from npt.cli.arguments import add_number, add_switch, natural, print_json
 from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
 from npt.cli.planning import make_plan, print_page
-from npt.cli.products import measure_products, print_products
 from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -23,23 +22,14 @@ _OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in 
 }
 """Settings that --data does not use."""
 
-_OF_PRODUCTS = {flag_of(f) for f in fields(BaseConfig)} - {
-    "matmul_precision",
-    "teacher_precision",
-    "share_embeddings",
-}
-"""Settings that --products uses."""
-
 
 def doctor(given: dict[str, Any]) -> int:
     """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
-    set, --plan for memory and time, --products for the error and the speed of its products on this
-    device."""
-    if given["data"] is None and not given["plan"] and not given["products"]:
+    set, --plan for memory and time."""
+    if given["data"] is None and not given["plan"]:
         raise ConfigError(
             "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples"
-            " of the data), --plan (the memory and the time that a run will take) or --products"
-            " (error and speed of its products on this device)"
+            " of the data) or --plan (the memory and the time that a run will take)"
         )
     _check_flags(given)
     shape = given["shape"]
@@ -53,17 +43,13 @@ def doctor(given: dict[str, Any]) -> int:
         for report in reports.values():
             print_report(report, console)
     page = make_plan(given, console) if given["plan"] else None
-    products = measure_products(given, console) if given["products"] else None
     if given["json"]:
         found = {name: report.as_dict() for name, report in reports.items()}
         if page is not None:
             found["plan"] = page.as_dict()
-        print_json(found if products is None else {**found, "products": products})
-    else:
-        if page is not None:
-            print_page(page, console)
-        if products is not None:
-            print_products(products, console)
+        print_json(found)
+    elif page is not None:
+        print_page(page, console)
     sound = all(report.trainable for report in reports.values()) and (page is None or page.fits)
     return 0 if sound else 2
 
@@ -74,10 +60,8 @@ def _check_flags(given: dict[str, Any]) -> None:
         raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
     if given["plan"]:
         return
-    used = {"device", *_OF_PRODUCTS} if given["products"] else set()
     switches = ("shape", "device", "gpu", "measure", "no_trial", "safe_mode")
-    unused = [name for name in sorted(_OF_PLAN & set(given)) if name not in used]
-    unused += [name for name in switches if given.get(name) and name not in used]
+    unused = sorted(_OF_PLAN & set(given)) + [name for name in switches if given.get(name)]
     if unused:
         raise ConfigError(f"--{unused[0]} means nothing without --plan; add it or drop the other")
 
@@ -135,11 +119,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "plan",
         "predict the memory and the time of a run with these flags; no weights are read",
     )
-    add_switch(
-        parser,
-        "products",
-        "load the base and measure error and speed of its products at each --matmul_precision",
-    )
     parser.add_argument(
         "--shape",
         metavar="SHAPE",
@@ -148,7 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="that is planned for or measured on (default: the GPU, if there is one)",
+        help="that is planned for (default: the GPU, if there is one)",
     )
     parser.add_argument(
         "--gpu",

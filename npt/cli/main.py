@@ -33,7 +33,6 @@ VERBS = (
     "push",
     "export",
     "import",
-    "completion",
 )
 """Modules of this package, in the order of `--help`."""
 
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         return 2
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
     """Return the parser of all verbs; `prog` is the name shown in messages."""
     parser = OneLineParser(
         prog=prog, description="Distil Neuro-Plastic adapters into quantised language models."
@@ -102,7 +101,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if name not in ("pretrain", "completion"):
+        if name != "pretrain":
             sub.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add_flags(sub)
     return parser

@@ -104,11 +104,6 @@ class Memory(Settings):
         " predicted to fit",
         read=joined_or_number,
     )
-    compile: bool = _memory(
-        False,
-        "compile the elementwise work of each converted layer; needs a compiler, takes a while at"
-        " the start",
-    )
     rank_timeout: float = _memory(
         600.0,
         "seconds that one of several processes waits for the others before it gives up",

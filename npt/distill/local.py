@@ -238,4 +238,4 @@ def run_layers(
 
 def work_of(config: TrainConfig, space: Workspace | None = None) -> Work:
     """Return how the adapters' products are computed."""
-    return Work(regularised=config.regularization_lambda > 0, compiled=config.compile, space=space)
+    return Work(regularised=config.regularization_lambda > 0, space=space)

@@ -25,17 +25,6 @@ _SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
-# torch's NCCL watchdog ends the process with SIGABRT by default when a collective fails: no process
-# would be named and nothing saved. `heartbeat.py` decides here.
-_WATCHDOG = {
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does the thread that watches the watchdog
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # or a dump on one process ends the others
-    # four of these are slept with a lock held, a minute each by default, dump or no dump
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    # the main thread meets the same error, and tells the others
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-}
-
 _REMEDY = "start the processes with accelerate launch or torchrun"
 
 
@@ -79,11 +68,6 @@ def join_processes(
         store = dist.PrefixStore("npt", store)
         _check_devices(store, index, size, device)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        if device.type == "cuda":
-            # torchrun sets it to 1, so nobody can have meant it
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-            for name, value in _WATCHDOG.items():
-                os.environ.setdefault(name, value)
         dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=limit)
     except ConfigError:
         raise
@@ -93,10 +77,7 @@ def join_processes(
             f"process {index} did not meet the {size - 1} other processes at {where} within"
             f" {timeout:g} s: {str(error).splitlines()[0][:200]}"
         ) from error
-    processes = ProcessGroup(index, size, device, store, owned=True)
-    if device.type == "cuda":
-        processes.watch(timeout)
-    return processes
+    return ProcessGroup(index, size, device, owned=True)
 
 
 def _warn_of_one(environment: Mapping[str, str]) -> None:

@@ -58,7 +58,7 @@ class LayerGatherer:
 
         processes.collect(ask)
         for index in sorted(set(everyone) - {_NONE}):
-            processes.collect(self._layers[index].unshard, processes.device)
+            processes.collect(self._layers[index].unshard)
             if index != needed:
                 self._layers[index].reshard()
         return everyone

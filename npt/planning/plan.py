@@ -142,8 +142,7 @@ class Planner:
         return max(found, key=lambda terms: sum(term.bytes for term in terms))
 
     def _stage(self, config: TrainConfig, samples: int, split: bool) -> list[Term]:
-        # fake models are not compiled, and take no less
-        config = replace(config, layer_weights="uniform", compile=False)
+        config = replace(config, layer_weights="uniform")
         phase = ("micro-batch",)
         layer, kept = self._driven(config, samples)
         terms = [Term("activations kept of every layer", kept, phase)]

@@ -87,7 +87,7 @@ class CheckpointWriter:
             self._report_error(loop, error, str(error))
         # The others are elsewhere: leave out whatever would wait for them.
         if not setup.processes.met_by_all(error):
-            setup.processes.leave(error)
+            setup.processes.leave()
         try:
             loop.settle()  # a checkpoint bears the step of its weights
             if setup.processes.broken and loop.step.window.applied_steps != loop.steps:

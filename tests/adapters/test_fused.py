@@ -1,9 +1,7 @@
-"""The fused forms against the plain ones, what they keep, and what the compiler may not change."""
+"""The fused forms against the plain ones, and what they keep."""
 
 from __future__ import annotations
 
-import shutil
-import warnings
 from typing import Any
 
 import pytest
@@ -11,12 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from npt.adapters import fused
-from npt.adapters.compiled import compiled
 from npt.adapters.fused import (
     Form,
     LowRank,
@@ -334,149 +330,3 @@ def test_the_unfused_context_nests_and_decorates():
         return is_unfused()
 
     assert decorated() and not is_unfused()
-
-
-class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def _fresh(self):
-        """Functions that nobody has compiled yet, and none left compiled in a way of a test's."""
-        compiled.cache_clear()
-        yield
-        compiled.cache_clear()
-
-    def inputs(self, rows: int = 7) -> list[Any]:
-        return [
-            normal(0, rows, 6),
-            normal(1, rows, 6),
-            normal(2, rows, 2).requires_grad_(),
-            *weights_of(2, 6, True, True, 3),
-        ]
-
-    @pytest.mark.parametrize(
-        ("backend", "regularised"),
-        [
-            ("aot_eager", True),
-            ("aot_eager", False),
-            pytest.param("inductor", True, marks=pytest.mark.slow),
-        ],
-    )
-    def test_equals_what_is_not_compiled_for_every_number_of_rows(
-        self, monkeypatch, backend, regularised
-    ):
-        if backend == "inductor" and shutil.which("g++") is None:
-            pytest.skip("takes a C++ compiler")
-        made = torch.compile
-        monkeypatch.setattr(
-            torch,
-            "compile",
-            lambda function, **arguments: made(function, backend=backend, **arguments),
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="--compile")
-            for rows in (7, 3, 12):
-                inputs = self.inputs(rows)
-                found = gradients(
-                    modulated_product, inputs, Form(0.5, 0.3, regularised, compiled=True)
-                )
-                assert_same(
-                    found, gradients(modulated_product, inputs, Form(0.5, 0.3, regularised))
-                )
-                one = [inputs[0], inputs[2], *inputs[3:5]]
-                found = gradients(modulated, one, Form(0.5, 0.3, regularised, compiled=True))
-                assert_same(found, gradients(modulated, one, Form(0.5, 0.3, regularised)))
-
-    def test_a_missing_compiler_is_said_once_and_changes_nothing(self, monkeypatch):
-        calls = []
-
-        def broken(function: Any, **_: Any) -> Any:
-            def call(*_: Any) -> None:
-                calls.append(function.__name__)
-                raise InternalTorchDynamoError("no working C++ compiler\nand more")
-
-            return call
-
-        monkeypatch.setattr(torch, "compile", broken)
-        with pytest.warns(
-            UserWarning,
-            match=(
-                r"--compile: product(_backward)?_block could not be compiled .*Error: no working"
-                r" C\+\+ compiler\)"
-            ),
-        ):
-            found = gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
-        expected = gradients(modulated_product, self.inputs(), Form(0.5, 0.3))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
-        assert calls == ["product_block", "_product_backward_block"]
-
-    @pytest.mark.parametrize(
-        "error",
-        [
-            torch.OutOfMemoryError("CUDA out of memory"),
-            RuntimeError(
-                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-            ),
-            RuntimeError("CUDA error: an illegal memory access was encountered"),
-        ],
-        ids=lambda error: str(error)[:20],
-    )
-    def test_what_fails_while_it_runs_is_not_taken_for_a_missing_compiler(self, monkeypatch, error):
-        """It may have written over its arguments, so that it cannot be done again."""
-
-        def failing(*_: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(torch, "compile", lambda function, **_: failing)
-        with pytest.raises(type(error)) as caught:
-            gradients(modulated_product, self.inputs(), Form(0.5, 0.3, compiled=True))
-        assert caught.value is error
-
-    def test_a_form_that_cannot_be_compiled_later_is_computed_as_it_is(self, monkeypatch):
-        """Such as one without B, after one with both."""
-
-        def picky(function: Any, **_: Any) -> Any:
-            def call(*arguments: Any) -> Any:
-                if arguments[1] is arguments[0]:
-                    raise InternalTorchDynamoError("not in this form")
-                return function(*arguments)
-
-            return call
-
-        monkeypatch.setattr(torch, "compile", picky)
-        y, z, *weights = (
-            normal(0, 7, 6),
-            normal(2, 7, 2).requires_grad_(),
-            *weights_of(2, 6, True, True, 3)[:2],
-        )
-        both, mult_only = [y, z, *weights], [y, z, weights[0], None]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            gradients(modulated, both, Form(0.5, 0.3, compiled=True))
-        with pytest.warns(UserWarning, match="not in this form"):
-            found = gradients(modulated, mult_only, Form(0.5, 0.3, compiled=True))
-        expected = gradients(modulated, mult_only, Form(0.5, 0.3))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-    def test_every_form_is_compiled_as_a_whole(self, monkeypatch):
-        made = torch.compile
-        monkeypatch.setattr(
-            torch,
-            "compile",
-            lambda function, **arguments: made(function, backend="eager", **arguments),
-        )
-        form = Form(0.5, 0.3, compiled=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="--compile")
-            for mult, add in ((True, True), (True, False), (False, True), (False, False)):
-                inputs = [
-                    normal(0, 7, 6),
-                    normal(1, 7, 6),
-                    normal(2, 7, 2).requires_grad_(),
-                    *weights_of(2, 6, mult, add, 3),
-                ]
-                assert_same(
-                    gradients(modulated_product, inputs, form),
-                    gradients(modulated_product, inputs, Form(0.5, 0.3)),
-                )

@@ -5,7 +5,6 @@ and how often a weight is unpacked.
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from collections import Counter
 from functools import partial
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
 from npt.adapters import fused, trained
-from npt.adapters.compiled import compiled
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, trained_output
@@ -370,51 +368,6 @@ def test_the_energy_is_that_of_all_targets(load_model):
         expected += ((m - 1) ** 2).sum(-1) / width + (s**2).sum(-1) / width
     assert energy is not None
     assert_close(energy, expected)  # default tolerance of fp32
-
-
-class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def _fresh(self):
-        """Functions that nobody has compiled yet, and none left compiled in a way of a test's."""
-        compiled.cache_clear()
-        yield
-        compiled.cache_clear()
-
-    @pytest.mark.parametrize("strategy", ["local", "propagated", "end_to_end"])
-    def test_compile_compiles_the_elementwise_work_once_for_all_layers(
-        self, load_model, batch, monkeypatch, strategy
-    ):
-        made = []
-
-        def compiled(function: Any, **_: Any) -> Any:
-            made.append(function.__name__)
-            return function
-
-        monkeypatch.setattr(torch, "compile", compiled)
-        model = student(load_model)
-        plain = drive(model, batch, TrainConfig(strategy=strategy))
-        assert made == []
-        found = drive(model, batch, TrainConfig(strategy=strategy, compile=True))
-        assert sorted(made) == [
-            "_modulate_backward_block",
-            "_multiplied",
-            "_product_backward_block",
-            "product_block",
-        ]
-        assert torch.equal(found.loss, plain.loss)
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="takes a C++ compiler")
-    def test_a_compiled_step_is_the_plain_one_to_rounding(self, load_model, batch):
-        model, results = student(load_model), []
-        for asked in (False, True):
-            sums = drive(model, batch, TrainConfig(regularization_lambda=0.3, compile=asked))
-            results.append(
-                [sums.loss, sums.reg, *(p.grad for p in adapter_parameters(model).values())]
-            )
-            for parameter in adapter_parameters(model).values():
-                parameter.grad = None
-        assert_same(*results)
 
 
 @pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])

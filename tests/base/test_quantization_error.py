@@ -12,7 +12,6 @@ from npt.base.quantization_error import (
     PRECISIONS,
     choose_precision,
     product_errors,
-    product_seconds,
     set_matmul_precision,
 )
 from npt.base.rows import set_rows
@@ -108,11 +107,3 @@ def test_auto_changes_nothing_on_the_cpu(load_model):
     for asked in ("high", "auto"):
         assert set_matmul_precision(asked, model) is None
         assert torch.get_float32_matmul_precision() == {"high": "high", "auto": "highest"}[asked]
-
-
-def test_every_kind_is_timed_under_each_setting(load_model):
-    found = product_seconds(load_model(), rows=3)
-    assert tuple(found) == PRECISIONS and all(
-        set(kinds) == KINDS and min(kinds.values()) > 0 for kinds in found.values()
-    )
-    assert torch.get_float32_matmul_precision() == "highest"

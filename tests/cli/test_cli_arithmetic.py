@@ -61,3 +61,40 @@ def test_matmul_precision_is_set_for_the_run_recorded_and_restored(tmp_path, mon
 def test_a_refused_call_gives_the_precision_back_too(capsys):
     assert main([*SHORT, "--matmul_precision", "high", "--model_name", "/nowhere"]) == 2
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_bf16_products_are_announced_with_their_error_and_recorded(tmp_path, capsys) -> None:
+    run = [
+        "pretrain",
+        "--use_quantization",
+        "--init",
+        "random",
+        "--compute_dtype",
+        "bf16",
+        "--max_steps",
+        "1",
+        "--eval_samples",
+        "1",
+        "--no_smoke_test",
+    ]
+    assert (
+        main(
+            [*run, "--max_length", "16", "--batch_size", "1", "--output_dir", str(tmp_path / "run")]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert (
+        "--compute_dtype bf16: 4-bit products are rounded to bf16, off by 2.9e-03 of their size"
+        in out
+    )
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (
+        record["settings"]["compute_dtype"] == "bf16"
+        and record["settings"]["matmul_precision"] == "auto"
+    )
+    assert set(record["precision"]["compute_dtype"]) == {"bfloat16", "float32"}
+    assert (
+        record["precision"]["matmul_precision"] == "highest"
+        and record["product_errors"]["highest"]["up_proj"] > 1e-3
+    )

@@ -1,5 +1,5 @@
-"""Processes on GPUs: a lost process is named over NCCL and nothing hangs, GPUs are told apart, a
-base is packed on the GPU and shared.
+"""Processes on GPUs: over NCCL nothing hangs beyond the timeout, GPUs are told apart, a base is
+packed on the GPU and shared.
 """
 
 from __future__ import annotations
@@ -7,14 +7,12 @@ from __future__ import annotations
 import io
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from several import several, values
 
@@ -22,7 +20,6 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base.linear import quantized_linears
 from npt.distill.strategies import STRATEGIES
-from npt.distributed.heartbeat import Heartbeat, Pace
 from npt.distributed.processes import ProcessGroup
 from npt.runs.checkpoint import read_checkpoint
 
@@ -33,9 +30,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two G
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process starts CUDA and NCCL, and a process that is lost is silent for 20 s before it
-    counts as lost.
-    """
+    """Each process starts CUDA and NCCL, and torch's watchdog takes its time to end one."""
     monkeypatch.setattr("several.DEADLINE", 240.0)
 
 
@@ -95,15 +90,15 @@ def trained(
 
 
 @two_gpus
-def test_a_killed_process_is_named_over_nccl_and_training_is_saved(tmp_path: Path) -> None:
-    left, killed = several(2, trained, str(tmp_path / "run"), plant="kill", timeout=120.0)
-    assert killed.status == -signal.SIGKILL
-    assert left.kind == "ProcessError" and left.status == 6, left.trace
-    assert str(left.error).startswith("process 1 does not answer any more (")
-    assert left.seconds < 90  # far below the timeout
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    saved = read_checkpoint(checkpoint)
-    assert 0 < saved.step < 8
+@pytest.mark.parametrize("plant", ["kill", "sleep"])
+def test_a_lost_process_ends_the_other_and_every_checkpoint_is_whole(
+    tmp_path: Path, plant: str
+) -> None:
+    left, lost = several(2, trained, str(tmp_path / "run"), plant=plant, timeout=10.0)
+    # torch's watchdog, or an exchange of the hosts that comes to its end first
+    assert left.status in (-signal.SIGABRT, 6) and lost.status != 0, left.trace
+    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        assert 0 < read_checkpoint(checkpoint).step < 8
 
 
 @two_gpus
@@ -114,33 +109,6 @@ def test_an_error_on_one_process_is_the_error_of_both(tmp_path: Path) -> None:
         and left.kind == "ProcessError"
         and "KeyError: 'a planted error'" in str(left.error)
     )
-
-
-@two_gpus
-def test_a_process_that_hangs_is_named_and_no_process_aborts(tmp_path: Path) -> None:
-    left, slept = several(2, trained, str(tmp_path / "run"), plant="sleep", timeout=10.0)
-    assert left.kind == "ProcessError" and "process 1 does not answer any more (Timed out" in str(
-        left.error
-    ), left.trace
-    # what torch's watchdog would do
-    assert slept.status != -signal.SIGABRT and left.status != -signal.SIGABRT
-
-
-def test_a_signal_is_handled_while_the_host_waits_for_the_gpu() -> None:
-    heartbeat = Heartbeat(dist.HashStore(), 0, 1, Pace(60.0), lambda: None, torch.device("cuda", 0))
-    heartbeat.start()
-    came: list[float] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: came.append(time.monotonic()))
-    try:
-        event = torch.cuda.Event()
-        torch.cuda._sleep(4_000_000_000)  # cycles, some two seconds
-        event.record()
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        assert heartbeat.wait_for(event)
-        assert came and time.monotonic() - came[0] > 0.3  # in the middle of the wait, not after it
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        heartbeat.stop()
 
 
 # --- who computes where

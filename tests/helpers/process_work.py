@@ -184,7 +184,7 @@ def looped(
         except Exception as raised:
             error = raised
             if not processes.met_by_all(raised):
-                processes.leave(raised)
+                processes.leave()
     folder.close()
     return {
         "steps": loop.steps,
