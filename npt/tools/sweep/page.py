@@ -53,7 +53,7 @@ PLACES = ("key", "parts", "arms")
 _SHOWN = (
     "outcome", "reason", "bad_layer", "bad_stage", "kl", "perplexity_ratio", "top1", "loss_first",
     "loss_end", "refused", "grad_growth", "residual_ratio", "saturated", "dead", "m_min", "m_max",
-    "additive_to_residual", "additive_to_product", "sharpness_start", "sharpness_end", "parameters",
+    "additive_to_residual", "additive_to_product", "parameters",
     "seconds",
 )  # fmt: skip
 
@@ -178,7 +178,6 @@ def _measures(line: Line) -> dict[str, Any]:
         "dead": max(known("dead"), default=None),
         "refused": sum(known("refused")),
         "broken": sum(row["kl"] is None or bool(row["refused"]) for row in line.rows),
-        "sharpness_start": next(iter(known("sharpness_start")), None),
     }
 
 

@@ -31,7 +31,6 @@ from npt.step.window_result import WindowResult
 from npt.tools.sweep.inspect_student import Inspection, inspect_student
 from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.settings import ProbeConfig, Settings
-from npt.tools.sweep.sharpness import layer_sharpness
 from npt.tools.sweep.spec import Trial
 
 CURVE = 64  # points of a loss curve that are kept
@@ -190,14 +189,12 @@ def run(
         student.start()
         row: Row = {"runs": 1, "seconds_start": time.perf_counter() - started}
         row["parameters"] = sum(p.numel() for p in adapter_parameters(student.model).values())
-        row["sharpness_start"] = student.sharpness()
         row["loss_first"] = student.loss()
         row["kl_start"] = student.fidelity()["kl"]
         training = time.perf_counter()
         course, last = _train(student, watch)
         row["seconds_training"] = time.perf_counter() - training
         row |= course.figures() | {"loss_end": student.loss()}
-        row["sharpness_end"] = student.sharpness()
         seen = student.inspect()
         row |= seen.measures() | student.fidelity()
         row |= _outcome(course, row, seen.finite)
@@ -240,12 +237,6 @@ class _Student:
         for parameter in adapter_parameters(self.model).values():
             parameter.grad = None
         return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
-
-    def sharpness(self) -> float | None:
-        steps = self.settings.probe.sharpness_steps
-        batch = self.windows[0][0].to(self.model.device)
-        training = self.settings.training
-        return layer_sharpness(self.model, batch, training, steps) if steps else None
 
     def inspect(self) -> Inspection:
         """Measure the student on held-out samples."""

@@ -20,7 +20,7 @@ _FAULT = Need(lambda config: config.fault_step is not None, "--fault_step")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig(SettingsGroup):
-    """Faults that are planted in a study's run, and measures in addition to training."""
+    """Faults that are planted in a study's run, and when it counts as diverged."""
 
     compute_dtype: str | None = setting(
         None,
@@ -43,12 +43,6 @@ class ProbeConfig(SettingsGroup):
         10.0,
         "a run has diverged when its loss is this many times its first one",
         bound=Bound(lambda value: 1 < value < math.inf, "it must be a number above 1"),
-    )
-    sharpness_steps: int = setting(
-        0,
-        "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not"
-        " measured)",
-        bound=at_least(0),
     )
 
 

@@ -28,7 +28,7 @@ MEASURES = (
     "loss_last", "loss_end", "loss_max", "steps", "applied", "refused", "refused_kinds",
     "grad_norm_first", "grad_norm_last", "grad_norm_max", "grad_growth", "residual_ratio",
     "saturated", "dead", "m_min", "m_max", "additive_to_residual", "additive_to_product",
-    "sharpness_start", "sharpness_end", "limit_low", "limit_high", "fault_refused", "fault_loss",
+    "limit_low", "limit_high", "fault_refused", "fault_loss",
     "fault_grad_norm", "fault_harm", "loss_before_fault", "loss_worst_behind", "loss_after_fault",
     "recovered_after", "runs", "parameters", "tokens", "seconds_start", "seconds_training",
     "seconds", "heldout", "trial", "worker", "started", "ended", "curve",

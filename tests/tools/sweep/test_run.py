@@ -232,12 +232,8 @@ def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, b
     ids=lambda settings: next(iter(settings)),
 )
 def test_every_way_to_train_can_be_swept(lab, trial, settings) -> None:
-    row = run_trial(lab, trial(sharpness_steps=2, **settings))
-    assert (
-        row["outcome"] in ("stable", "worse")
-        and math.isfinite(row["kl"])
-        and math.isfinite(row["sharpness_end"])
-    )
+    row = run_trial(lab, trial(**settings))
+    assert row["outcome"] in ("stable", "worse") and math.isfinite(row["kl"])
 
 
 EMBEDDED = {
