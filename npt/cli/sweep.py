@@ -57,8 +57,7 @@ def sweep(given: dict[str, Any]) -> int:
     status = run_workers(command, count, threads, display.update)
     rows = display.table()
     if given["json"]:
-        trials = [{k: v for k, v in row.items() if k != "curve"} for row in rows]
-        print_json({"study": str(folder), "trials": trials})
+        print_json({"study": str(folder), "trials": rows})
         return status
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))

@@ -33,7 +33,6 @@ from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.settings import ProbeConfig, Settings
 from npt.tools.sweep.spec import Trial
 
-CURVE = 64  # points of a loss curve that are kept
 AROUND = 3  # steps before a fault, and at the end of a run, whose mean loss is the loss there
 
 RECOVERED = 1.5
@@ -88,15 +87,12 @@ class Course:
         quarter = max(1, len(norms) // 4)
         first = statistics.median(norms[:quarter]) if norms else None
         last = statistics.median(norms[-quarter:]) if norms else None
-        count, kinds = len(self.losses), sorted(self.refused.items())
-        points = list(range(count))
-        if count > CURVE:  # the first and the last among them
-            points = [round(i * (count - 1) / (CURVE - 1)) for i in range(CURVE)]
+        kinds = sorted(self.refused.items())
         return {
-            "steps": count,
+            "steps": len(self.losses),
             "applied": self.applied,
             "refused": self.refused.total(),
-            "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds),
+            "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds) or None,
             "tokens": self.tokens,
             "loss_last": statistics.fmean(losses[-AROUND:]) if losses else None,
             "loss_max": max(losses, default=None),
@@ -104,7 +100,6 @@ class Course:
             "grad_norm_last": last,
             "grad_norm_max": max(norms, default=None),
             "grad_growth": last / first if first and last is not None else None,
-            "curve": [self.losses[i] for i in points],
             **self._recovery(),
         }
 

@@ -139,8 +139,6 @@ class Storage:
     ):
         try:
             import optuna
-            import pandas  # noqa: F401 - of the table, which is written last
-            import pyarrow  # noqa: F401
             import sqlalchemy
         except ImportError as error:
             raise ConfigError(

@@ -5,7 +5,6 @@ it ends.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,37 +314,3 @@ def test_a_trial_is_called_by_its_place_and_what_varies_there() -> None:
         "faults, plain, fault_place embedding, seed 0",
         "drawn, lr 0.001, adapter_rank 4, seed 7",
     ]
-
-
-def test_a_report_of_a_killed_study_never_shrinks_its_table(design, finished, tmp_path) -> None:
-    import yaml
-
-    from npt.files import write_json
-    from npt.tools.sweep.study import refresh
-    from npt.tools.sweep.table import write_table
-
-    part = {"grid": {"mult_form": ["sigmoid", "unbounded"], "learning_rate": [1e-3, 30.0]}}
-    settings = design.trials[0].given | {"divergence_factor": 2.0}
-    for name in ("mult_form", "learning_rate"):
-        settings.pop(name)
-    (tmp_path / "spec.yaml").write_text(
-        yaml.safe_dump({"settings": settings, "parts": {"forms": part}}, sort_keys=False)
-    )
-    write_json(tmp_path / "study.json", {"name": "small"})
-    shutil.copy(finished.folder / "study.db", tmp_path)
-    refresh(tmp_path)
-    rows = read_table(tmp_path)
-    assert [row["outcome"] for row in rows] == ["stable", "diverged", "stable", "diverged"]
-    other = design_of(
-        {"name": "small", "settings": {**settings, "max_steps": 5}, "parts": {"forms": part}},
-        "study.yaml",
-    )
-    write_table(tmp_path, rows)
-    (tmp_path / "spec.yaml").write_text(
-        yaml.safe_dump(
-            {"settings": {**settings, "max_steps": 5}, "parts": {"forms": part}}, sort_keys=False
-        )
-    )
-    assert not other.by_key.keys() & design.by_key.keys()
-    refresh(tmp_path)
-    assert read_table(tmp_path) == rows
