@@ -41,7 +41,7 @@ def sweep(given: dict[str, Any]) -> int:
     check_folder(folder, spec, design, given["storage"])
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     open_folder(folder, spec, design, given["storage"], versions())
-    new = storage.enqueue(design.trials, again=True)
+    new = storage.enqueue(design.trials)
     before = storage.progress(design.by_key).finished
     console.say(
         f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}"
@@ -79,7 +79,6 @@ def _work(given: dict[str, Any], console: Any) -> None:
     folder = Path(given["study"])
     design = design_in(folder)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
-    storage.enqueue(design.trials)
     Worker(
         design, storage, folder, Lab(), lambda line: console.say(f"  {line}"), given["parent"]
     ).work()

@@ -47,9 +47,7 @@ class Worker:
         with self._stop:
             while True:
                 self._check()
-                # trials on bases that are loaded come first
-                loaded = [k for k, trial in self._trials.items() if self.lab.loaded(trial.settings)]
-                claim = self.storage.claim(self._trials, loaded)
+                claim = self.storage.claim(self._trials)
                 if claim is not None:
                     self._run(claim, self._trials[claim.key])
                     continue
@@ -64,11 +62,10 @@ class Worker:
             with self.storage.alive(claim):  # until the outcome is on record
                 trackers = self._trackers(trial)
                 self._try(claim, trial, trackers)
-        except BaseException as error:  # of the worker and not of the trial
-            stopped = isinstance(error, StoppedError | KeyboardInterrupt)
+        except BaseException:  # of the worker and not of the trial
             # a storage out of reach: the trial is run again when it has been silent for long
             with contextlib.suppress(ConfigError):
-                self.storage.give_back(claim, None if stopped else _said(error))
+                self.storage.give_back(claim, trial)
             raise
         finally:
             if trackers is not None:
@@ -84,11 +81,11 @@ class Worker:
             trackers.log(numbers, row["steps"] + 1)
         # its settings', its data's or the machine's: other trials may do
         except (NPTError, RuntimeError) as error:
-            self.storage.give_back(claim, _said(error))
-            self._say(f"{label(trial)}: {type(error).__name__}: {error}")
+            said = f"{type(error).__name__}: {error}"
+            self.storage.fail(claim, said[:500])
+            self._say(f"{label(trial)}: {said}")
             return
-        kl = row["kl"]
-        if self.storage.finish(claim, row, float("nan") if kl is None else kl):
+        if self.storage.finish(claim, row):
             self.done += 1
             self._say(f"{label(trial)}: {told(row)}")
 
@@ -108,10 +105,6 @@ class Worker:
         self._stop.check()
         if self._parent is not None and os.getppid() != self._parent:
             raise StoppedError(15)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
 
 
 def label(trial: Trial) -> str:
