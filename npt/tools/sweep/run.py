@@ -132,25 +132,20 @@ choice of the held-out tokens.
 Between = Callable[[], None]
 """Called before every step; what it raises ends the trial."""
 
-Watch = Callable[[int, float | None, float | None], None]
-"""Told of each step its number, loss and gradient norm."""
 
-
-def run_trial(
-    lab: Lab, trial: Trial, between: Between = lambda: None, watch: Watch = lambda *_: None
-) -> Row:
+def run_trial(lab: Lab, trial: Trial, between: Between = lambda: None) -> Row:
     """Run a trial: once, or if it seeks a limit as often as that takes; the row is then of the
     largest value that trained, with the bracket.
     """
     if trial.bisect is None:
-        return run(lab, trial.settings, between, watch)
+        return run(lab, trial.settings, between)
     started = time.perf_counter()
     best: Row = {}
     runs = 0
 
     def trains(value: float) -> bool:
         nonlocal best, runs
-        found = run(lab, trial.at(value), between, watch)
+        found = run(lab, trial.at(value), between)
         runs += 1
         stable = bool(found["outcome"] == "stable")
         best = found if stable or not best else best
@@ -172,9 +167,7 @@ def run_trial(
     return {**best, **limits, "runs": runs, "seconds": seconds}
 
 
-def run(
-    lab: Lab, settings: Settings, between: Between = lambda: None, watch: Watch = lambda *_: None
-) -> Row:
+def run(lab: Lab, settings: Settings, between: Between = lambda: None) -> Row:
     """Train once with these settings from the beginning; the base is as before afterwards."""
     student = _Student(lab, settings, between)
     lab.reference(student.base, settings)  # what runs share is not one run's time
@@ -187,7 +180,7 @@ def run(
         row["loss_first"] = student.loss()
         row["kl_start"] = student.fidelity()["kl"]
         training = time.perf_counter()
-        course, last = _train(student, watch)
+        course, last = _train(student)
         row["seconds_training"] = time.perf_counter() - training
         row |= course.figures() | {"loss_end": student.loss()}
         seen = student.inspect()
@@ -284,7 +277,7 @@ Refused = tuple[list[Batch], bool] | None
 """The last window with a refusal, and whether it was faulted."""
 
 
-def _train(student: _Student, watch: Watch) -> tuple[Course, Refused]:
+def _train(student: _Student) -> tuple[Course, Refused]:
     config, probe = student.settings.training, student.settings.probe
     assert config.max_steps is not None
     rates = rate_table(
@@ -317,7 +310,6 @@ def _train(student: _Student, watch: Watch) -> tuple[Course, Refused]:
                 "fault_grad_norm": trace.grad_norm / sum(batch.tokens for batch in window),
                 "fault_harm": student.loss() / before,
             }
-        watch(step, result.loss, result.grad_norm)
         if course.reason is not None:
             break
     return course, last

@@ -9,7 +9,6 @@ one is older than `grace` seconds by the database's clock.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -19,9 +18,9 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from npt.errors import ConfigError, first_line
 from npt.extras import install_command
@@ -38,9 +37,6 @@ _LOCK_SECONDS = 60.0
 _OPENINGS = 5  # tries to open a database whose tables other workers make at that moment
 _RANKS = {"COMPLETE": 0, "RUNNING": 1, "WAITING": 2, "FAIL": 3}
 """Of several attempts at a trial the first in this order says what has come of it."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Claim(NamedTuple):
@@ -61,22 +57,6 @@ class Progress(NamedTuple):
     @property
     def open(self) -> int:
         return self.running + self.waiting
-
-
-def _reaching(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
-    """Wrap a method of a storage so that a database out of reach is a ConfigError."""
-
-    @functools.wraps(method)
-    def wrapped(self: Storage, *arguments: P.args, **named: P.kwargs) -> T:
-        try:
-            return method(self, *arguments, **named)
-        except self._unreached as error:
-            raise ConfigError(
-                f"the study's database {self._shown} cannot be reached: {_reason(error)}; run npt"
-                " sweep again when it can be, which repeats no finished trial"
-            ) from error
-
-    return wrapped
 
 
 def _reason(error: BaseException) -> str:
@@ -165,7 +145,17 @@ class Storage:
             )
         return found
 
-    @_reaching
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """Raise ConfigError if the database is out of reach within the context."""
+        try:
+            yield
+        except self._unreached as error:
+            raise ConfigError(
+                f"the study's database {self._shown} cannot be reached: {_reason(error)}; run npt"
+                " sweep again when it can be, which repeats no finished trial"
+            ) from error
+
     def enqueue(self, trials: Iterable[Trial]) -> int:
         """Let these trials wait, but for those that wait, run or are finished already, and count
         them.
@@ -177,7 +167,6 @@ class Storage:
                 count += 1
         return count
 
-    @_reaching
     def claim(self, trials: Mapping[str, Trial]) -> Claim | None:
         """Take the first waiting trial of these; None if none waits. Trials whose workers are gone
         wait again first.
@@ -224,7 +213,6 @@ class Storage:
             over.set()
             thread.join()
 
-    @_reaching
     def finish(self, claim: Claim, row: Mapping[str, Any]) -> bool:
         """Record the figures of a trial by name, with its KL for Optuna's own tools. Return False
         if another worker has the trial by now, whose result counts.
@@ -236,28 +224,24 @@ class Storage:
             self._storage.set_trial_state_values(claim.id, self._states.COMPLETE, [value])
         return bool(self._storage.get_trial(claim.id).state == self._states.COMPLETE)
 
-    @_reaching
     def fail(self, claim: Claim, error: str) -> None:
         """Record why a trial cannot be computed."""
         with contextlib.suppress(self._over):
             self._storage.set_trial_user_attr(claim.id, "error", error)
             self._storage.set_trial_state_values(claim.id, self._states.FAIL)
 
-    @_reaching
     def give_back(self, claim: Claim, trial: Trial) -> None:
         """Let an unfinished trial wait again."""
         with contextlib.suppress(self._over):
             self._storage.set_trial_state_values(claim.id, self._states.FAIL)
             self._wait(trial)
 
-    @_reaching
     def progress(self, keys: Iterable[str]) -> Progress:
         """Count these trials by their state."""
         attempts = self._attempts()
         states = [attempts[key].state.name if key in attempts else "WAITING" for key in keys]
         return Progress(*map(states.count, ("COMPLETE", "RUNNING", "WAITING", "FAIL")))
 
-    @_reaching
     def rows(self) -> dict[str, dict[str, Any]]:
         """Return the figures of the finished trials by key, and why others failed."""
         found = {}

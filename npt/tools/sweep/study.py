@@ -26,7 +26,7 @@ from npt.tools.sweep.table import rows_of, write_table
 
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
-TABLE_SECONDS = 20.0  # between two tables of a study that is under way
+TABLE_SECONDS = 15.0  # between two tables of a study that is under way
 
 
 def is_study(folder: Path) -> bool:
@@ -82,7 +82,7 @@ def _own(item: Path, spec: Path, storage: str | None) -> bool:
     database = DATABASE if storage is None else storage.partition("?")[0].rpartition("/")[2]
     names = [f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")]
     started = item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL)
-    return started or item.name in (*names, "wandb")
+    return started or item.name in names
 
 
 def open_folder(
@@ -139,37 +139,27 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
 
 
 class Display:
-    """Lines on how far a study is, at most one in so many seconds, and its table."""
+    """Lines on how far a study is, and its table, at most once in so many seconds."""
 
     def __init__(
         self, storage: Storage, design: Design, folder: Path, say: Callable[[str], None],
-        seconds: float = 15.0,
+        seconds: float = TABLE_SECONDS,
     ):  # fmt: skip
         self._storage, self._design, self._folder = storage, design, folder
         self._say, self._every = say, seconds
-        self._started = self._tabled = time.monotonic()
-        self._said = 0.0
-        self._first: int | None = None
-        self._last = -1
+        self._said, self._line = 0.0, ""
 
     def update(self) -> None:
-        """Say how far the study is and write the table, if the last ones are a while ago."""
-        now = time.monotonic()
-        if now - self._said >= self._every:
-            self._said = now
-            progress = self._storage.progress(self._design.by_key)
-            if progress.finished != self._last:
-                self._last = progress.finished
-                self._first = progress.finished if self._first is None else self._first
-                line = f"{progress.finished} of {len(self._design.trials)} trials"
-                line += f", {progress.running} under way"
-                done = progress.finished - self._first
-                if done and progress.open:  # at the pace so far
-                    left = int((now - self._started) / done * progress.open)
-                    line += f", {left // 60}:{left % 60:02d} left"
-                self._say(line)
-        if now - self._tabled >= TABLE_SECONDS:
-            self._tabled = now
+        """Say how far the study is, if that has changed, and write the table."""
+        if time.monotonic() - self._said < self._every:
+            return
+        self._said = time.monotonic()
+        progress = self._storage.progress(self._design.by_key)
+        line = f"{progress.finished} of {len(self._design.trials)} trials"
+        line += f", {progress.running} under way"
+        if line != self._line:
+            self._line = line
+            self._say(line)
             self.table()
 
     def table(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from npt.adapters.converted import is_attached
 from npt.errors import StoppedError
 from npt.step.spikes import SpikeGuard
-from npt.tools.sweep.run import enlarged, run, run_trial
+from npt.tools.sweep.run import Course, enlarged, run, run_trial
 from npt.tools.sweep.spec import design_of
 
 TIMES = ("seconds", "seconds_start", "seconds_training")
@@ -95,9 +95,13 @@ def test_a_run_that_ends_worse_than_it_began_is_no_success(lab, trial) -> None:
 
 def with_losses(lab: Any, trial: Any) -> tuple[dict[str, Any], list[float | None]]:
     """A trial's row, and the loss of each of its steps."""
-    losses: list[float | None] = []
-    row = run_trial(lab, trial, watch=lambda step, loss, norm: losses.append(loss))
-    return row, losses
+    courses: list[Course] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "npt.tools.sweep.run.Course", lambda s: courses.append(Course(s)) or courses[-1]
+        )
+        row = run_trial(lab, trial)
+    return row, courses[0].losses
 
 
 def test_a_run_begins_with_its_own_figures_and_is_judged_by_them(lab, trial) -> None:

@@ -238,9 +238,12 @@ def test_a_database_that_is_out_of_reach_is_said_in_one_line(file: str, monkeypa
         raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
 
     monkeypatch.setattr(storage, "_attempts", unreached)
-    with pytest.raises(
-        ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again"
-    ) as caught:
+    with (
+        pytest.raises(
+            ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again"
+        ) as caught,
+        storage.reached(),
+    ):
         storage.progress(design.by_key)
     assert "\n" not in str(caught.value)
 
