@@ -151,9 +151,7 @@ def test_a_trial_given_back_waits_again_as_if_nobody_had_had_it(file: str) -> No
     assert storage.progress(design.by_key).waiting == 1
 
 
-def test_a_trial_that_fails_has_its_reason_and_waits_again_in_a_study_started_anew(
-    file: str,
-) -> None:
+def test_a_failed_trial_has_its_reason_until_it_is_started_anew(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
     claim = storage.claim(design.by_key)
@@ -175,9 +173,7 @@ def fall_silent(storage: Storage) -> None:
         )
 
 
-def test_a_trial_over_which_workers_fall_silent_fails_until_the_study_is_started_anew(
-    file: str,
-) -> None:
+def test_a_trial_of_silent_workers_fails_until_started_anew(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     for _ in range(2):
         assert storage.enqueue(design.trials) == 1

@@ -116,7 +116,7 @@ def test_a_trial_that_cannot_be_computed_is_left_with_its_reason(
     assert rows[2]["reason"] == "RuntimeError: out of everything"
 
 
-def test_bad_settings_fail_the_trial_and_a_fault_of_ours_ends_the_worker(
+def test_bad_settings_fail_the_trial_and_our_faults_the_worker(
     design, storage, tmp_path, lab, monkeypatch
 ) -> None:
     import npt.tools.sweep.worker as module
