@@ -14,10 +14,7 @@ EXTRAS = {
     "gguf": "gguf",
     "lm_eval": "eval",
     "optuna": "sweep",
-    "pandas": "sweep",
     "peft": "peft",
-    "pyarrow": "sweep",
-    "scipy": "sweep",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }

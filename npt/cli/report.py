@@ -55,14 +55,13 @@ def report(given: dict[str, Any]) -> int:
 
 def _study(folder: Path, output: Path) -> tuple[dict[str, Any], list[str]]:
     """Write the page about a study; return its figures and lines about them."""
-    for package in ("pandas", "pyarrow", "scipy"):
-        require(package, "the page about a study")
+    require("optuna", "the page about a study")
     from npt.tools.sweep.page import write_study_report
 
     found = write_study_report(folder, output)
     return found, [
         ", ".join(f"{count} {name}" for name, count in found["outcomes"].items()),
-        f"written to {output}, and {len(found['pictures'])} pictures in {folder / 'figures'}",
+        f"written to {output}",
     ]
 
 

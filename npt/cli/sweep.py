@@ -41,24 +41,25 @@ def sweep(given: dict[str, Any]) -> int:
     check_folder(folder, spec, design, given["storage"])
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     open_folder(folder, spec, design, given["storage"], versions())
-    new = storage.enqueue(design.trials, again=True)
-    before = storage.progress(design.by_key).finished
-    console.say(
-        f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished; {folder}"
-    )
-    display = Display(storage, design, folder, console.say)
-    display.table()
-    count = given["workers"]
-    threads = max(1, (os.cpu_count() or 1) // count)
-    command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
-    command += ["--parent", str(os.getpid())]
-    command += ["--storage", given["storage"]] if given["storage"] is not None else []
-    command += ["--json"] if given["json"] else []
-    status = run_workers(command, count, threads, display.update)
-    rows = display.table()
+    with storage.reached():
+        new = storage.enqueue(design.trials)
+        before = storage.progress(design.by_key).finished
+        console.say(
+            f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished;"
+            f" {folder}"
+        )
+        display = Display(storage, design, folder, console.say)
+        display.table()
+        count = given["workers"]
+        threads = max(1, (os.cpu_count() or 1) // count)
+        command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
+        command += ["--parent", str(os.getpid())]
+        command += ["--storage", given["storage"]] if given["storage"] is not None else []
+        command += ["--json"] if given["json"] else []
+        status = run_workers(command, count, threads, display.update)
+        rows = display.table()
     if given["json"]:
-        trials = [{k: v for k, v in row.items() if k != "curve"} for row in rows]
-        print_json({"study": str(folder), "trials": trials})
+        print_json({"study": str(folder), "trials": rows})
         return status
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
@@ -80,10 +81,10 @@ def _work(given: dict[str, Any], console: Any) -> None:
     folder = Path(given["study"])
     design = design_in(folder)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
-    storage.enqueue(design.trials)
-    Worker(
-        design, storage, folder, Lab(), lambda line: console.say(f"  {line}"), given["parent"]
-    ).work()
+    with storage.reached():
+        Worker(
+            design, storage, Lab(), lambda line: console.say(f"  {line}"), given["parent"]
+        ).work()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

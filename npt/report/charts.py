@@ -329,28 +329,24 @@ class Marks:
         return cls(name, look, values, low, high)
 
 
-def rows_height(names: Sequence[str], headed: bool = True) -> float:
-    """Return the pixels that `paint_rows` takes. headed: it has a title or a legend."""
-    return len(names) * (ROW if _are_short(names) else 1.6 * ROW) + 36 + 18 * headed
+def _rows_height(names: Sequence[str]) -> float:
+    """Return the pixels of so many rows."""
+    return len(names) * (ROW if _are_short(names) else 1.6 * ROW)
 
 
 def _are_short(names: Sequence[str]) -> bool:
     return max(map(len, names), default=0) <= 8
 
 
-def paint_rows(
-    made: Picture, top: float, names: Sequence[str], marks: Sequence[Marks], what: str,
-    log: bool | None = None, reach: Sequence[float] = (), title: str = "",
-) -> float:  # fmt: skip
-    """Draw named rows of marks on a common scale from `top` on, and return their lower end: dots,
-    not bars, for a scale need not begin at 0. what: name of the scale, with its unit. log: as for
-    `scale`. reach: numbers that the scale holds in any case.
+def _paint_rows(
+    made: Picture, names: Sequence[str], marks: Sequence[Marks], what: str, log: bool | None,
+    reach: Sequence[float],
+) -> None:  # fmt: skip
+    """Draw named rows of marks on a common scale: dots, not bars, for a scale need not begin at
+    0.
     """
     short, legend = _are_short(names), any(each.name for each in marks)
-    top += 18 * (bool(title) or legend)
-    height = rows_height(names, False) - 36
-    axes = made.axes(top, height, LEFT if short else RIGHT + 8, RIGHT + 8)
-    axes.set_title(clean(title), fontweight="bold")
+    axes = made.axes(18 * legend, _rows_height(names), LEFT if short else RIGHT + 8, RIGHT + 8)
     ends = [x for each in marks for part in (each.values, each.low, each.high) for x in part]
     log = scale(axes, "x", [*ends, *reach], log)
     rows = np.arange(len(names))
@@ -367,7 +363,6 @@ def paint_rows(
     axes.set_xlabel(what + (", logarithmic" if log else ""))
     if legend:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, columnspacing=1.0)
-    return top + height + 36
 
 
 def _paint_marks(axes: Axes, rows: np.ndarray, each: Marks, log: bool) -> np.ndarray:
@@ -387,9 +382,13 @@ def _paint_marks(axes: Axes, rows: np.ndarray, each: Marks, log: bool) -> np.nda
 
 
 def rows_chart(
-    names: Sequence[str], marks: Sequence[Marks], what: str, label: str, **more: Any
-) -> Markup:
-    """Return a chart of rows alone."""
-    with picture(rows_height(names, any(each.name for each in marks)), label) as made:
-        paint_rows(made, 0, names, marks, what, **more)
+    names: Sequence[str], marks: Sequence[Marks], what: str, label: str, log: bool | None = None,
+    reach: Sequence[float] = (),
+) -> Markup:  # fmt: skip
+    """Return a chart of named rows of marks. what: name of the scale, with its unit. log: as for
+    `scale`. reach: numbers that the scale holds in any case.
+    """
+    height = _rows_height(names) + 36 + 18 * any(each.name for each in marks)
+    with picture(height, label) as made:
+        _paint_rows(made, names, marks, what, log, reach)
     return made.svg

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from npt.evaluation.formatting import FIGURES, percent
-from npt.report.words import address, both_ends, clean, cut, figure, number
+from npt.report.words import address, both_ends, clean, cut, number
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -50,8 +50,7 @@ def _environment() -> Environment:
     made.filters |= {
         "both_ends": both_ends, "cut": cut, "zip": zip, "address": address,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
-        "figure": figure, "number": number, "percent": percent, "comma": "{:,}".format,
-        "finite": lambda value: "not finite" if value is None else number(value),
+        "number": number, "percent": percent, "comma": "{:,}".format,
         "kl": lambda value: number(value) if value is None else FIGURES["kl"].write(value),
         "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
     }  # fmt: skip

@@ -95,9 +95,9 @@ class Trackers:
     One that cannot be started is a ConfigError, and nothing is left over. One that fails later is
     warned of once and counted; the run continues with the same random numbers.
 
-    run: the id in Weights & Biases; a known one is continued. group: default of the group there.
-    resume_at: the step that the run in `folder` resumes from. TensorBoard forgets later steps;
-    Weights & Biases keeps its first figures, which differ only if settings changed.
+    run: the id in Weights & Biases; a known one is continued. resume_at: the step that the run
+    in `folder` resumes from. TensorBoard forgets later steps; Weights & Biases keeps its first
+    figures, which differ only if settings changed.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class Trackers:
         folder: Path,
         *,
         run: str | None = None,
-        group: str | None = None,
         resume_at: int | None = None,
     ):
         self.folder = folder
@@ -124,7 +123,7 @@ class Trackers:
             for name in names:
                 places, options = _opening(name, config, folder, resume_at)
                 if name == "wandb":
-                    options = wandb_run.options_of(config, folder, run, group)
+                    options = wandb_run.options_of(config, folder, run)
                 self._trackers[name] = _started(name, config, places, options)
         except BaseException:
             self.close(1)

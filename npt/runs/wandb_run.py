@@ -45,16 +45,14 @@ def project_of(config: TrainConfig) -> str | None:
     return config.project or (None if "WANDB_PROJECT" in os.environ else PROJECT)
 
 
-def options_of(
-    config: TrainConfig, folder: Path, run: str | None, group: str | None
-) -> dict[str, Any]:
+def options_of(config: TrainConfig, folder: Path, run: str | None) -> dict[str, Any]:
     """Return arguments of `wandb.init`; `run` is the id of a run to continue."""
     of_agent = "WANDB_SWEEP_ID" in os.environ
     options: dict[str, Any] = {"dir": str(folder)}
     if config.run_name or not (of_agent or "WANDB_NAME" in os.environ):
         options["name"] = config.run_name or folder.name
-    if config.wandb_group or group:
-        options["group"] = config.wandb_group or group
+    if config.wandb_group:
+        options["group"] = config.wandb_group
     if config.wandb_tags:
         options["tags"] = list(config.wandb_tags)
     if config.wandb_entity and not of_agent:

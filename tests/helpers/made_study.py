@@ -17,9 +17,9 @@ def result(**given: Any) -> dict[str, Any]:
         "outcome": "stable", "kl": 0.1, "kl_start": 1.1, "kl_se": 0.01, "perplexity_ratio": 1.1,
         "top1": 0.8, "acceptance": 0.85, "floor_kl": 1.2, "loss_first": 0.1, "loss_last": 0.05,
         "loss_end": 0.05, "loss_max": 0.1, "steps": 40, "applied": 40, "refused": 0,
-        "refused_kinds": "", "runs": 1, "parameters": 1000, "tokens": 10240, "seconds_start": 0.5,
+        "refused_kinds": None, "runs": 1, "parameters": 1000, "tokens": 10240, "seconds_start": 0.5,
         "seconds_training": 2.0, "seconds": 3.0, "heldout": True, "trial": 0, "worker": "host:1:ab",
-        "started": "2026-01-01T00:00:00", "ended": "2026-01-01T00:00:03", "curve": [0.1, 0.05],
+        "started": "2026-01-01T00:00:00", "ended": "2026-01-01T00:00:03",
     }  # fmt: skip
     assert set(usual) | set(given) <= set(MEASURES)
     return usual | given

@@ -34,4 +34,4 @@ def work(url: str, count: int, log: Path, how: str = "") -> None:
             with open(log, "a") as stream:
                 stream.write(f"{claim.key} {os.getpid()}\n")
             time.sleep(600 if how == "hang" else 0.1)  # the others come to their turn
-            storage.finish(claim, {"kl": 0.5, "outcome": "stable"}, 0.5)
+            storage.finish(claim, {"kl": 0.5, "outcome": "stable"})

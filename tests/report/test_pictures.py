@@ -15,17 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
-from made_study import table
 
 from npt.report import charts
 from npt.report.charts import LINE, Marks, columns, picture, rows_chart, scale
 from npt.report.page import page
 from npt.report.run import read_run
-from npt.tools.sweep import figures
-from npt.tools.sweep.analysis import Cell, Line, Map, stability_map
-from npt.tools.sweep.effects import Analysis, Effect
-from npt.tools.sweep.page import Study
-from npt.tools.sweep.page import page as study_page
 
 DOT = ("o", LINE, False)
 
@@ -98,31 +92,6 @@ def test_every_chart_of_a_runs_page_is_sound(tmp_path, kind) -> None:
         check(svg)
 
 
-ROWS = table()
-STUDIES = {
-    "whole": ROWS,
-    "one trial": ROWS[:1],
-    "all diverged": [{**row, "outcome": "diverged", "kl": None} for row in ROWS],
-    "zero": [{**row, "kl": 0.0, "kl_se": 0.0} for row in ROWS],
-    "not finite": [{**row, "kl": math.inf, "kl_se": math.nan, "fault_harm": None} for row in ROWS],
-    "hostile": [
-        {**row, "arms": row["arms"] and f'<b a="1">&\x00{row["arms"]}' * 9} for row in ROWS
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", STUDIES)
-def test_every_chart_of_a_study_is_sound_in_its_page_and_as_a_file(kind) -> None:
-    study = Study("made", STUDIES[kind])
-    html = study_page(study)
-    assert sorted(svgs(html)) == sorted(study.pictures.values())
-    for svg in study.pictures.values():
-        check(svg)
-        alone = figures.standalone(svg)
-        assert "prefers-color-scheme: dark" in alone
-        assert ET.fromstring(alone).tag == "{http://www.w3.org/2000/svg}svg"
-
-
 def test_colours_with_a_role_are_variables_of_the_style_sheet() -> None:
     svg = rows_chart(["a"], [Marks("one", DOT, [1.0], [0.5], [2.0])], "what", "a chart")
     style = (Path(charts.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
@@ -149,24 +118,6 @@ def test_texts_of_a_chart_are_text_whatever_they_are() -> None:
         assert {element.tag for element in root.iter()} <= {
             "svg", "g", "defs", "path", "text", "use", "clipPath", "rect"
         }  # fmt: skip
-
-
-def test_a_map_names_both_of_its_settings_and_what_its_colours_mean() -> None:
-    found = stability_map(ROWS, "forms", ["mult_form", "learning_rate", "seed"])
-    assert found is not None
-    root = ET.fromstring(figures.map_figure(found))
-    said = {text.text for text in root.iter("text")}
-    assert said >= {
-        "rows: mult_form",
-        "columns: learning rate, one for each that was tried",
-        "colour and number: median KL in the end, nats, logarithmic",
-        "↑ ended worse, of so many",
-        "✕ diverged, of so many",
-        "the edge: from here on some trial failed",
-    }
-    told = [title.text for title in root.iter("title")]
-    (last,) = (said for said in told if (said or "").startswith("one_plus_tanh, learning rate 0.1"))
-    assert (last or "").endswith("2 of 2 failed")
 
 
 def test_a_standard_error_is_a_line_and_none_is_none() -> None:
@@ -276,29 +227,3 @@ def test_charts_are_sound_whatever_the_numbers(values) -> None:
         charts.paint_heat(made.axes(0, 60), np.array([numbers]), (0, len(numbers)))
     check(made.svg)
     check(rows_chart(["x"] * len(values), [Marks("", DOT, values, values, values)], "x", "rows"))
-
-
-@pytest.mark.parametrize("values", MIXTURES, ids=range(len(MIXTURES)))
-def test_charts_of_a_study_are_sound_whatever_the_numbers(values) -> None:
-    back = values[::-1]
-    pairs = list(zip(values, back, strict=True))
-    check(figures.limits_figure([("x" * 99, a, b) for a, b in pairs], "learning_rate"))
-    rows = [{"fault_harm": a, "fault_refused": False, "kl": b, "kl_se": a} for a, b in pairs]
-    check(figures.faults_figure(rows, ["a fault"] * len(rows)))
-    finite = [x if x is not None and math.isfinite(x) else 0.0 for x in values]
-    effects = tuple(Effect("rate", str(i), x, x - 1, x + 1, 3) for i, x in enumerate(finite))
-    check(figures.effects_figure([Analysis("KL", 9, effects, {"rate": 0.5}, 0.5, None, False)]))
-    stable = [
-        {"kl": abs(x) or 1.0, "kl_se": y, "parameters": 5, "seconds_training": 1.0}
-        for x, y in zip(finite, back, strict=True)
-    ]
-    check(figures.pareto_figure(stable, dict.fromkeys(range(len(stable)), 1)))
-
-
-@pytest.mark.parametrize("rates", [1, 3, 12])
-def test_a_map_of_many_rates_is_as_wide_as_its_cells_need(rates) -> None:
-    heads = tuple(f"{10.0**-i:.2g} to 1" for i in range(rates))
-    line = Line("sigmoid", (), {j: Cell(2, 1, 0, 0.1) for j in range(rates)}, None, None)
-    drawn = figures.map_figure(Map("forms", "mult_form", heads, (line,)))
-    check(drawn)
-    assert ('class="wide"' in drawn) == (rates > 8)

@@ -22,14 +22,5 @@ def test_a_studys_page_is_shown_without_complaint(
     browser.complaints.clear()
     browser.open(place, width=width, dark=dark)
     assert browser.complaints == []
-    widths = browser.evaluate(
-        "[...document.querySelectorAll('svg')].map(x => x.getBoundingClientRect().width)"
-    )
-    assert len(widths) >= 8 and min(widths) > 0.85 * min(width, 480)
-    heights = browser.evaluate(
-        "[...document.querySelectorAll('svg text')].map(x => x.getBoundingClientRect().height)"
-    )
-    assert min(heights) >= 10  # of a line of letters: what is smaller is not read on a phone
-    ink = browser.evaluate("getComputedStyle(document.querySelector('svg text[font-weight]')).fill")
-    assert (sum(map(int, ink[4:-1].split(","))) > 384) == dark
+    assert browser.evaluate("[...document.images].every(x => x.complete && x.naturalWidth > 100)")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width

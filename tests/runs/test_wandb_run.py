@@ -50,7 +50,7 @@ NAMED = TrainConfig(
 
 
 def opened(config: TrainConfig, run: str | None = "a1b2c3d4") -> tuple[str | None, dict[str, Any]]:
-    return wandb_run.project_of(config), wandb_run.options_of(config, Path("runs/first"), run, None)
+    return wandb_run.project_of(config), wandb_run.options_of(config, Path("runs/first"), run)
 
 
 def test_a_run_has_a_name_an_id_and_a_place_of_its_own() -> None:

@@ -81,10 +81,6 @@ class Lab:
         self._training: dict[Any, list[Sample]] = {}
         self._references: dict[Any, Reference] = {}
 
-    def loaded(self, settings: Settings) -> bool:
-        """Return whether the base is loaded already."""
-        return _base_key(settings) in self._bases
-
     def base(self, settings: Settings) -> Base:
         """Return the base, without adapters; fp32 products are then as these settings want them."""
         key = _base_key(settings)

@@ -31,10 +31,8 @@ from npt.step.window_result import WindowResult
 from npt.tools.sweep.inspect_student import Inspection, inspect_student
 from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.settings import ProbeConfig, Settings
-from npt.tools.sweep.sharpness import layer_sharpness
 from npt.tools.sweep.spec import Trial
 
-CURVE = 64  # points of a loss curve that are kept
 AROUND = 3  # steps before a fault, and at the end of a run, whose mean loss is the loss there
 
 RECOVERED = 1.5
@@ -89,15 +87,12 @@ class Course:
         quarter = max(1, len(norms) // 4)
         first = statistics.median(norms[:quarter]) if norms else None
         last = statistics.median(norms[-quarter:]) if norms else None
-        count, kinds = len(self.losses), sorted(self.refused.items())
-        points = list(range(count))
-        if count > CURVE:  # the first and the last among them
-            points = [round(i * (count - 1) / (CURVE - 1)) for i in range(CURVE)]
+        kinds = sorted(self.refused.items())
         return {
-            "steps": count,
+            "steps": len(self.losses),
             "applied": self.applied,
             "refused": self.refused.total(),
-            "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds),
+            "refused_kinds": ",".join(f"{kind} {number}" for kind, number in kinds) or None,
             "tokens": self.tokens,
             "loss_last": statistics.fmean(losses[-AROUND:]) if losses else None,
             "loss_max": max(losses, default=None),
@@ -105,7 +100,6 @@ class Course:
             "grad_norm_last": last,
             "grad_norm_max": max(norms, default=None),
             "grad_growth": last / first if first and last is not None else None,
-            "curve": [self.losses[i] for i in points],
             **self._recovery(),
         }
 
@@ -138,25 +132,20 @@ choice of the held-out tokens.
 Between = Callable[[], None]
 """Called before every step; what it raises ends the trial."""
 
-Watch = Callable[[int, float | None, float | None], None]
-"""Told of each step its number, loss and gradient norm."""
 
-
-def run_trial(
-    lab: Lab, trial: Trial, between: Between = lambda: None, watch: Watch = lambda *_: None
-) -> Row:
+def run_trial(lab: Lab, trial: Trial, between: Between = lambda: None) -> Row:
     """Run a trial: once, or if it seeks a limit as often as that takes; the row is then of the
     largest value that trained, with the bracket.
     """
     if trial.bisect is None:
-        return run(lab, trial.settings, between, watch)
+        return run(lab, trial.settings, between)
     started = time.perf_counter()
     best: Row = {}
     runs = 0
 
     def trains(value: float) -> bool:
         nonlocal best, runs
-        found = run(lab, trial.at(value), between, watch)
+        found = run(lab, trial.at(value), between)
         runs += 1
         stable = bool(found["outcome"] == "stable")
         best = found if stable or not best else best
@@ -178,9 +167,7 @@ def run_trial(
     return {**best, **limits, "runs": runs, "seconds": seconds}
 
 
-def run(
-    lab: Lab, settings: Settings, between: Between = lambda: None, watch: Watch = lambda *_: None
-) -> Row:
+def run(lab: Lab, settings: Settings, between: Between = lambda: None) -> Row:
     """Train once with these settings from the beginning; the base is as before afterwards."""
     student = _Student(lab, settings, between)
     lab.reference(student.base, settings)  # what runs share is not one run's time
@@ -190,14 +177,12 @@ def run(
         student.start()
         row: Row = {"runs": 1, "seconds_start": time.perf_counter() - started}
         row["parameters"] = sum(p.numel() for p in adapter_parameters(student.model).values())
-        row["sharpness_start"] = student.sharpness()
         row["loss_first"] = student.loss()
         row["kl_start"] = student.fidelity()["kl"]
         training = time.perf_counter()
-        course, last = _train(student, watch)
+        course, last = _train(student)
         row["seconds_training"] = time.perf_counter() - training
         row |= course.figures() | {"loss_end": student.loss()}
-        row["sharpness_end"] = student.sharpness()
         seen = student.inspect()
         row |= seen.measures() | student.fidelity()
         row |= _outcome(course, row, seen.finite)
@@ -240,12 +225,6 @@ class _Student:
         for parameter in adapter_parameters(self.model).values():
             parameter.grad = None
         return sum(float(part.loss) for part in sums) / sum(part.tokens for part in sums)
-
-    def sharpness(self) -> float | None:
-        steps = self.settings.probe.sharpness_steps
-        batch = self.windows[0][0].to(self.model.device)
-        training = self.settings.training
-        return layer_sharpness(self.model, batch, training, steps) if steps else None
 
     def inspect(self) -> Inspection:
         """Measure the student on held-out samples."""
@@ -298,7 +277,7 @@ Refused = tuple[list[Batch], bool] | None
 """The last window with a refusal, and whether it was faulted."""
 
 
-def _train(student: _Student, watch: Watch) -> tuple[Course, Refused]:
+def _train(student: _Student) -> tuple[Course, Refused]:
     config, probe = student.settings.training, student.settings.probe
     assert config.max_steps is not None
     rates = rate_table(
@@ -331,7 +310,6 @@ def _train(student: _Student, watch: Watch) -> tuple[Course, Refused]:
                 "fault_grad_norm": trace.grad_norm / sum(batch.tokens for batch in window),
                 "fault_harm": student.loss() / before,
             }
-        watch(step, result.loss, result.grad_norm)
         if course.reason is not None:
             break
     return course, last

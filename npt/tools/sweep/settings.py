@@ -20,7 +20,7 @@ _FAULT = Need(lambda config: config.fault_step is not None, "--fault_step")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig(SettingsGroup):
-    """Faults that are planted in a study's run, and measures in addition to training."""
+    """Faults that are planted in a study's run, and when it counts as diverged."""
 
     compute_dtype: str | None = setting(
         None,
@@ -43,12 +43,6 @@ class ProbeConfig(SettingsGroup):
         10.0,
         "a run has diverged when its loss is this many times its first one",
         bound=Bound(lambda value: 1 < value < math.inf, "it must be a number above 1"),
-    )
-    sharpness_steps: int = setting(
-        0,
-        "Hessian products for the largest eigenvalue of the first converted layer's loss (0: not"
-        " measured)",
-        bound=at_least(0),
     )
 
 
@@ -76,10 +70,9 @@ LEFT_OUT = {
             "max_refused_share",
             "a study's runs are too short for a share; max_consecutive_bad ends them",
         ),
-        ("use_wandb report_to", "write wandb: true next to the study's name"),
         (
-            "project wandb_entity wandb_group wandb_tags",
-            "WANDB_PROJECT and the like say it, and the group is the study",
+            "use_wandb report_to project wandb_entity wandb_group wandb_tags",
+            "the record of a study's runs is its table",
         ),
         ("share_embeddings", "it does nothing"),
         ("rank_timeout", "a study's run is one process"),

@@ -35,7 +35,7 @@ from npt.errors import ConfigError, kind_of
 from npt.flags import canonical, checked_settings, yaml_content
 from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings
 
-_TOP = ("name", "wandb", "settings", "seeds", "parts")
+_TOP = ("name", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
 _EXTRA = {"safe_mode": bool}
 _FLAGS = [*_EXTRA, *(flag_of(f) for cls in CLASSES for f in fields(cls))]
@@ -90,7 +90,6 @@ class Design:
     """
 
     name: str
-    wandb: bool
     parts: Mapping[str, str]
     trials: tuple[Trial, ...]
     varied: tuple[str, ...]
@@ -118,9 +117,6 @@ def design_of(content: Any, where: str) -> Design:
             " {learning_rate: [1.0e-4, 1.0e-3]}}}"
         )
     name = _study_name(where, top.get("name"))
-    wandb = top.get("wandb", False)
-    if not isinstance(wandb, bool):
-        raise ConfigError(f"{where}: wandb is {wandb!r}; write true or false")
     shared = _settings(f"{where}: settings", top.get("settings"))
     seeds = _seeds(where, top.get("seeds", [0]))
     parts: dict[str, str] = {}
@@ -136,9 +132,7 @@ def design_of(content: Any, where: str) -> Design:
             trials[trial.key] = replace(first, places=places)
     values = [trial.settings.values() for trial in trials.values()]
     varied = tuple(n for n in values[0] if len({repr(each[n]) for each in values}) > 1)
-    return Design(
-        name, wandb, parts, tuple(trials.values()), tuple(n for n in varied if n != "seed")
-    )
+    return Design(name, parts, tuple(trials.values()), tuple(n for n in varied if n != "seed"))
 
 
 def _trials_of(

@@ -1,18 +1,14 @@
 """A study's storage, by Optuna: an SQLite file, or a server's database for workers on many
 machines.
 
-Each attempt at a trial is a trial of Optuna's; `key` says which trial of the design it is. A
-trial's state is read off its attempts, so that no killed process can leave it half written. Optuna
-gives a waiting attempt to one worker alone. Workers send Optuna's heartbeats; an attempt whose last
-one is older than `grace` seconds by the database's clock has failed, and its trial waits again.
-Optuna's own callback for that is not used: a process killed between the failure and the next
-attempt would lose the trial, and errors are counted apart from silences here.
+A trial of the design waits in it as one of Optuna's, whose attribute `key` says which it is. Optuna
+gives it to one worker alone, hears that worker's heartbeats, and lets a trial wait again whose last
+one is older than `grace` seconds by the database's clock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -22,9 +18,9 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from npt.errors import ConfigError, first_line
 from npt.extras import install_command
@@ -35,17 +31,12 @@ BEAT_SECONDS = 5
 GRACE_SECONDS = 45
 """Silence after which a trial is run again: many beats, since a busy database may delay some."""
 
-ATTEMPTS = 3  # errors of a trial, or workers that fall silent over it, after which it is left alone
+RETRIES = 2  # of a trial whose worker falls silent, before it counts as failed
 
-TRIES = 5
-TRY_SECONDS = 1.0
-"""A database that cannot be reached is asked so often, with pauses that double from this one."""
-
-_SILENT = "its worker {} was not heard of for {:.0f} s"
 _LOCK_SECONDS = 60.0
-
-P = ParamSpec("P")
-T = TypeVar("T")
+_OPENINGS = 5  # tries to open a database whose tables other workers make at that moment
+_RANKS = {"COMPLETE": 0, "RUNNING": 1, "WAITING": 2, "FAIL": 3}
+"""Of several attempts at a trial the first in this order says what has come of it."""
 
 
 class Claim(NamedTuple):
@@ -56,71 +47,16 @@ class Claim(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Trials of a study by their state. lost: those that are left alone after ATTEMPTS."""
+    """Trials of a study by their state."""
 
     finished: int
     running: int
     waiting: int
-    lost: int
+    failed: int
 
     @property
     def open(self) -> int:
         return self.running + self.waiting
-
-
-class _Attempts:
-    """The state of one trial of the design. trials: Optuna's, in the order of their numbers."""
-
-    def __init__(self, trials: list[Any]):
-        def of(*states: str) -> list[Any]:
-            return [trial for trial in trials if trial.state.name in states]
-
-        self.done: Any = next(iter(of("COMPLETE")), None)
-        # of two that were added at once every worker takes the first
-        self.current: Any = next(iter(of("WAITING", "RUNNING")), None)
-        self.last = trials[-1]
-        silent = [trial for trial in of("FAIL") if _fell_silent(trial)]
-        anew = max((trial.number for trial in trials if trial.user_attrs.get("again")), default=0)
-        self.silences = sum(trial.number >= anew for trial in silent)
-        said = [trial.user_attrs.get("error") for trial in of("FAIL") if trial not in silent]
-        self.errors = [error for error in said if error]
-
-    @property
-    def state(self) -> str:
-        if self.done is not None:
-            return "finished"
-        if self.current is not None:
-            return self.current.state.name.lower()
-        return "lost" if max(len(self.errors), self.silences) >= ATTEMPTS else "waiting"
-
-
-def _fell_silent(trial: Any) -> bool:
-    # Optuna gives no reason; versions before this one wrote theirs
-    return trial.user_attrs.get("error", _SILENT).startswith(_SILENT.partition("{")[0])
-
-
-def _patiently(
-    method: Callable[Concatenate[Storage, P], T],
-) -> Callable[Concatenate[Storage, P], T]:
-    """Wrap a method of a storage so that it outlasts a database that is out of reach for a moment.
-    It may be run twice.
-    """
-
-    @functools.wraps(method)
-    def wrapped(self: Storage, *arguments: P.args, **named: P.kwargs) -> T:
-        for number in range(TRIES):
-            if number:
-                time.sleep(TRY_SECONDS * 2 ** (number - 1))
-            try:
-                return method(self, *arguments, **named)
-            except self._passing as error:
-                last = error
-        raise ConfigError(
-            f"the study's database {self._shown} cannot be reached: {_reason(last)}; run npt sweep"
-            " again when it can be, which repeats no finished trial"
-        ) from last
-
-    return wrapped
 
 
 def _reason(error: BaseException) -> str:
@@ -139,8 +75,6 @@ class Storage:
     ):
         try:
             import optuna
-            import pandas  # noqa: F401 - of the table, which is written last
-            import pyarrow  # noqa: F401
             import sqlalchemy
         except ImportError as error:
             raise ConfigError(
@@ -151,7 +85,7 @@ class Storage:
         self._optuna, self._beat, self._grace = optuna, beat, grace
         self._states = optuna.trial.TrialState
         self._over = optuna.exceptions.UpdateFinishedTrialError
-        self._passing = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
+        self._unreached = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         try:
             place = sqlalchemy.make_url(url)
@@ -176,7 +110,7 @@ class Storage:
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
             )
-        except (*failures, *self._passing) as error:
+        except (*failures, *self._unreached) as error:
             raise ConfigError(
                 f"the study's database {self._shown} cannot be opened: {_reason(error)}; check"
                 " --study and --storage"
@@ -185,20 +119,24 @@ class Storage:
     def _opened(self, url: str, local: bool) -> Any:
         import sqlalchemy
 
+        storages = self._optuna.storages
         options: dict[str, Any] = {"pool_pre_ping": True}
         if local:
             options = {"connect_args": {"timeout": _LOCK_SECONDS, "isolation_level": None}}
-        for number in range(TRIES):
+        for number in range(_OPENINGS):
             try:
                 with self._quietly():
-                    found = self._optuna.storages.RDBStorage(
-                        url, options, heartbeat_interval=self._beat, grace_period=self._grace
-                    )
+                    found = storages.RDBStorage(
+                        url, options, heartbeat_interval=self._beat, grace_period=self._grace,
+                        heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(
+                            max_retry=RETRIES
+                        ),
+                    )  # fmt: skip
                 break
             # two workers that make the tables at once get into each other's way
-            except (sqlalchemy.exc.SQLAlchemyError, *self._passing) as error:
+            except (sqlalchemy.exc.SQLAlchemyError, *self._unreached) as error:
                 at_once = re.search("already exists|duplicate|unique", str(error), re.IGNORECASE)
-                if not at_once or number == TRIES - 1:
+                if not at_once or number == _OPENINGS - 1:
                     raise
                 time.sleep(0.1)
         if local:  # Optuna reads a state and then changes it, which only a server locks a row for
@@ -207,42 +145,39 @@ class Storage:
             )
         return found
 
-    @_patiently
-    def enqueue(self, trials: Iterable[Trial], again: bool = False) -> int:
-        """Let these trials wait, but for those that the study has already, and count them. again:
-        also those that were left alone because workers fell silent over them, which may have been
-        killed for any reason.
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """Raise ConfigError if the database is out of reach within the context."""
+        try:
+            yield
+        except self._unreached as error:
+            raise ConfigError(
+                f"the study's database {self._shown} cannot be reached: {_reason(error)}; run npt"
+                " sweep again when it can be, which repeats no finished trial"
+            ) from error
+
+    def enqueue(self, trials: Iterable[Trial]) -> int:
+        """Let these trials wait, but for those that wait, run or are finished already, and count
+        them.
         """
         attempts, count = self._attempts(), 0
         for trial in trials:
-            own = attempts.get(trial.key)
-            anew = own is not None and own.state == "lost" and len(own.errors) < ATTEMPTS
-            if own is None or (again and anew):
-                self._wait(trial, again=anew)
+            if trial.key not in attempts or attempts[trial.key].state == self._states.FAIL:
+                self._wait(trial)
                 count += 1
         return count
 
-    @_patiently
-    def claim(self, trials: Mapping[str, Trial], prefer: Iterable[str] = ()) -> Claim | None:
-        """Take a waiting trial of these; None if none waits. Trials whose workers are gone wait
-        again first. prefer: keys to take before others.
+    def claim(self, trials: Mapping[str, Trial]) -> Claim | None:
+        """Take the first waiting trial of these; None if none waits. Trials whose workers are gone
+        wait again first.
         """
         with self._quietly():
             self._optuna.storages.fail_stale_trials(self._study)
         attempts = self._attempts()
-        for own in attempts.values():
-            # taken by a version that sent no heartbeats: its grace begins now
-            if own.state == "running" and own.current.user_attrs.get("sign"):
-                self._storage.record_heartbeat(own.current._trial_id)
-                self._storage.set_trial_user_attr(own.current._trial_id, "sign", None)
-        gone = [k for k, own in attempts.items() if own.state == "waiting" and own.current is None]
-        for key in (key for key in gone if key in trials):
-            self._wait(trials[key])
-        attempts = self._attempts() if gone else attempts
-        for key in (*prefer, *trials):
+        for key in trials:
             found = attempts.get(key)
-            if found is not None and found.state == "waiting":
-                id_ = found.current._trial_id
+            if found is not None and found.state == self._states.WAITING:
+                id_ = found._trial_id
                 if self._take(id_):
                     return Claim(key, id_)
         return None
@@ -278,55 +213,66 @@ class Storage:
             over.set()
             thread.join()
 
-    @_patiently
-    def finish(self, claim: Claim, row: Mapping[str, Any], value: float) -> bool:
-        """Record the outcome: figures by name, and a value for Optuna's own tools, NaN if there is
-        none. Return False if another worker has the trial by now, whose result counts.
+    def finish(self, claim: Claim, row: Mapping[str, Any]) -> bool:
+        """Record the figures of a trial by name, with its KL for Optuna's own tools. Return False
+        if another worker has the trial by now, whose result counts.
         """
+        kl = row["kl"]
         with contextlib.suppress(self._over):
             self._storage.set_trial_user_attr(claim.id, "row", finite_or_null(dict(row)))
-            value = math.inf if math.isnan(value) else value
+            value = math.inf if kl is None or math.isnan(kl) else kl
             self._storage.set_trial_state_values(claim.id, self._states.COMPLETE, [value])
         return bool(self._storage.get_trial(claim.id).state == self._states.COMPLETE)
 
-    @_patiently
-    def give_back(self, claim: Claim, error: str | None = None) -> None:
-        """Let an unfinished trial wait again; after ATTEMPTS errors it is left alone."""
+    def fail(self, claim: Claim, error: str) -> None:
+        """Record why a trial cannot be computed."""
         with contextlib.suppress(self._over):
-            self._storage.set_trial_user_attr(claim.id, "error", error or "")
+            self._storage.set_trial_user_attr(claim.id, "error", error)
             self._storage.set_trial_state_values(claim.id, self._states.FAIL)
 
-    @_patiently
+    def give_back(self, claim: Claim, trial: Trial) -> None:
+        """Let an unfinished trial wait again."""
+        with contextlib.suppress(self._over):
+            self._storage.set_trial_state_values(claim.id, self._states.FAIL)
+            self._wait(trial)
+
     def progress(self, keys: Iterable[str]) -> Progress:
         """Count these trials by their state."""
         attempts = self._attempts()
-        states = [attempts[key].state if key in attempts else "waiting" for key in keys]
-        return Progress(*map(states.count, ("finished", "running", "waiting", "lost")))
+        states = [attempts[key].state.name if key in attempts else "WAITING" for key in keys]
+        return Progress(*map(states.count, ("COMPLETE", "RUNNING", "WAITING", "FAIL")))
 
-    @_patiently
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of the finished trials by key, and the reasons of those left alone."""
+        """Return the figures of the finished trials by key, and why others failed."""
         found = {}
-        for key, own in self._attempts().items():
-            if own.state == "finished":
-                row = {"worker": own.done.user_attrs.get("worker"), **own.done.user_attrs["row"]}
-                found[key] = {**_times(own.done), **row}
-            elif own.state == "lost":
-                reason = _SILENT.format(own.last.user_attrs.get("worker"), self._grace)
-                reason = own.errors[-1] if len(own.errors) >= ATTEMPTS else reason
-                found[key] = {**_times(own.last), "outcome": "failed", "reason": reason}
+        for key, attempt in self._attempts().items():
+            if attempt.state == self._states.COMPLETE:
+                row = {"worker": attempt.user_attrs.get("worker"), **attempt.user_attrs["row"]}
+                found[key] = {**_times(attempt), **row}
+            elif attempt.state == self._states.FAIL:
+                silent = f"its worker was not heard of for {self._grace:.0f} s"
+                reason = attempt.user_attrs.get("error", silent)
+                found[key] = {**_times(attempt), "outcome": "failed", "reason": reason}
         return found
 
-    def _attempts(self) -> dict[str, _Attempts]:
-        by_key: dict[str, list[Any]] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            if "key" in trial.user_attrs:
-                by_key.setdefault(trial.user_attrs["key"], []).append(trial)
-        return {key: _Attempts(trials) for key, trials in by_key.items()}
+    def _attempts(self) -> dict[str, Any]:
+        """Return by key the attempt that counts. Of two that wait, as when two workers added them
+        at once, every worker takes the first; of two that failed the last has the reason.
+        """
 
-    def _wait(self, trial: Trial, again: bool = False) -> None:
+        def rank(attempt: Any) -> tuple[int, int]:
+            failed = attempt.state == self._states.FAIL
+            return _RANKS[attempt.state.name], -attempt.number if failed else attempt.number
+
+        found: dict[str, Any] = {}
+        for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
+            if "key" in attempt.user_attrs:
+                found.setdefault(attempt.user_attrs["key"], attempt)
+        return found
+
+    def _wait(self, trial: Trial) -> None:
         settings = {**trial.given, "seed": trial.settings.training.seed}
-        self._study.enqueue_trial(settings, user_attrs={"key": trial.key, "again": again})
+        self._study.enqueue_trial(settings, user_attrs={"key": trial.key})
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:

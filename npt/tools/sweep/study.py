@@ -1,10 +1,10 @@
 """A study's folder, and its workers.
 
 spec.yaml        the specification, as it was given
-study.json       name, storage (without its password), versions
+study.json       name, parts with their notes, storage (without its password), versions
 study.db         the storage, unless another one was named
-trials.parquet   the table, and trials.csv; written anew while the study runs
-report.html      and figures/, which `npt report` makes of the table
+trials.csv       the table; written anew while the study runs
+report.html      the page that `npt report` makes of the table
 """
 
 from __future__ import annotations
@@ -18,21 +18,33 @@ from pathlib import Path
 from typing import Any
 
 from npt.errors import ConfigError
-from npt.extras import installed
 from npt.files import PARTIAL, write_bytes, write_json
 from npt.stored import read_json
 from npt.tools.sweep.spec import Design, read_design
 from npt.tools.sweep.storage import Storage
-from npt.tools.sweep.table import PARQUET, read_table, rows_of, write_table
+from npt.tools.sweep.table import rows_of, write_table
 
 SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
 
-TABLE_SECONDS = 20.0  # between two tables of a study that is under way
+TABLE_SECONDS = 15.0  # between two tables of a study that is under way
 
 
 def is_study(folder: Path) -> bool:
     """Return whether `npt sweep` made the folder."""
     return (folder / STUDY).is_file()
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """Return what `study.json` says; raise ConfigError for a study of an earlier version, whose
+    trials had other measures.
+    """
+    record = read_json(folder / STUDY, ConfigError)
+    if not isinstance(record.get("name"), str) or not isinstance(record.get("parts"), dict):
+        raise ConfigError(
+            f"{folder} holds a study of an earlier version of NPT, of which only its table can"
+            " still be read; choose another folder for a new one"
+        )
+    return record
 
 
 def storage_url(folder: Path, storage: str | None) -> str:
@@ -55,7 +67,7 @@ def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) 
         raise ConfigError(
             f"--study {folder} cannot be read: {error.strerror}; choose another folder"
         ) from error
-    before = read_json(folder / STUDY, ConfigError).get("name")
+    before = read_study(folder)["name"]
     if before != design.name:
         raise ConfigError(
             f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose"
@@ -70,7 +82,7 @@ def _own(item: Path, spec: Path, storage: str | None) -> bool:
     database = DATABASE if storage is None else storage.partition("?")[0].rpartition("/")[2]
     names = [f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")]
     started = item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL)
-    return started or item.name in (*names, "wandb")
+    return started or item.name in names
 
 
 def open_folder(
@@ -83,7 +95,7 @@ def open_folder(
         import sqlalchemy
 
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
-    record = {"name": design.name, "trials": len(design.trials), "storage": storage}
+    record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # first: from now on the folder is known for a study's, whenever this is killed
@@ -95,27 +107,9 @@ def open_folder(
         ) from error
 
 
-def refresh(folder: Path) -> None:
-    """Write the table of a study that may have been killed anew from the storage in its folder; the
-    table stays as it is if the storage is elsewhere or Optuna is not installed.
-    """
-    if not ((folder / DATABASE).is_file() and (folder / SPEC).is_file() and installed("optuna")):
-        return
-    design = design_in(folder)
-    rows = rows_of(design, Storage(storage_url(folder, None), design.name).rows())
-
-    def ended(rows: Sequence[dict[str, Any]]) -> int:
-        return sum(row["outcome"] is not None for row in rows)
-
-    # a later version may know the trials by other keys
-    if not (folder / PARQUET).is_file() or ended(rows) >= ended(read_table(folder)):
-        write_table(folder, rows)
-
-
 def design_in(folder: Path) -> Design:
     """Return the design of a study's folder, with the name on record: the file may give none."""
-    name = read_json(folder / STUDY, ConfigError).get("name")
-    return replace(read_design(str(folder / SPEC)), name=str(name))
+    return replace(read_design(str(folder / SPEC)), name=read_study(folder)["name"])
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, each: Callable[[], None]) -> int:
@@ -145,37 +139,27 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
 
 
 class Display:
-    """Lines on how far a study is, at most one in so many seconds, and its table."""
+    """Lines on how far a study is, and its table, at most once in so many seconds."""
 
     def __init__(
         self, storage: Storage, design: Design, folder: Path, say: Callable[[str], None],
-        seconds: float = 15.0,
+        seconds: float = TABLE_SECONDS,
     ):  # fmt: skip
         self._storage, self._design, self._folder = storage, design, folder
         self._say, self._every = say, seconds
-        self._started = self._tabled = time.monotonic()
-        self._said = 0.0
-        self._first: int | None = None
-        self._last = -1
+        self._said, self._line = 0.0, ""
 
     def update(self) -> None:
-        """Say how far the study is and write the table, if the last ones are a while ago."""
-        now = time.monotonic()
-        if now - self._said >= self._every:
-            self._said = now
-            progress = self._storage.progress(self._design.by_key)
-            if progress.finished != self._last:
-                self._last = progress.finished
-                self._first = progress.finished if self._first is None else self._first
-                line = f"{progress.finished} of {len(self._design.trials)} trials"
-                line += f", {progress.running} under way"
-                done = progress.finished - self._first
-                if done and progress.open:  # at the pace so far
-                    left = int((now - self._started) / done * progress.open)
-                    line += f", {left // 60}:{left % 60:02d} left"
-                self._say(line)
-        if now - self._tabled >= TABLE_SECONDS:
-            self._tabled = now
+        """Say how far the study is, if that has changed, and write the table."""
+        if time.monotonic() - self._said < self._every:
+            return
+        self._said = time.monotonic()
+        progress = self._storage.progress(self._design.by_key)
+        line = f"{progress.finished} of {len(self._design.trials)} trials"
+        line += f", {progress.running} under way"
+        if line != self._line:
+            self._line = line
+            self._say(line)
             self.table()
 
     def table(self) -> list[dict[str, Any]]:

@@ -1,26 +1,22 @@
-"""A study's table as Parquet and CSV: a row for each trial, in the design's order."""
+"""A study's table as CSV: a row for each trial, in the design's order."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from npt.errors import ConfigError
-from npt.files import write_bytes
+from npt.files import write_text
 from npt.tools.sweep.spec import Design
 
-PARQUET, CSV = "trials.parquet", "trials.csv"
+CSV = "trials.csv"
 
 SETTINGS = ("learning_rate", "adapter_rank", "mult_form", "compute_dtype", "seed")
 """Settings that have a column in every study."""
-
-_WHOLE = (
-    "runs", "parameters", "steps", "applied", "refused", "tokens", "stopped_at", "recovered_after",
-    "bad_layer", "trial", "fault_step",
-)  # fmt: skip
 
 MEASURES = (
     "outcome", "reason", "stopped_at", "detail", "bad_layer", "bad_stage", "bad_finite", "kl",
@@ -28,12 +24,18 @@ MEASURES = (
     "loss_last", "loss_end", "loss_max", "steps", "applied", "refused", "refused_kinds",
     "grad_norm_first", "grad_norm_last", "grad_norm_max", "grad_growth", "residual_ratio",
     "saturated", "dead", "m_min", "m_max", "additive_to_residual", "additive_to_product",
-    "sharpness_start", "sharpness_end", "limit_low", "limit_high", "fault_refused", "fault_loss",
-    "fault_grad_norm", "fault_harm", "loss_before_fault", "loss_worst_behind", "loss_after_fault",
-    "recovered_after", "runs", "parameters", "tokens", "seconds_start", "seconds_training",
-    "seconds", "heldout", "trial", "worker", "started", "ended", "curve",
+    "limit_low", "limit_high", "fault_refused", "fault_loss", "fault_grad_norm", "fault_harm",
+    "loss_before_fault", "loss_worst_behind", "loss_after_fault", "recovered_after", "runs",
+    "parameters", "tokens", "seconds_start", "seconds_training", "seconds", "heldout", "trial",
+    "worker", "started", "ended",
 )  # fmt: skip
 """Columns of the outcome, in their order; empty for a trial that has not been run."""
+
+_TEXTS = (
+    "key", "parts", "arms", "outcome", "reason", "detail", "bad_stage", "refused_kinds", "worker",
+    "started", "ended",
+)  # fmt: skip
+"""Columns that stay text, whatever they look like."""
 
 Row = dict[str, Any]
 
@@ -60,40 +62,36 @@ def rows_of(design: Design, found: Mapping[str, Row]) -> list[Row]:
 
 
 def write_table(folder: Path, rows: list[Row]) -> None:
-    """Write `trials.parquet` and `trials.csv`, each atomically; equal rows give equal CSV."""
-    import pandas
-
-    frame = pandas.DataFrame(rows)
-    frame = frame.astype({name: "Int64" for name in frame.columns if name in _WHOLE})
-    stream = io.BytesIO()
-    frame.to_parquet(stream, index=False)
-    write_bytes(folder / PARQUET, stream.getvalue())
-    write_bytes(folder / CSV, frame.drop(columns="curve").to_csv(index=False).encode())
+    """Write `trials.csv` atomically; equal rows give equal bytes."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(folder / CSV, stream.getvalue())
 
 
 def read_table(folder: Path) -> list[Row]:
-    """Return the rows that `write_table` wrote, None for missing values; raise ConfigError if there
-    is no table that can be read.
+    """Return the rows that `write_table` wrote, None for empty cells; raise ConfigError if there is
+    no table that can be read.
     """
-    import pandas
-
-    path = folder / PARQUET
+    path = folder / CSV
     try:
-        frame = pandas.read_parquet(path)
-    except (OSError, ValueError) as error:
+        with path.open(encoding="utf-8", newline="") as stream:
+            rows = [{n: _value(n, text) for n, text in r.items()} for r in csv.DictReader(stream)]
+        if not rows or not {"key", "parts", "arms", *MEASURES} <= rows[0].keys():
+            raise ValueError("it is no table of this version's trials")
+    except (OSError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(
             f"{path} cannot be read: {str(error)[:200]}; run npt sweep again, which repeats no"
             " finished trial"
         ) from error
-    return [
-        {name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")
-    ]
+    return rows
 
 
-def _plain(value: Any) -> Any:
-    """Return a cell as JSON would have it."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    missing = isinstance(value, float) and math.isnan(value)
-    return None if missing or type(value).__name__ in ("NAType", "NaTType") else value
+def _value(name: str, text: str) -> Any:
+    if text in ("", "True", "False"):
+        return {"": None, "True": True, "False": False}[text] if name != "arms" else text
+    for kind in (int, float) if name not in _TEXTS else ():
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text

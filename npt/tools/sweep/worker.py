@@ -8,13 +8,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from npt.config import TrainConfig
 from npt.errors import ConfigError, NPTError, StoppedError
 from npt.runs.signals import StopOnSignal
-from npt.runs.trackers import Trackers
 from npt.tools.sweep.analysis import RATE, level_text
 from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.run import Row, run_trial
@@ -26,15 +23,15 @@ WAIT_SECONDS = 2.0
 
 
 class Worker:
-    """One process's part in a study. folder: for trackers' files. say: told of every trial that has
-    ended. parent: the process that this one ends with, if it has one.
+    """One process's part in a study. say: told of every trial that has ended. parent: the process
+    that this one ends with, if it has one.
     """
 
     def __init__(
-        self, design: Design, storage: Storage, folder: Path, lab: Lab, say: Callable[[str], None],
+        self, design: Design, storage: Storage, lab: Lab, say: Callable[[str], None],
         parent: int | None = None,
     ):  # fmt: skip
-        self.design, self.storage, self.folder, self.lab = design, storage, folder, lab
+        self.storage, self.lab = storage, lab
         self._say, self._parent = say, parent
         self._trials = design.by_key
         self._stop = StopOnSignal()
@@ -47,9 +44,7 @@ class Worker:
         with self._stop:
             while True:
                 self._check()
-                # trials on bases that are loaded come first
-                loaded = [k for k, trial in self._trials.items() if self.lab.loaded(trial.settings)]
-                claim = self.storage.claim(self._trials, loaded)
+                claim = self.storage.claim(self._trials)
                 if claim is not None:
                     self._run(claim, self._trials[claim.key])
                     continue
@@ -59,59 +54,33 @@ class Worker:
                 time.sleep(WAIT_SECONDS)
 
     def _run(self, claim: Claim, trial: Trial) -> None:
-        trackers = None
         try:
             with self.storage.alive(claim):  # until the outcome is on record
-                trackers = self._trackers(trial)
-                self._try(claim, trial, trackers)
-        except BaseException as error:  # of the worker and not of the trial
-            stopped = isinstance(error, StoppedError | KeyboardInterrupt)
+                self._try(claim, trial)
+        except BaseException:  # of the worker and not of the trial
             # a storage out of reach: the trial is run again when it has been silent for long
-            with contextlib.suppress(ConfigError):
-                self.storage.give_back(claim, None if stopped else _said(error))
+            with contextlib.suppress(ConfigError), self.storage.reached():
+                self.storage.give_back(claim, trial)
             raise
-        finally:
-            if trackers is not None:
-                trackers.close()
 
-    def _try(self, claim: Claim, trial: Trial, trackers: Trackers) -> None:
-        def watch(step: int, loss: float | None, norm: float | None) -> None:
-            trackers.log({"loss": loss, "grad_norm": norm}, step)
-
+    def _try(self, claim: Claim, trial: Trial) -> None:
         try:
-            row = run_trial(self.lab, trial, self._check, watch)
-            numbers = {name: value for name, value in row.items() if not isinstance(value, str)}
-            trackers.log(numbers, row["steps"] + 1)
+            row = run_trial(self.lab, trial, self._check)
         # its settings', its data's or the machine's: other trials may do
         except (NPTError, RuntimeError) as error:
-            self.storage.give_back(claim, _said(error))
-            self._say(f"{label(trial)}: {type(error).__name__}: {error}")
+            said = f"{type(error).__name__}: {error}"
+            self.storage.fail(claim, said[:500])
+            self._say(f"{label(trial)}: {said}")
             return
-        kl = row["kl"]
-        if self.storage.finish(claim, row, float("nan") if kl is None else kl):
+        if self.storage.finish(claim, row):
             self.done += 1
             self._say(f"{label(trial)}: {told(row)}")
-
-    def _trackers(self, trial: Trial) -> Trackers:
-        config = TrainConfig(
-            use_wandb=self.design.wandb, run_name=f"{self.design.name}-{trial.key}"
-        )
-        folder = self.folder / "wandb"
-        if self.design.wandb:
-            folder.mkdir(parents=True, exist_ok=True)
-        trackers = Trackers(config, folder, group=self.design.name)
-        trackers.describe(trial.settings.values())
-        return trackers
 
     def _check(self) -> None:
         """Raise StoppedError if this process is to end."""
         self._stop.check()
         if self._parent is not None and os.getppid() != self._parent:
             raise StoppedError(15)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
 
 
 def label(trial: Trial) -> str:

@@ -162,6 +162,16 @@ def test_a_folder_with_this_specification_alone_is_this_study(spec, tmp_path) ->
         check_folder(folder, spec, design, None)
 
 
+def test_a_study_of_an_earlier_version_is_not_continued(spec, tmp_path, capsys) -> None:
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "study.json").write_text('{"name": "small", "trials": 12}')
+    assert main(["sweep", str(spec), "--study", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "holds a study of an earlier version of NPT" in error and error.count("\n") == 1
+    assert [p.name for p in folder.iterdir()] == ["study.json"]
+
+
 @pytest.mark.parametrize(
     "storage",
     ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"],
@@ -195,9 +205,11 @@ def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
     spec.write_text(yaml.safe_dump(content))
     folder, design = tmp_path / "study", read_design(str(spec))
     open_folder(folder, spec, design, None, {})
+    storage = Storage(storage_url(folder, None), "small")
+    storage.enqueue(design.trials)
     spec.write_text("no specification any more")
     assert main(["sweep", str(spec), "--study", str(folder), "--parent", str(os.getppid())]) == 0
-    progress = Storage(storage_url(folder, None), "small").progress(design.by_key)
+    progress = storage.progress(design.by_key)
     assert (progress.finished, progress.open) == (1, 0)
 
 
@@ -286,5 +298,7 @@ def test_a_signal_ends_a_study_and_its_trials_wait_again_at_once(
         read_design(str(spec)).by_key
     )
     assert (
-        progress.running == 0 and progress.lost == 0 and progress.finished + progress.waiting == 12
+        progress.running == 0
+        and progress.failed == 0
+        and progress.finished + progress.waiting == 12
     )

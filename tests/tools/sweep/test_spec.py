@@ -221,7 +221,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         part(settings={"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}),
         "drop one of the two",
     ),
-    "wandb no truth": ({"wandb": "yes please", **part()}, "write true or false"),
 }
 
 

@@ -21,8 +21,7 @@ from forked_work import Forked
 from storage_work import trials, work
 
 from npt.errors import ConfigError
-from npt.tools.sweep.spec import Design
-from npt.tools.sweep.storage import ATTEMPTS, Storage
+from npt.tools.sweep.storage import RETRIES, Storage
 
 SERVER = "NPT_TEST_DATABASE"
 """Environment variable with the address of a server's database to test against,
@@ -128,12 +127,11 @@ def test_filling_a_study_twice_adds_what_is_new_alone(file: str) -> None:
     assert storage.progress(larger.by_key).waiting == 5
 
 
-def test_trials_are_taken_in_order_but_for_those_preferred(file: str) -> None:
-    storage, design = Storage(file, "work"), trials(4)
+def test_trials_are_taken_in_the_designs_order(file: str) -> None:
+    storage, design = Storage(file, "work"), trials(3)
     storage.enqueue(design.trials)
-    keys = list(design.by_key)
-    claims = [storage.claim(design.by_key, prefer) for prefer in ([], [keys[3]], [], [], [])]
-    assert [claim and claim.key for claim in claims] == [keys[0], keys[3], keys[1], keys[2], None]
+    claims = [storage.claim(design.by_key) for _ in range(4)]
+    assert [claim and claim.key for claim in claims] == [*design.by_key, None]
 
 
 def test_two_studies_share_a_database_and_no_trial(url: str) -> None:
@@ -146,26 +144,25 @@ def test_two_studies_share_a_database_and_no_trial(url: str) -> None:
 def test_a_trial_given_back_waits_again_as_if_nobody_had_had_it(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
-    for _ in range(2 * ATTEMPTS):  # a stop by a signal is not the trial's fault
+    for _ in range(2 * RETRIES):  # a stop by a signal is not the trial's fault
         claim = storage.claim(design.by_key)
         assert claim is not None
-        storage.give_back(claim)
+        storage.give_back(claim, design.trials[0])
     assert storage.progress(design.by_key).waiting == 1
 
 
-def test_a_trial_that_fails_again_and_again_is_left_alone(file: str) -> None:
+def test_a_failed_trial_has_its_reason_until_it_is_started_anew(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
     storage.enqueue(design.trials)
-    for _ in range(ATTEMPTS):
-        claim = storage.claim(design.by_key)
-        assert claim is not None
-        storage.give_back(claim, "RuntimeError: no")
+    claim = storage.claim(design.by_key)
+    assert claim is not None
+    storage.fail(claim, "RuntimeError: no")
     assert storage.claim(design.by_key) is None
     progress = storage.progress(design.by_key)
-    assert (progress.lost, progress.open) == (1, 0)
-    assert storage.enqueue(design.trials) == 0
+    assert (progress.failed, progress.open) == (1, 0)
     (row,) = storage.rows().values()
     assert (row["outcome"], row["reason"]) == ("failed", "RuntimeError: no")
+    assert storage.enqueue(design.trials) == 1 and not storage.rows()
 
 
 def fall_silent(storage: Storage) -> None:
@@ -176,37 +173,16 @@ def fall_silent(storage: Storage) -> None:
         )
 
 
-def taken_by_workers_that_fall_silent(storage: Storage, design: Design, times: int) -> None:
-    for _ in range(times):
-        assert storage.claim(design.by_key) is not None
-        fall_silent(storage)
-
-
-def test_a_trial_over_which_workers_fall_silent_is_left_alone(file: str) -> None:
+def test_a_trial_of_silent_workers_fails_until_started_anew(file: str) -> None:
     storage, design = Storage(file, "work"), trials(1)
-    storage.enqueue(design.trials)
-    taken_by_workers_that_fall_silent(storage, design, ATTEMPTS)
-    assert storage.claim(design.by_key) is None and storage.progress(design.by_key).lost == 1
-    (row,) = storage.rows().values()
-    assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
-    assert storage.enqueue(design.trials) == 0 and storage.progress(design.by_key).lost == 1
-
-
-def test_a_study_started_anew_runs_what_workers_fell_silent_over(file: str) -> None:
-    storage, design = Storage(file, "work"), trials(1)
-    storage.enqueue(design.trials)
-    taken_by_workers_that_fall_silent(storage, design, ATTEMPTS)
-    assert storage.claim(design.by_key) is None
-    for tried in range(ATTEMPTS):  # as often as at first
-        assert storage.enqueue(design.trials, again=True) == (tried == 0)
-        assert not storage.rows()
-        taken_by_workers_that_fall_silent(storage, design, 1)
-    assert storage.claim(design.by_key) is None and storage.progress(design.by_key).lost == 1
-    assert storage.enqueue(design.trials, again=True) == 1
-    claim = storage.claim(design.by_key)
-    assert claim is not None and storage.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
-    assert storage.enqueue(design.trials, again=True) == 0
-    assert storage.rows()[claim.key]["outcome"] == "stable"
+    for _ in range(2):
+        assert storage.enqueue(design.trials) == 1
+        for _ in range(1 + RETRIES):
+            assert storage.claim(design.by_key) is not None
+            fall_silent(storage)
+        assert storage.claim(design.by_key) is None and storage.progress(design.by_key).failed == 1
+        (row,) = storage.rows().values()
+        assert row["outcome"] == "failed" and "was not heard of" in row["reason"]
 
 
 def test_of_attempts_that_were_added_at_once_one_is_run(url: str) -> None:
@@ -216,7 +192,7 @@ def test_of_attempts_that_were_added_at_once_one_is_run(url: str) -> None:
         storage._wait(design.trials[0])
     claim = one.claim(design.by_key)
     assert claim is not None and other.claim(design.by_key) is None
-    assert one.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
+    assert one.finish(claim, {"kl": 1.0, "outcome": "stable"})
     assert other.claim(design.by_key) is None and one.progress(design.by_key).open == 0
 
 
@@ -236,7 +212,7 @@ def test_two_workers_that_take_an_attempt_at_once_do_not_both_get_it(url: str) -
     """Optuna reads a state and then writes it: the other worker comes in between."""
     one, other, design = Storage(url, "work"), Storage(url, "work"), trials(1)
     one.enqueue(design.trials)
-    id_ = one._attempts()[design.trials[0].key].current._trial_id
+    id_ = one._attempts()[design.trials[0].key]._trial_id
     took: list[bool] = []
     between = threading.Thread(target=lambda: took.append(other._take(id_)))
 
@@ -251,67 +227,19 @@ def test_two_workers_that_take_an_attempt_at_once_do_not_both_get_it(url: str) -
     assert sorted(took) == [False, True]
 
 
-def test_a_study_of_a_version_without_heartbeats_continues(file: str) -> None:
-    storage, design = Storage(file, "work"), trials(4)
-    keys, rdb, states = list(design.by_key), storage._storage, storage._states
-    create = storage._optuna.create_trial
-    old = {"settings": {}, "errors": 0, "silences": 0}
-    for key, said in zip(keys, (None, "", "RuntimeError: no", None), strict=True):
-        attributes = {"key": key, **old} | ({} if said is None else {"error": said})
-        storage._study.add_trial(create(state=states.WAITING, user_attrs=attributes))
-    ids = {trial.user_attrs["key"]: trial._trial_id for trial in storage._study.get_trials()}
-    for key in keys[1:3]:  # given back, and failed: what was tried again came next
-        rdb.set_trial_state_values(ids[key], states.FAIL)
-        storage._study.add_trial(create(state=states.WAITING, user_attrs={"key": key, **old}))
-    rdb.set_trial_state_values(ids[keys[3]], states.RUNNING)
-    rdb.set_trial_user_attr(ids[keys[3]], "sign", "host:1:ab:7")  # killed
-    assert storage.enqueue(design.trials, again=True) == 0
-    claims = [storage.claim(design.by_key) for _ in keys]
-    assert [claim and claim.key for claim in claims] == [*keys[:3], None]
-    fall_silent(storage)
-    again = [storage.claim(design.by_key) for _ in keys]
-    assert {claim.key for claim in again if claim} == set(keys)
-
-
-def test_silences_and_errors_are_counted_apart(file: str) -> None:
+def test_a_database_that_is_out_of_reach_is_said_in_one_line(file: str, monkeypatch) -> None:
     storage, design = Storage(file, "work"), trials(1)
-    storage.enqueue(design.trials)
-    taken_by_workers_that_fall_silent(storage, design, ATTEMPTS - 1)
-    storage.claim({})
-    for left in range(ATTEMPTS, 0, -1):
-        assert storage.progress(design.by_key).waiting == 1, left
-        claim = storage.claim(design.by_key)
-        assert claim is not None
-        storage.give_back(claim, "RuntimeError: no")
-    # errors are the trial's own
-    assert (
-        storage.progress(design.by_key).lost == 1
-        and storage.enqueue(design.trials, again=True) == 0
-    )
 
+    def unreached() -> dict[str, Any]:
+        raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
 
-def test_a_database_that_is_out_of_reach_for_a_moment_is_waited_for(url: str, monkeypatch) -> None:
-    import npt.tools.sweep.storage as module
-
-    monkeypatch.setattr(module, "TRY_SECONDS", 0.0)
-    storage, design = Storage(url, "work"), trials(1)
-    real, left = storage._attempts, [0]
-
-    def unsteady() -> dict[str, Any]:
-        if left[0]:
-            left[0] -= 1
-            raise sqlalchemy.exc.OperationalError("select", {}, Exception("database is locked"))
-        return real()
-
-    monkeypatch.setattr(storage, "_attempts", unsteady)
-    left[0] = module.TRIES - 1
-    assert storage.enqueue(design.trials) == 1
-    left[0] = module.TRIES - 1
-    assert storage.claim(design.by_key) is not None
-    left[0] = module.TRIES
-    with pytest.raises(
-        ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again"
-    ) as caught:
+    monkeypatch.setattr(storage, "_attempts", unreached)
+    with (
+        pytest.raises(
+            ConfigError, match=r"cannot be reached: .*database is locked.*; run npt sweep again"
+        ) as caught,
+        storage.reached(),
+    ):
         storage.progress(design.by_key)
     assert "\n" not in str(caught.value)
 
@@ -324,10 +252,10 @@ def test_the_result_of_a_worker_that_was_thought_lost_does_not_count(url: str) -
     fall_silent(slow)
     again = quick.claim(design.by_key)
     assert again is not None and again.key == late.key
-    assert not slow.finish(late, {"kl": 1.0, "outcome": "stable"}, 1.0)
-    assert quick.finish(again, {"kl": 2.0, "outcome": "stable"}, 2.0)
+    assert not slow.finish(late, {"kl": 1.0, "outcome": "stable"})
+    assert quick.finish(again, {"kl": 2.0, "outcome": "stable"})
     assert slow.rows()[late.key]["kl"] == 2.0
-    slow.give_back(late)
+    slow.give_back(late, design.trials[0])
     assert slow.progress(design.by_key).finished == 1
 
 
@@ -340,7 +268,7 @@ def test_a_worker_that_sends_heartbeats_keeps_its_trial(url: str) -> None:
     with own.alive(claim):
         time.sleep(0.3)
         assert other.claim(design.by_key) is None
-    assert own.finish(claim, {"kl": 1.0, "outcome": "stable"}, 1.0)
+    assert own.finish(claim, {"kl": 1.0, "outcome": "stable"})
 
 
 def test_a_heartbeat_that_does_not_arrive_is_followed_by_others(file: str, monkeypatch) -> None:
@@ -364,9 +292,8 @@ def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
     storage.enqueue(design.trials)
     claim = storage.claim(design.by_key)
     assert claim is not None
-    assert storage.finish(
-        claim, {"kl": float("nan"), "loss_max": float("inf"), "outcome": "diverged"}, float("nan")
-    )
+    figures = {"kl": float("nan"), "loss_max": float("inf"), "outcome": "diverged"}
+    assert storage.finish(claim, figures)
     (row,) = storage.rows().values()
     assert row["kl"] is None and row["loss_max"] is None
 

@@ -1,4 +1,4 @@
-"""The table: one row for each trial, through Parquet and back."""
+"""The table: one row for each trial, through CSV and back."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_the_same_rows_give_the_same_bytes(tmp_path) -> None:
     assert (tmp_path / "a" / CSV).read_bytes() == (tmp_path / "b" / CSV).read_bytes()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no parquet"])
+@pytest.mark.parametrize("content", [None, b"", b"no,table\n1,2\n", b"\xff\xfe"])
 def test_a_table_that_is_missing_or_broken_is_named(tmp_path, content) -> None:
     if content is not None:
-        (tmp_path / "trials.parquet").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"trials\.parquet cannot be read"):
+        (tmp_path / CSV).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"trials\.csv cannot be read"):
         read_table(tmp_path)
