@@ -76,11 +76,7 @@ LEFT_OUT = {
             "max_refused_share",
             "a study's runs are too short for a share; max_consecutive_bad ends them",
         ),
-        ("use_wandb report_to", "write wandb: true next to the study's name"),
-        (
-            "project wandb_entity wandb_group wandb_tags",
-            "WANDB_PROJECT and the like say it, and the group is the study",
-        ),
+        ("use_wandb", "write wandb: true next to the study's name"),
         ("share_embeddings", "it does nothing"),
         ("rank_timeout", "a study's run is one process"),
         ("ranks rank_budget", "a study's runs have one rank for all layers"),
