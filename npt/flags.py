@@ -54,6 +54,11 @@ RETIRED = {
         " fp32"
     ),
     "compile": "leave it out: compiling what a converted layer computes gained nothing",
+    "report_to": "write --use_wandb, --use_tensorboard or neither",
+    "project": "WANDB_PROJECT names it",
+    "wandb_entity": "WANDB_ENTITY names it",
+    "wandb_group": "WANDB_RUN_GROUP names it",
+    "wandb_tags": "WANDB_TAGS names them",
     "save_strategy": "--save_steps says how often",
     "eval_strategy": "--eval_steps says how often",
     "evaluation_strategy": "--eval_steps says how often",
@@ -158,13 +163,6 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _Words(argparse.Action):
-    """Words with spaces or commas between them, as one list."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
-        setattr(namespace, self.dest, ",".join(values))
-
-
 def add_settings(
     parser: argparse.ArgumentParser, *classes: type, leave_out: Iterable[str] = ()
 ) -> None:
@@ -200,9 +198,6 @@ def _add_setting(group: Any, f: Field[Any], kind: type) -> None:
         how |= {"nargs": "?", "const": True, "type": _boolean, "metavar": "BOOL"}
     elif kind is tuple:
         how["metavar"] = "LIST"
-        # transformers' scripts take `--report_to wandb tensorboard`
-        if f.metadata["group"] == "trackers":
-            how |= {"nargs": "+", "action": _Words}
     elif choices:
         how |= {"type": kind, "choices": choices}
     else:

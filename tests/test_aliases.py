@@ -45,13 +45,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--no-load-in-4bit"], {"use_quantization": False}),
         (["--model_name_or_path", "a-b"], {"model_name": "a-b"}),
         (["--resume_from_checkpoint", "auto"], {"resume": "auto"}),
-        (["--report_to", "wandb"], {"report_to": "wandb"}),
-        (["--report-to", "wandb", "tensorboard"], {"report_to": "wandb,tensorboard"}),
-        (
-            ["--report_to=wandb,mlflow", "--lr", "1"],
-            {"report_to": "wandb,mlflow", "learning_rate": 1.0},
-        ),
-        (["--report_to", "none"], {"report_to": "none"}),
     ],
     ids=" ".join,
 )
@@ -80,6 +73,7 @@ def test_values_are_left_as_they_are():
         (["--optimizer-type=adamw"], "there is no flag --optimizer-type; the optimizer is AdamW"),
         (["--modulation_scale", "0.1"], "--additive_scale"),
         (["--log_file", "x.log"], "metrics.jsonl"),
+        (["--report-to", "wandb"], "there is no flag --report-to; write --use_wandb"),
         (["stray"], "'stray' belongs to no flag"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -101,12 +95,8 @@ def test_no_other_name_hides_a_flag():
 
 def test_a_file_of_settings_takes_them_too_and_none_twice(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("per-device-train-batch-size: 8\nload_in_4bit: true\nreport_to: [wandb]\n")
-    assert read_yaml(str(file), CLASSES) == {
-        "batch_size": 8,
-        "use_quantization": True,
-        "report_to": ("wandb",),
-    }
+    file.write_text("per-device-train-batch-size: 8\nload_in_4bit: true\n")
+    assert read_yaml(str(file), CLASSES) == {"batch_size": 8, "use_quantization": True}
     file.write_text("batch_size: 8\nper_device_train_batch_size: 4\n")
     with pytest.raises(
         ConfigError, match="batch_size is given twice, once as per_device_train_batch_size"

@@ -58,35 +58,14 @@ BAD_VALUES = [
         {"modulation": "none"},
         "--modulation is 'none'; choose from both, additive, multiplicative",
     ),
-    (
-        TrainConfig,
-        {"report_to": "neptune"},
-        (
-            "--report_to is 'neptune'; choose from wandb, tensorboard, comet_ml, aim, mlflow,"
-            " clearml, dvclive"
-        ),
-    ),
-    (
-        TrainConfig,
-        {"report_to": ["none", "wandb"]},
-        "--report_to is none,wandb; write none, or the trackers",
-    ),
-    (TrainConfig, {"report_to": 3}, "--report_to is 3; expected tuple or unset"),
     (TrainConfig, {"sample_steps": 0, "use_wandb": True}, "--sample_steps is 0"),
     (
         TrainConfig,
         {"sample_steps": 5},
-        "--sample_steps 5 means nothing without a tracker (--report_to); add it or drop the other",
-    ),
-    (
-        TrainConfig,
-        {"wandb_tags": "a,b", "use_tensorboard": True},
-        "--wandb_tags a,b means nothing without --report_to wandb",
-    ),
-    (
-        TrainConfig,
-        {"wandb_entity": "team", "report_to": "mlflow"},
-        "--wandb_entity team means nothing without --report_to wandb",
+        (
+            "--sample_steps 5 means nothing without --use_wandb or --use_tensorboard; add it or"
+            " drop the other"
+        ),
     ),
     (NPTConfig, {"residual": "drop"}, "--residual is 'drop'; choose from modulate, keep"),
     (NPTConfig, {"init": "zero"}, "--init is 'zero'; choose from random, calibrated"),
@@ -648,18 +627,6 @@ def test_sizes_of_memory_are_read_in_both_kinds_of_units(text, size) -> None:
 def test_what_is_no_size_is_refused_with_an_example(text) -> None:
     with pytest.raises(ConfigError, match="--max_memory"):
         TrainConfig(max_memory=text)
-
-
-def test_trackers_are_named_by_commas_or_a_list_and_none_is_said_last() -> None:
-    assert TrainConfig(report_to="wandb, tensorboard,wandb").report_to == ("wandb", "tensorboard")
-    assert TrainConfig(report_to=["wandb,mlflow", "aim"], wandb_tags=["a", "b"]).report_to == (
-        "wandb",
-        "mlflow",
-        "aim",
-    )
-    assert TrainConfig(
-        report_to="none", use_wandb=True, sample_steps=5, wandb_group="study"
-    ).report_to == ("none",)
 
 
 @pytest.mark.parametrize("config", ALL)

@@ -175,6 +175,6 @@ def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(counted_by_a_for
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert (plan["name"], plan["tokens_per_step"], plan["ranks"]) == ("embedded", 2 * 256, [48] * 4)
     assert main(["doctor", "--data", "--config", "tiny", "--max_records", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["data"]["batch_size"] == 4
+    assert json.loads(capsys.readouterr().out)["data"]["records"] == 3
     assert main(["doctor", "--plan", "--config", "none.yaml"]) == 2
     assert "--config none.yaml is neither a file nor one of the presets" in capsys.readouterr().err

@@ -83,7 +83,8 @@ def verify(
         max_consecutive_bad=100,
         max_refused_share=1.0,
     )
-    chosen = replace(base, config=replace(quiet, report_to=("none",)))
+    untracked = replace(quiet, use_wandb=False, use_tensorboard=False, sample_steps=None)
+    chosen = replace(base, config=untracked)
     found = []
     device = next(base.model.parameters()).device
     in_training = [module for module in base.model.modules() if module.training]

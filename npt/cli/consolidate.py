@@ -31,7 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "max_kl": 0.01,
     "layers": None,
     "targets": None,
-    "search": False,
 }
 """Flags of a new update with their defaults, which the parser does not know: --undo refuses those
 that were given."""
@@ -44,11 +43,7 @@ def consolidate(given: dict[str, Any]) -> int:
     given, base = with_base(given)
     data = build(DataConfig, given)
     if given["undo"]:
-        unused = [
-            f"--{name}"
-            for name in _DEFAULTS
-            if given[name] is not None and given[name] is not False
-        ]
+        unused = [f"--{name}" for name in _DEFAULTS if given[name] is not None]
         if unused:
             raise ConfigError(
                 f"--undo takes the last update back and makes none, so {', '.join(unused)} mean"
@@ -94,15 +89,7 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     from npt.adapters.token_modulation import as_row, modulation_of, token_index
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
-    from npt.tools.editing.edit_metrics import (
-        PROBE_SAMPLES,
-        Before,
-        Choice,
-        encode_fact,
-        largest_alpha,
-        print_retention,
-        search,
-    )
+    from npt.tools.editing.edit_metrics import Before, encode_fact, largest_alpha, print_retention
 
     model, tokenizer, output = student.model, student.tokenizer, Path(given["output"])
     size = sum(p.numel() * p.element_size() for p in adapter_parameters(model).values())
@@ -118,12 +105,17 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     if given["targets"] is not None:
         targets = tuple(t.strip() for t in given["targets"].split(","))
     else:
-        # At the same cost the additions to the residual stream alone recall most; a search starts
-        # from all targets.
-        only_down = "down" in config.targets and not given["search"]
-        targets = ("down",) if only_down else config.targets
-    # refuse what cannot work before measuring
-    update_from(modulation_of(model, ids, token), max_alpha, layers=layers, targets=targets)
+        # At the same cost the additions to the residual stream alone recall most.
+        targets = ("down",) if "down" in config.targets else config.targets
+    record = {
+        "text": given["text"],
+        "context": given["context"],
+        "adapter_hash": adapter_hash(model),
+        **student.other,
+    }
+    modulation = modulation_of(model, ids, token)
+    make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
+    make(max_alpha)  # refuse what cannot work before measuring
     own = own_heldout(data)
     records = own if own is not None else open_source(data)
     samples, heldout = evaluation_samples(
@@ -136,45 +128,25 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
             f"{len(samples)} sample of held-out text is too few to choose alpha on one part and"
             " report on another; give more"
         )
-    tried = []
-    with console.status("measuring") as status:
+    with console.status("measuring"):
         fitting = Before(model, tokenizer, fact, chosen_on, batch_size)
-        if given["search"]:
-            probe = Before(model, tokenizer, fact, chosen_on[:PROBE_SAMPLES], batch_size)
-            start = Choice(token, targets, layers, max_alpha)
-            tried = search(
-                model, probe, start, max_kl, ids, lambda what: status.update(f"trying {what}")
-            )
-            token, targets, layers = tried[0].token, tried[0].targets, tried[0].layers
-        record = {
-            "text": given["text"],
-            "context": given["context"],
-            "adapter_hash": adapter_hash(model),
-            **student.other,
-        }
-        modulation = modulation_of(model, ids, token)
-        make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
         alpha = largest_alpha(model, fitting, make, max_alpha, max_kl)
         before = Before(model, tokenizer, fact, reported_on, batch_size)
         update = make(alpha)
         npt.consolidate(model, update)
         retention = before.against(model)
     if not given["json"]:
-        print_retention(retention, console, "held-out" if heldout else "TRAINING", tried)
+        print_retention(retention, console, "held-out" if heldout else "TRAINING")
     try:
         npt.save_adapter(model, output, base=student.identity)
     except OSError as error:
         raise ConfigError(
-            f"--output {output} cannot be written: {error.strerror}; choose another, and what was"
-            f" found need not be searched for again: --token {token} --alpha {alpha:.9g}"
-            f" --targets {','.join(targets)} --layers {update.record['layers']}"
+            f"--output {output} cannot be written: {error.strerror}; choose another"
         ) from error
     updates = len(npt.consolidated(model))
     if given["json"]:
         choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
         found = {**choice, **retention.as_dict(), "heldout": heldout, "output": given["output"]}
-        if given["search"]:
-            found["tried"] = [choice.as_dict() for choice in tried]
         print_json(found)
         return
     bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
@@ -209,9 +181,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: down"
             " if it is one of them)"
         ),
-    )
-    add_switch(
-        parser, "search", "try other targets, tokens and layers at the same cost, and take the best"
     )
     add_switch(parser, "undo", "take the adapter's last update back instead")
     parser.add_argument(

@@ -7,18 +7,16 @@ import contextlib
 from dataclasses import fields, replace
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, natural, print_json
+from npt.cli.arguments import add_number, add_switch, print_json
 from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
 from npt.cli.planning import make_plan, print_page
-from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings, build, with_safe_mode
 
 _OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)} - {
-    "model_name",
-    "batch_size",
-    "seed",
+    "model_name"
 }
 """Settings that --data does not use."""
 
@@ -34,7 +32,7 @@ def doctor(given: dict[str, Any]) -> int:
     _check_flags(given)
     shape = given["shape"]
     given = with_config(given, ignored=() if shape is None else ("model_name",))
-    given = with_safe_mode({"batch_size": 4, "seed": 0, **given})
+    given = with_safe_mode(given)
     from npt.tools.data_doctor.report import print_report
 
     console = make_console(stderr=given["json"])
@@ -55,9 +53,7 @@ def doctor(given: dict[str, Any]) -> int:
 
 
 def _check_flags(given: dict[str, Any]) -> None:
-    """Refuse flags that would be ignored, and seeds out of range."""
-    if given.get("seed", 0) > SEED_MAX:
-        raise ConfigError(f"--seed is {given['seed']}; it must be at most {SEED_MAX}")
+    """Refuse flags that would be ignored."""
     if given["plan"]:
         return
     switches = ("shape", "device", "gpu", "measure", "no_trial", "safe_mode")
@@ -86,8 +82,6 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
-    how = {name: given[name] for name in ("batch_size", "seed", "max_records")}
-    how["ends"] = getattr(model_config, "eos_token_id", None)
     found = {}
     with console.status("reading the data"):
         for part in sources_of(data):
@@ -95,7 +89,9 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
             if part.label != FIRST:
                 with contextlib.suppress(DataError):  # the report says where
                     config = fitting_columns(config, open_source(config))
-            report = examine(config, tokenizer, model_config.vocab_size, **how)
+            report = examine(
+                config, tokenizer, model_config.vocab_size, max_records=given["max_records"]
+            )
             if data.dataset_mix is not None:
                 report = replace(report, name=f"{part.label} ({part.share:.1%} of the samples)")
             found["replay" if part.label == REPLAY else part.label] = report
@@ -136,8 +132,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_switch(parser, "measure", "run a few steps for real as well, and compare")
     add_switch(parser, "no_trial", "leave the time out, for which one layer is run")
-    quiet = argparse.SUPPRESS
-    add_number(parser, "batch_size", "samples of a micro-batch (default: 4)", quiet)
-    add_number(parser, "seed", "which samples are shown (default: 0)", quiet, natural)
     add_config(parser)
-    add_settings(parser, *SETTINGS, leave_out=("num_samples", "batch_size", "seed"))
+    add_settings(parser, *SETTINGS, leave_out=("num_samples",))

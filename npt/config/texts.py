@@ -67,9 +67,3 @@ def words(given: Any) -> Any:
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return given
     return tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
-
-
-def distinct_words(given: Any) -> Any:
-    """Return `words` without repetitions; None if there are none."""
-    found = words(given)
-    return (tuple(dict.fromkeys(found)) or None) if isinstance(found, tuple) else found

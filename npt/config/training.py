@@ -8,7 +8,7 @@ from typing import Any
 
 from npt.config.field import INT_MAX, POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
 from npt.config.objective import Objective
-from npt.config.texts import distinct_words, joined_or_number, parse_bytes, parse_steps
+from npt.config.texts import joined_or_number, parse_bytes, parse_steps
 from npt.errors import ConfigError
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -16,19 +16,6 @@ SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
 """The rates of all steps of a run are kept."""
 _LONGEST_WAIT = 1e9  # seconds, which the clocks of all libraries hold
-TRACKERS = (
-    "wandb",
-    "tensorboard",
-    "comet_ml",
-    "aim",
-    "mlflow",
-    "clearml",
-    "dvclive",
-    "swanlab",
-    "trackio",
-)
-"""Trackers that accelerate opens, each by the name of its package."""
-
 _start = partial(setting, group="start")
 _optimiser = partial(setting, group="optimiser")
 _memory = partial(setting, group="memory")
@@ -192,59 +179,25 @@ class Output(Settings):
     )
 
 
-def _asks_for_wandb(config: Tracking) -> bool:
-    """With `--report_to none` a tracker's settings wait for the next run."""
-    return config.use_wandb or bool({"wandb", "all", "none"} & set(config.report_to or ()))
-
-
-def _asks_for_any(config: Tracking) -> bool:
-    return bool(config.report_to) or config.use_wandb or config.use_tensorboard
-
-
-_WANDB = Need(_asks_for_wandb, "--report_to wandb")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tracking(Settings):
-    """Trackers, and the names of the run in them."""
+    """Trackers, and the name of the run in them."""
 
     use_wandb: bool = _trackers(False, "log to Weights & Biases", often=True)
     use_tensorboard: bool = _trackers(False, "log to TensorBoard, below the run folder")
-    report_to: tuple[str, ...] | None = _trackers(
-        None,
-        f"trackers to log to, one or several of {', '.join(TRACKERS)}; all: those that are"
-        " installed; none: none, whatever else says so",
-        choices=(*TRACKERS, "all", "none"),
-        read=distinct_words,
-    )
     run_name: str | None = _trackers(
-        None, "name of the run in the trackers (WANDB_NAME, else its folder's)"
-    )
-    project: str | None = _trackers(
-        None, "project of the run in the trackers (WANDB_PROJECT and the like, else npt)"
-    )
-    wandb_entity: str | None = _trackers(
-        None, "user or team of the run in Weights & Biases (WANDB_ENTITY)", need=_WANDB
-    )
-    wandb_group: str | None = _trackers(
-        None, "group of the run in Weights & Biases (WANDB_RUN_GROUP)", need=_WANDB
-    )
-    wandb_tags: tuple[str, ...] | None = _trackers(
-        None, "tags of the run in Weights & Biases (WANDB_TAGS)", read=distinct_words, need=_WANDB
+        None, "name of the run in Weights & Biases (WANDB_NAME, else its folder's)"
     )
     sample_steps: int | None = _trackers(
         None,
-        "steps between texts of student and teacher and histograms of the multipliers in the"
-        " trackers",
+        "steps between texts of student and teacher, and shares of multipliers at their bounds, in"
+        " the trackers",
         bound=at_least(1),
-        need=Need(_asks_for_any, "a tracker (--report_to)"),
+        need=Need(
+            lambda config: config.use_wandb or config.use_tensorboard,
+            "--use_wandb or --use_tensorboard",
+        ),
     )
-
-    def check(self) -> None:
-        """Refuse trackers together with none."""
-        asked = self.report_to or ()
-        if "none" in asked and len(asked) > 1:
-            raise ConfigError(f"--report_to is {','.join(asked)}; write none, or the trackers")
 
 
 # Of several bases a dataclass takes the fields of the last one first.

@@ -65,10 +65,10 @@ class IndexedLines(Sequence[Record]):
 
 class LineStream(Iterator[Record]):
     """One pass over a file: a record that cannot be read raises, and the next call reads on.
-    line, row: of the latest record. blank_lines: passed so far."""
+    line: of the latest record. blank_lines: passed so far."""
 
     def __init__(self, path: Path, form: LineFormat):
-        self.path, self._form, self.line, self.row, self.blank_lines = path, form, 0, None, 0
+        self.path, self._form, self.line, self.blank_lines = path, form, 0, 0
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -83,8 +83,8 @@ class LineStream(Iterator[Record]):
         except BaseException:
             self._file.close()
             raise
-        _, self.line, self.row = found
-        return self._form.record(self.path, self.line, self.row, self._header)
+        _, self.line, row = found
+        return self._form.record(self.path, self.line, row, self._header)
 
 
 def _state(file: BinaryIO) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from npt.runs.manifest import verify_checkpoint
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION, BEHAVIOUR = "report.html", "modulation.json", "behaviour.json"
-TRACKED = frozenset({"wandb", "npt", ".aim", "dvclive", "swanlog"})
+TRACKED = frozenset({"wandb", "npt"})
 """Trackers' folders, which may exist before the run does."""
 
 _STARTED_WITH = frozenset({RUN, METRICS, EVENTS, REPORT}) | TRACKED

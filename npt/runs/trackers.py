@@ -1,79 +1,45 @@
-"""Trackers: Weights & Biases, TensorBoard and the others that accelerate opens. They only observe.
+"""Weights & Biases and TensorBoard, through accelerate's tracker classes. They only observe.
 
 accelerate's classes are used without its `Accelerator`, which would also manage devices, precision
-and processes.
+and processes. The environment (`WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_RUN_ID`, `WANDB_RUN_GROUP`,
+`WANDB_TAGS`, `WANDB_MODE` and others) comes before our own choices, as in a run of `wandb agent`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import random
-import shutil
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from npt.config import TRACKERS, TrainConfig
+from npt.adapters.files.run_layout import ADAPTER, BEST
+from npt.config import TrainConfig
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError, first_line
-from npt.evaluation.metrics import Figures
-from npt.evaluation.modulation import Modulation
-from npt.extras import EXTRAS, installed, require
+from npt.errors import CheckpointError, ConfigError, first_line
+from npt.extras import require
 from npt.random_state import kept_random_state
-from npt.runs import wandb_run
-from npt.runs.run_folder import TRACKED
+from npt.runs.run_folder import REPORT, RUN
+from npt.stored import read_json
 
 LOST_AFTER = 20
 """Calls that fail in a row before a tracker is dropped: each may have waited for a network."""
 
-_SUBFOLDER = "npt"
-"""TensorBoard's folder below the run folder."""
-
-_SUMMARY = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
-"""Figures of a run as a whole."""
-
-_LEAVE_OUT = "or leave it out (--report_to none)"
-_REMEDIES = {
-    "wandb": "log in first (wandb login), set WANDB_MODE=offline, ",
-    "comet_ml": "log in first (comet login, COMET_API_KEY), ",
-    "clearml": "set it up first (clearml-init), ",
-    "mlflow": "check MLFLOW_TRACKING_URI, ",
-    "swanlab": "log in first (swanlab login), ",
-}
+_PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
     """Return the trackers that the configuration asks for; ConfigError if one is not installed."""
-    asked = config.report_to or ()
-    if "none" in asked:
-        return []
-    if "all" in asked:
-        chosen = [name for name in TRACKERS if installed(name)]
-        if not chosen:
-            raise ConfigError(
-                f"--report_to is all, but none of {', '.join(TRACKERS)} is installed; pip install"
-                " one, or drop it"
-            )
-        return chosen
-    wanted = {"wandb": config.use_wandb, "tensorboard": config.use_tensorboard}
-    flags = {name: f"--use_{name}" for name, use in wanted.items() if use}
-    flags |= {name: f"--report_to {name}" for name in asked}
-    for name, flag in flags.items():
-        if name in EXTRAS:
-            require(name, flag)
-        elif not installed(name):
-            raise ConfigError(
-                f"{flag} needs {name}, which is not installed; pip install {name}, or leave it out"
-            )
-    return [name for name in TRACKERS if name in flags]
+    names = [name for name in ("wandb", "tensorboard") if getattr(config, f"use_{name}")]
+    for name in names:
+        require(name, f"--use_{name}")
+    return names
 
 
 def start_trackers(
@@ -84,7 +50,7 @@ def start_trackers(
     If one cannot start, ConfigError there and ProcessError on the other processes.
     """
     started: list[Trackers] = []
-    run = wandb_run.known_run(folder) if resume_at is not None else None
+    run = known_run(folder) if resume_at is not None else None
     processes.first(lambda: started.append(Trackers(config, folder, run=run, resume_at=resume_at)))
     return started[0] if started else Trackers(TrainConfig(), folder)
 
@@ -92,12 +58,12 @@ def start_trackers(
 class Trackers:
     """The trackers of one run, opened before its base is loaded; a context, which closes them.
 
-    One that cannot be started is a ConfigError, and nothing is left over. One that fails later is
-    warned of once and counted; the run continues with the same random numbers.
+    One that cannot be started is a ConfigError. A call that fails later is a warning; the run
+    continues with the same random numbers.
 
-    run: the id in Weights & Biases; a known one is continued. resume_at: the step that the run
-    in `folder` resumes from. TensorBoard forgets later steps; Weights & Biases keeps its first
-    figures, which differ only if settings changed.
+    run: the id in Weights & Biases; a known one is continued. resume_at: the step
+    that the run in `folder` resumes from. TensorBoard forgets later steps; Weights & Biases keeps
+    its first figures, which differ only if settings changed.
     """
 
     def __init__(
@@ -110,24 +76,21 @@ class Trackers:
     ):
         self.folder = folder
         self.warn: Callable[[str], None] = lambda message: None
-        """Called with a message about each failure."""
+        """Called with a message about the first of several failures in a row."""
         self._trackers: dict[str, Any] = {}
         self._failed: Counter[str] = Counter()
-        self._in_a_row: Counter[str] = Counter()
-        self._described = self._made = False
         names = check_trackers(config)
         if not names:
             return
-        self._made = _make(folder)
-        try:
-            for name in names:
-                places, options = _opening(name, config, folder, resume_at)
-                if name == "wandb":
-                    options = wandb_run.options_of(config, folder, run)
-                self._trackers[name] = _started(name, config, places, options)
-        except BaseException:
-            self.close(1)
-            raise
+        from accelerate.state import PartialState
+        from accelerate.tracking import TensorBoardTracker
+
+        PartialState()  # accelerate's trackers ask for it
+        if "wandb" in names:
+            self._trackers["wandb"] = _started_wandb(config, folder, run)
+        if "tensorboard" in names:
+            options = {} if resume_at is None else {"purge_step": resume_at + 1}
+            self._trackers["tensorboard"] = TensorBoardTracker("npt", str(folder), **options)
 
     def __enter__(self) -> Trackers:
         return self
@@ -143,137 +106,88 @@ class Trackers:
     @property
     def run_id(self) -> str | None:
         """The run's id in Weights & Biases."""
-        found = getattr(getattr(self._trackers.get("wandb"), "tracker", None), "id", None)
-        return found if isinstance(found, str) else None
+        return self._trackers["wandb"].tracker.id if "wandb" in self._trackers else None
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Store settings and other facts known before the first step, nested or not.
 
         TensorBoard starts only here: a run that never starts keeps an earlier run's steps.
         """
-        self._described = True
-        flat = {
-            name: value if isinstance(value, int | float | str | bool) else str(value)
-            for name, value in _flat(values)
+
+        def store(tracker: Any) -> None:
+            # what a sweep has chosen is locked
+            locked = tracker.tracker.config.keys() if "WANDB_SWEEP_ID" in os.environ else ()
+            free = {name: value for name, value in values.items() if name not in locked}
+            tracker.store_init_configuration(free)
+
+        def start(tracker: Any) -> None:
+            tracker.start()
+            plain = {
+                name: value if isinstance(value, int | float | str) else str(value)
+                for name, value in values.items()
+            }
+            tracker.store_init_configuration(plain)
+
+        self._tell(wandb=store, tensorboard=start)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log numbers at `step`, leaving out what is not finite and what is no number."""
+        numbers = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and math.isfinite(value)
         }
 
-        def store(name: str, tracker: Any) -> None:
-            if name == "wandb":
-                wandb_run.store_settings(tracker.tracker, _plain(values))
-                return
-            if name == "tensorboard":
-                tracker.start()
-            if flat:
-                tracker.store_init_configuration(flat)
+        def log(tracker: Any) -> None:
+            tracker.log(numbers, step=step)
 
-        self._each(store)
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers at `step`, leaving out None and non-finite values."""
-        numbers = _finite(values)
-        self._each(lambda _, tracker: tracker.log(numbers, step=step))
-
-    def summarize(self, figures: Mapping[str, Figures], step: int, **more: float) -> None:
-        """Store figures of the whole run, by the name of what was measured, and `more` numbers.
-
-        Trackers without a summary log them at `step`.
-        """
-        every = {f"{n}/{key}": getattr(x, key) for n, x in figures.items() for key in _SUMMARY}
-        numbers = _finite(every | more)
-
-        def store(name: str, tracker: Any) -> None:
-            if name == "wandb":
-                tracker.tracker.summary.update(numbers)
-            else:
-                tracker.log({f"summary/{key}": n for key, n in numbers.items()}, step=step)
-
-        self._each(store)
+        self._tell(wandb=log, tensorboard=log)
 
     def texts(self, rows: Sequence[tuple[str, str, str]], step: int) -> None:
-        """Show prompts with the student's and the teacher's text, in trackers that show text."""
-
-        def show(name: str, tracker: Any) -> None:
-            if name == "wandb":
-                wandb_run.log_samples(tracker.tracker, rows, step)
-            elif name == "tensorboard":
-                lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-                text = "\n".join(["| prompt | student | teacher |", "|---|---|---|", *lines])
-                tracker.tracker.add_text("samples", text, global_step=step)
-
-        self._each(show)
-
-    def modulation(self, found: Modulation, step: int) -> None:
-        """Log each target's share of multipliers at their bounds, and histograms if it can."""
-        shares: dict[str, Any] = {}
-        counted: dict[str, Sequence[int]] = {}
-        for index, layer in found.layers.items():
-            for target, look in layer.targets.items():
-                where = f"modulation/layers.{index}.{target}"
-                for key in ("saturated", "add_rms", "std"):
-                    shares[f"{where}.{key}"] = getattr(look, key)
-                if look.counts is not None:
-                    counted[where] = look.counts
-
-        def show(name: str, tracker: Any) -> None:
-            if counted and name == "wandb":
-                wandb_run.log_histograms(tracker.tracker, counted, found.edges, step)
-            elif counted and name == "tensorboard":
-                for where, counts in counted.items():
-                    _add_histogram(tracker.tracker, where, counts, found.edges, step)
-
-        self.log(shares, step)
-        self._each(show)
+        """Show prompts with the student's and the teacher's text."""
+        columns, table = ["step", "prompt", "student", "teacher"], [[step, *row] for row in rows]
+        texts = {
+            f"samples/{number}": f"{prompt}\n\n- student: {student}\n- teacher: {teacher}"
+            for number, (prompt, student, teacher) in enumerate(rows)
+        }
+        self._tell(
+            wandb=lambda tracker: tracker.log_table("samples", columns, table, step=step),
+            tensorboard=lambda tracker: tracker.log(texts, step=step),
+        )
 
     def alert(self, title: str, text: str) -> None:
-        """Send an alert, in trackers that have them."""
-        self._each_wandb(lambda run: run.alert(title=title, text=text, level="ERROR"))
+        """Send an alert through Weights & Biases."""
+        self._tell(wandb=lambda x: x.tracker.alert(title=title, text=text, level="ERROR"))
 
     def files(self, record: Mapping[str, Any]) -> None:
-        """Upload report, pictures and adapters, with `record` as metadata, if a tracker can."""
-        self._each_wandb(lambda run: wandb_run.log_files(run, self.folder, _plain(record)))
+        """Upload the report and the adapters, with `record` as metadata, to Weights & Biases."""
+        self._tell(wandb=lambda tracker: _log_files(tracker.tracker, self.folder, record))
 
     def close(self, status: int = 0) -> None:
-        """Close all, once, with the run's exit status; a run that failed before `describe` leaves
-        nothing."""
-
-        def end(name: str, tracker: Any) -> None:
-            if name == "wandb":
-                tracker.tracker.finish(exit_code=status)
-            elif name != "tensorboard" or self._described:
-                tracker.finish()
-
-        self._each(end)
+        """Close all, once, with the run's exit status."""
+        self._tell(
+            wandb=lambda tracker: tracker.tracker.finish(exit_code=status),
+            tensorboard=lambda tracker: tracker.finish() if hasattr(tracker, "writer") else None,
+        )
         self._trackers = {}
-        for name, count in self._failed.items():
-            if count > 1:
-                self.warn(f"{name} failed {count} times in all; what it was told then it lacks")
-        self._failed.clear()
-        if status and self._made and not self._described and _holds_trackers_alone(self.folder):
-            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _each_wandb(self, act: Callable[[Any], Any]) -> None:
-        self._each(lambda name, tracker: act(tracker.tracker) if name == "wandb" else None)
-
-    def _each(self, act: Callable[[str, Any], Any]) -> None:
-        for name, tracker in list(self._trackers.items()):
+    def _tell(self, **acts: Callable[[Any], Any]) -> None:
+        for name in acts.keys() & self._trackers.keys():
             try:
                 with undisturbed():
-                    act(name, tracker)
+                    acts[name](self._trackers[name])
             except Exception as error:  # each tracker raises its own; none may end the run
-                self._note(name, error)
+                self._failed[name] += 1
+                if self._failed[name] == 1:
+                    self.warn(
+                        f"{name} failed: {first_line(error)}; the run continues, and {name} may"
+                        " lack some of it"
+                    )
+                if self._failed[name] == LOST_AFTER:
+                    del self._trackers[name]
+                    self.warn(f"{name} failed {LOST_AFTER} times in a row and is told no more")
             else:
-                self._in_a_row[name] = 0
-
-    def _note(self, name: str, error: Exception) -> None:
-        self._failed[name] += 1
-        self._in_a_row[name] += 1
-        if self._failed[name] == 1:
-            self.warn(
-                f"{name} failed: {_reason(error)}; the run continues, and it may lack some of it"
-            )
-        if self._in_a_row[name] == LOST_AFTER:
-            del self._trackers[name]
-            self.warn(f"{name} failed {LOST_AFTER} times in a row and is told no more")
+                self._failed[name] = 0
 
 
 @contextmanager
@@ -288,129 +202,52 @@ def undisturbed() -> Iterator[None]:
         numpy.random.set_state(of_numpy)
 
 
-def _make(folder: Path) -> bool:
-    """Make the folder if it is missing, and return whether it was; ConfigError if it cannot be."""
+def known_run(folder: Path) -> str | None:
+    """Return the id of this folder's run in Weights & Biases, or None."""
     try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return True
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, os.strerror(13))
-    except OSError as error:
-        raise ConfigError(
-            f"--output_dir {folder} cannot be written: {error.strerror}; choose another folder"
-        ) from error
-    return False
+        known = read_json(folder / RUN, CheckpointError).get("wandb_run")
+    except CheckpointError:
+        return None
+    valid = isinstance(known, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", known)
+    return known if valid else None
 
 
-def _holds_trackers_alone(folder: Path) -> bool:
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= TRACKED
+def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
+    """Start a run in Weights & Biases; ConfigError if that fails."""
+    from accelerate.tracking import WandBTracker
 
-
-def _started(
-    name: str, config: TrainConfig, places: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
-    """Open one tracker; ConfigError if it cannot be started."""
-    from accelerate.state import PartialState
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    if name not in LOGGER_TYPE_TO_CLASS:
-        raise ConfigError(
-            f"--report_to {name}: accelerate {version('accelerate')} opens no such tracker; pip"
-            " install -U accelerate"
-        )
+    continued = None if "WANDB_RUN_ID" in os.environ else run
+    tracker = WandBTracker(
+        None if {"WANDB_PROJECT", "WANDB_SWEEP_ID"} & os.environ.keys() else "npt",
+        name=config.run_name or os.environ.get("WANDB_NAME") or folder.name,
+        dir=str(folder),
+        id=continued,
+        resume="allow" if continued else None,
+    )
     try:
         with undisturbed():
-            PartialState()  # accelerate's loggers ask for it
-            tracker = LOGGER_TYPE_TO_CLASS[name](*places, **options)
-            if name == "tensorboard":
-                from torch.utils import tensorboard  # noqa: F401 - fail now, not in `describe`
-            else:
-                tracker.start()
-    except Exception as error:  # each tracker raises its own
-        parts = {"project": config.project, "entity": config.wandb_entity}
-        where = ", ".join(f"{word} {value}" for word, value in parts.items() if value)
-        named = f"{name} ({where})" if where else name
-        remedy = _REMEDIES.get(name, "mend that, ") + _LEAVE_OUT
-        raise ConfigError(f"{named} cannot be started: {_reason(error)}; {remedy}") from error
+            folder.mkdir(parents=True, exist_ok=True)
+            tracker.start()
+    except Exception as error:  # the library raises its own
+        raise ConfigError(
+            f"wandb cannot be started: {first_line(error)}; log in first (wandb login), set"
+            " WANDB_MODE=offline, or drop --use_wandb"
+        ) from error
     return tracker
 
 
-def _opening(
-    name: str, config: TrainConfig, folder: Path, resume_at: int | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the project (and folder) that accelerate's class takes, and the library's options."""
-    if name == "wandb":
-        return (wandb_run.project_of(config),), {}
-    if name == "tensorboard":
-        return (_SUBFOLDER, str(folder)), {} if resume_at is None else {"purge_step": resume_at + 1}
-    project = config.project
-    if not project and name == "comet_ml":
-        project = os.environ.get("COMET_PROJECT_NAME")
-    named = config.run_name or folder.name
-    options: dict[str, dict[str, Any]] = {
-        "mlflow": {"run_name": named},
-        "trackio": {"name": named, "resume": "allow"},
-        "swanlab": {"experiment_name": named, "logdir": str(folder / "swanlog")},
-        "dvclive": {
-            "dir": str(folder / "dvclive"),
-            "resume": resume_at is not None,
-            "save_dvc_exp": False,  # an observer makes no commits
-        },
-    }
-    places = (project or wandb_run.PROJECT, *([str(folder)] if name == "aim" else []))
-    return places, options.get(name, {})
+def _log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:
+    """Log pages and pictures as a `report`, and the adapters as `best` and `last`."""
+    import wandb
 
-
-def _add_histogram(
-    writer: Any, name: str, counts: Sequence[int], edges: Sequence[float], step: int
-) -> None:
-    """Log counts between edges; sums are of the bins' middles."""
-    middles = [(low + high) / 2 for low, high in pairwise(edges)]
-    writer.add_histogram_raw(
-        name,
-        min=edges[0],
-        max=edges[-1],
-        num=sum(counts),
-        sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
-        sum_squares=sum(
-            count * middle * middle for count, middle in zip(counts, middles, strict=True)
-        ),
-        bucket_limits=list(edges[1:]),
-        bucket_counts=list(counts),
-        global_step=step,
-    )
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", each) for inner, each in _flat(value))
-        else:
-            yield name, value
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, int | float | str | bool) else str(value)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's text without its own end mark."""
-    return first_line(error)[:200].rstrip(".;")
+    pages = [folder / name for name in _PAGES if (folder / name).is_file()]
+    if pages:
+        report = wandb.Artifact(f"npt-report-{run.id}", "report")
+        for page in pages:
+            report.add_file(str(page), name=page.name)
+        run.log_artifact(report)
+    for path, alias in ((folder / BEST, "best"), (folder, "last")):
+        if (path / ADAPTER).is_dir():
+            adapter = wandb.Artifact(f"npt-adapter-{run.id}", "model", metadata=dict(record))
+            adapter.add_dir(str(path / ADAPTER))
+            run.log_artifact(adapter, aliases=[alias])

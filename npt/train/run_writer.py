@@ -20,12 +20,12 @@ from npt.errors import AdapterFileError, CheckpointError, ConfigError, StoppedEr
 from npt.evaluation.behaviour.documents import heldout_documents
 from npt.evaluation.behaviour.measure import measure_behaviour
 from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
 from npt.runs.resume import plain_settings
 from npt.runs.run_folder import BEHAVIOUR, EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
-from npt.runs.trackers import Trackers, undisturbed
-from npt.runs.wandb_run import best_of, known_run
+from npt.runs.trackers import Trackers, known_run, undisturbed
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
@@ -33,7 +33,7 @@ from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_report import write_report
 from npt.train.run_setup import RunSetup
-from npt.train.tracker_samples import TrackerSamples
+from npt.train.tracker_samples import sample_texts
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
@@ -97,9 +97,9 @@ class RunWriter:
         self._trackers.warn = self.warn
         settings = plain_settings(setup.all_settings())
         self._trackers.describe({**settings, **setup.description(record)})
-        initial = self._initial
+        initial, at = self._initial, 0 if setup.resumed is None else setup.resumed.step
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
-        self._trackers.summarize(measured, 0 if setup.resumed is None else setup.resumed.step)
+        self._trackers.log(_by_name(measured), at)
 
     def report_start(
         self, total: int | None, calibration: Calibration | None, memory: MemoryFit
@@ -177,10 +177,8 @@ class RunWriter:
             )
         if self._setup.config.eval_steps:
             loop.keep_if_best(fidelity)
-        student = fidelity.student.as_dict()
-        self._trackers.log({f"eval/{key}": value for key, value in student.items()}, loop.steps)
-        step, best = best_of(folder.path) or (loop.steps, fidelity.aim)
-        self._trackers.summarize({"final": fidelity.aim, "best": best}, loop.steps, best_step=step)
+        measured = {"eval": fidelity.student, "final": fidelity.aim}
+        self._trackers.log(_by_name(measured), loop.steps)
         self._data.report(self._folder, self.warn, loop.position)
         asked = self._setup.config.max_steps
         if asked is not None and loop.steps < asked:
@@ -212,16 +210,13 @@ class RunWriter:
         """
         if not (self._setup.processes.main and self._setup.options.report):
             return None
-        setup, data = self._setup, self._data
-        few = batches(data.eval_samples[:MODULATION_SAMPLES], setup.splitter.samples)
-
-        figures: dict[str, Any] = {"step": step, "heldout": data.heldout}
+        figures: dict[str, Any] = {"step": step, "heldout": self._data.heldout}
         found: Modulation | None = None
 
         def measure() -> None:
             nonlocal found
             with contextlib.suppress(StoppedError):  # the report can be made without it
-                found = measure_modulation(setup.model, few, between=setup.stop.check)
+                found = self._modulation(MODULATION_SAMPLES)
                 figures.update(found.as_dict())
                 self._folder.write(MODULATION, figures)
 
@@ -230,9 +225,15 @@ class RunWriter:
             self._folder.write(MODULATION, figures)
 
         self._observe(MODULATION, measure)
-        if "layers" in figures and not is_sharded(setup.model):
+        if "layers" in figures and not is_sharded(self._setup.model):
             self._observe(f"the passage of {MODULATION}", measure_passage)
         return found
+
+    def _modulation(self, samples: int) -> Modulation:
+        """Return the modulation of the first so many evaluation samples."""
+        setup = self._setup
+        few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
+        return measure_modulation(setup.model, few, between=setup.stop.check)
 
     def _passage(self) -> dict[str, Any]:
         """Return the modulation along the beginning of the first evaluation sample."""
@@ -269,12 +270,10 @@ class RunWriter:
         """
         if not (self._setup.processes.main and self._setup.adapter_config.multiplicative):
             return None
-        samples = TrackerSamples(self._setup, self._data.eval_samples)
-        return partial(samples.modulation, 1)
+        return partial(self._modulation, 1)
 
     def shows(self) -> Callable[[int], None]:
         """Return a function that logs texts and multipliers of the student at a step."""
-        samples = TrackerSamples(self._setup, self._data.eval_samples)
 
         def show(step: int) -> None:
             if not self._trackers.active:
@@ -282,11 +281,19 @@ class RunWriter:
             try:
                 # the loop looks at the signal itself
                 with undisturbed(), contextlib.suppress(StoppedError):
-                    self._trackers.modulation(samples.modulation(MODULATION_SAMPLES), step)
-                    self._trackers.texts(samples.texts(), step)
+                    layers = self._modulation(MODULATION_SAMPLES).layers
+                    self._trackers.log(
+                        {
+                            f"modulation/layers.{index}.{target}.saturated": found.saturated
+                            for index, layer in layers.items()
+                            for target, found in layer.targets.items()
+                        },
+                        step,
+                    )
+                    self._trackers.texts(sample_texts(self._setup, self._data.eval_samples), step)
             except Exception as error:  # an observer must not end the run that it looks at
                 message = f"{type(error).__name__}: {error}"
-                said = f"no texts and histograms for the trackers at step {step}: {message}"
+                said = f"no texts and multipliers for the trackers at step {step}: {message}"
                 self.warn(said[:500])
 
         return show
@@ -323,3 +330,11 @@ class RunWriter:
         except Exception as error:  # an observer must not end the run that it looks at
             said = f"{name} could not be written below {self._folder.path}: "
             self.warn(f"{said}{type(error).__name__}: {error}"[:500])
+
+
+def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:
+    return {
+        f"{name}/{key}": value
+        for name, figures in measured.items()
+        for key, value in figures.as_dict().items()
+    }

@@ -4,14 +4,12 @@ of merged tables, whose missing columns and keys are null.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.cli.main import main
 from npt.data.encoding import Counts
 from npt.data.report import lost
 from npt.data.samples import cut
@@ -145,19 +143,3 @@ class TestNulls:
     def test_what_has_only_nulls_is_refused_by_its_name(self, calling) -> None:
         with pytest.raises(npt.NPTError, match="record 0 has a NoneType as 'text'"):
             trained({"text": None, "messages": None}, calling)
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_the_doctor_says_that_no_answer_ends(tmp_path, capsys, monkeypatch, ended) -> None:
-    template = CHAT if ended else CHAT.replace("{{ eos_token }}", "\n")
-    monkeypatch.setattr("npt.base.load.load_tokenizer", lambda name: tokenizer_of(template))
-    path = tmp_path / "chats.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"messages": [USER, assistant(f"answer {i}")]}) + "\n" for i in range(60)
-        )
-    )
-    assert main(["doctor", "--data", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert ("none of the 60 answers has an end token ('</s>')" in out) is not ended
-    assert ("no problem found" in out) is ended

@@ -669,7 +669,7 @@ def told(monkeypatch) -> list[dict[str, Any]]:
         self._trackers = (
             {"wandb": SimpleNamespace(tracker=SimpleNamespace(id=name))} if config.use_wandb else {}
         )
-        monkeypatch.setattr(self, "_each", lambda act: None)
+        monkeypatch.setattr(self, "_tell", lambda **acts: None)
 
     monkeypatch.setattr(Trackers, "__init__", note)
     return found

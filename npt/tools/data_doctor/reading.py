@@ -4,7 +4,6 @@ would be mended one run at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +15,6 @@ from npt.data.source import FileError, Record, is_local, local_files, open_sourc
 from npt.errors import first_line
 
 NAMED = 20  # faults that are named; further ones are counted
-
-_TOKENS = ("input_ids", "labels", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,10 @@ class Broken:
 
 
 class Origin(NamedTuple):
-    """The file or data set of a record; its line, and the content of that."""
+    """The file or data set of a record, and its line."""
 
     where: str
     line: int | None = None
-    row: Any = None
 
 
 class Reading:
@@ -65,12 +61,9 @@ class Reading:
         if len(self.broken) < NAMED:
             self.broken.append(broken)
 
-    def note_record(self, record: Record, origin: Origin, error: Exception) -> None:
+    def note_record(self, origin: Origin, error: Exception) -> None:
         """Note a record that was read, but cannot be encoded."""
-        problem, column = first_line(error), None
-        if isinstance(origin.row, bytes):
-            column = _column_of_field(record, origin.row, problem)
-        self.note(Broken(origin.where, origin.line, column, problem))
+        self.note(Broken(origin.where, origin.line, None, first_line(error)))
 
     def __iter__(self) -> Iterator[tuple[Record, Origin]]:
         name = self._config.dataset_name
@@ -97,8 +90,7 @@ class Reading:
                 if records is None:
                     return
             else:
-                line, row = getattr(records, "line", None), getattr(records, "row", None)
-                yield record, Origin(str(path), line, row)
+                yield record, Origin(str(path), getattr(records, "line", None))
         self.blank_lines += getattr(records, "blank_lines", 0)
 
     def _note_file(self, path: Path, error: Exception, line: int | None) -> None:
@@ -109,13 +101,3 @@ class Reading:
         ended = isinstance(error.__cause__, UnicodeDecodeError) and error.line != line
         for fault in lines_not_utf8(path) if ended else (error,):
             self.note(Broken(str(path), fault.line, fault.column, fault.problem))
-
-
-def _column_of_field(record: Record, row: bytes, problem: str) -> int:
-    """Return the column of the field that a problem names; 1 if it names none."""
-    said = problem.split(" (it has: ")[0]
-    for name in record:
-        if repr(name) in said or (name in _TOKENS and name in said):
-            key = json.dumps(name, ensure_ascii=False)
-            return row.decode("utf-8", "replace").find(key) + 1 or 1
-    return 1

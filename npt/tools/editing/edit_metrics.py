@@ -10,22 +10,21 @@ bound on alpha.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Update, consolidate, unconsolidate, update_from
+from npt.adapters.consolidate import Update, consolidate, unconsolidate
 from npt.adapters.converted import adapter_mode, attached_config
-from npt.adapters.fit import format_layers
 from npt.adapters.layer import Mode
-from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of
+from npt.adapters.token_modulation import as_row
+from npt.console import say
 from npt.data.batch import Batch, Sample, batches
 from npt.data.continuation import bare_tokens, opening_tokens
 from npt.errors import ConfigError, DataError, NumericalError
@@ -40,8 +39,6 @@ from npt.evaluation.metrics import (
 )
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
-PROBE_ALPHA = 0.1
-PROBE_SAMPLES = 16
 ROUNDS = 6
 
 ERRORS_OF_MARGIN = 2.0
@@ -98,22 +95,6 @@ class Retention:
                 for stream, f in self.forgetting.items()
             },
         }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One token's modulation, of some targets and layers, at a strength; `gain` in the student's
-    recall.
-    """
-
-    token: int
-    targets: tuple[str, ...]
-    layers: tuple[int, ...]
-    alpha: float
-    gain: float = math.nan
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": format_layers(self.layers)}
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
@@ -217,61 +198,6 @@ def largest_alpha(
     return fitting
 
 
-def search(
-    model: PreTrainedModel,
-    before: Before,
-    start: Choice,
-    max_kl: float,
-    ids: Sequence[int],
-    report: Callable[[str], None] = lambda _: None,
-) -> list[Choice]:
-    """Try what else of the same text could be consolidated at the same cost, and return it, best
-    first: other targets, then other tokens, then other layers, each from the best of the one
-    before, at the strength where the student's divergence would reach `max_kl` nats per token.
-    report: told what is tried.
-    """
-    if not (max_kl > 0 and math.isfinite(max_kl)):
-        raise ConfigError(
-            f"--max_kl is {max_kl}; a search compares at one cost, so that it needs a finite bound"
-            " above 0"
-        )
-    read: dict[int, TokenModulation] = {}
-    tried: dict[tuple[Any, ...], Choice] = {}
-
-    def gain(choice: Choice) -> Choice:
-        key = (choice.token, choice.targets, choice.layers)
-        if key in tried:
-            return tried[key]
-        targets, layers = ", ".join(choice.targets), format_layers(choice.layers)
-        report(f"token {choice.token}, {targets}, layers {layers}")
-        if choice.token not in read:
-            read[choice.token] = modulation_of(model, ids, choice.token)
-
-        def update(alpha: float) -> Update:
-            modulation = read[choice.token]
-            return update_from(modulation, alpha, layers=choice.layers, targets=choice.targets)
-
-        with made(model, update(PROBE_ALPHA)):
-            reached = before.forgetting(model, "student").kl
-        alpha = PROBE_ALPHA / 8
-        if math.isfinite(reached):
-            alpha = min(1.0, PROBE_ALPHA * math.sqrt(max_kl / max(reached, 1e-9)))
-        with made(model, update(alpha)):
-            tried[key] = replace(choice, alpha=alpha, gain=before.recall(model, "student").gain)
-        return tried[key]
-
-    best = gain(start)
-    single = [(target,) for target in start.targets] if len(start.targets) > 1 else []
-    best = max([best, *(gain(replace(best, targets=targets)) for targets in single)], key=_worth)
-    best = max([best, *(gain(replace(best, token=token)) for token in range(len(ids)))], key=_worth)
-    layers = start.layers
-    parts = [(index,) for index in layers] + [layers[cut:] for cut in range(1, len(layers) - 1)]
-    for part in parts:
-        if part != layers:
-            gain(replace(best, layers=part))
-    return sorted(tried.values(), key=_worth, reverse=True)
-
-
 @contextmanager
 def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
     """Make the update part of the model within the context."""
@@ -310,61 +236,22 @@ def _upper(f: Figures) -> float:
     return f.kl + ERRORS_OF_MARGIN * (f.kl_se if math.isfinite(f.kl_se) else 0.0)
 
 
-def _worth(choice: Choice) -> float:
-    return choice.gain if math.isfinite(choice.gain) else -math.inf
-
-
-_BEST = 8  # how many of the choices that a search tried are shown
-
-
-def print_retention(
-    retention: Retention, console: Console, text: str = "held-out", tried: Sequence[Choice] = ()
-) -> None:
-    """Print what a search tried, the fact's log-probability and the divergence on other text,
-    before and after, of each stream. text: what the other text is.
+def print_retention(retention: Retention, console: Console, text: str = "held-out") -> None:
+    """Print the fact's log-probability and the divergence on other text, before and after, of each
+    stream. text: what the other text is.
     """
-    if tried:
-        _print(
-            console,
-            f"Tried at the same cost: the best {min(_BEST, len(tried))} of {len(tried)}",
-            ("*token", "targets", "layers", "*alpha", "*gain, nats"),
-            (
-                (str(c.token), ", ".join(c.targets), format_layers(c.layers), f"{c.alpha:.3f}",
-                 f"{c.gain:+.3f}")
-                for c in tried[:_BEST]
-            ),
-        )  # fmt: skip
     tokens = next(iter(retention.recall.values())).tokens
-    _print(
-        console,
-        f"Recall: log-probability of the fact without its context, {tokens} tokens, nats",
-        ("model", "*before", "*after", "*gain", "*in context"),
-        (
-            (stream, f"{r.before:.3f}", f"{r.after:.3f}", f"{r.gain:+.3f}", f"{r.in_context:.3f}")
-            for stream, r in retention.recall.items()
-        ),
-    )
+    lines = [f"Recall: log-probability of the fact without its context, {tokens} tokens, in nats"]
+    for stream, r in retention.recall.items():
+        lines.append(
+            f"  {stream}: {r.before:.3f} before, {r.after:.3f} after ({r.gain:+.3f});"
+            f" {r.in_context:.3f} in context"
+        )
     count = next(iter(retention.forgetting.values())).tokens
-    _print(
-        console,
-        f"Forgetting: change on {count:,} {text} tokens (± standard error)",
-        ("model", "*perplexity before", "*after", "*ratio", "*KL, nats"),
-        (
-            (stream, f"{f.perplexity / f.perplexity_ratio:.3f}", f"{f.perplexity:.3f}",
-             f"{f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}",
-             f"{f.kl:.4f} ± {f.kl_se:.4f}")
-            for stream, f in retention.forgetting.items()
-        ),
-    )  # fmt: skip
-
-
-def _print(
-    console: Console, title: str, heads: Iterable[str], rows: Iterable[tuple[str, ...]]
-) -> None:
-    """Print a table; a star before a heading makes its column one of numbers."""
-    table = Table(title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head.lstrip("*"), justify="right" if head[0] == "*" else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    lines.append(f"Forgetting: change on {count:,} {text} tokens (± standard error)")
+    for stream, f in retention.forgetting.items():
+        lines.append(
+            f"  {stream}: KL {f.kl:.4f} ± {f.kl_se:.4f} nats, perplexity ratio"
+            f" {f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}"
+        )
+    say(console, *lines)

@@ -70,10 +70,7 @@ LEFT_OUT = {
             "max_refused_share",
             "a study's runs are too short for a share; max_consecutive_bad ends them",
         ),
-        (
-            "use_wandb report_to project wandb_entity wandb_group wandb_tags",
-            "the record of a study's runs is its table",
-        ),
+        ("use_wandb", "the record of a study's runs is its table"),
         ("share_embeddings", "it does nothing"),
         ("rank_timeout", "a study's run is one process"),
         ("ranks rank_budget", "a study's runs have one rank for all layers"),

@@ -10,12 +10,10 @@ from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import (
     STREAMS,
     Before,
-    Choice,
     encode_fact,
     largest_alpha,
     log_probability,
     made,
-    search,
 )
 
 TEXT = "a fact"
@@ -159,28 +157,6 @@ def test_without_a_bound_or_far_below_it_alpha_is_the_one_asked_for(model, token
     for max_kl in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="--max_kl is"):
             largest_alpha(model, before, lambda a: npt.update_from(modulation, a), 0.7, max_kl)
-
-
-def test_a_search_never_ends_below_its_start_and_says_what_it_tried(model, tokenizer, fact):
-    before = Before(model, tokenizer, fact, samples(4, 2))
-    start = Choice(1, ("gate", "up", "down"), (1, 2), 0.5)
-    said: list[str] = []
-    tried = search(model, before, start, 1e-3, fact.alone, said.append)
-    assert len(tried) == len(said) == len({(c.token, c.targets, c.layers) for c in tried})
-    assert {c.targets for c in tried} >= {("gate",), ("up",), ("down",), start.targets}
-    assert {c.token for c in tried} == set(range(len(fact.alone))) and {
-        c.layers for c in tried
-    } >= {(1,), (2,), (1, 2)}
-    gains = [c.gain for c in tried]
-    assert gains == sorted(gains, reverse=True)
-    (own,) = [
-        c
-        for c in tried
-        if (c.token, c.targets, c.layers) == (start.token, start.targets, start.layers)
-    ]
-    assert tried[0].gain >= own.gain and npt.consolidated(model) == ()
-    with pytest.raises(ConfigError, match="needs a finite bound"):
-        search(model, before, start, math.inf, fact.alone)
 
 
 def test_what_cannot_be_measured_is_refused(load_model, model, tokenizer, fact):
