@@ -53,6 +53,13 @@ RETIRED = {
         "--compute_dtype bf16 rounds the products of a 4-bit base to bf16; all else computes in"
         " fp32"
     ),
+    "behaviour": (
+        "npt evaluate gives figures by position, --divergence_prompts says where greedy texts part,"
+        " npt generate --compare shows both texts, and --lm_eval measures long contexts"
+    ),
+    "context_length": "--max_length says how many tokens npt evaluate reads at once",
+    "assisted": "give transformers' generate npt.student_view(model) as assistant_model",
+    "draft_tokens": "give transformers' generate npt.student_view(model) as assistant_model",
     "compile": "leave it out: compiling what a converted layer computes gained nothing",
     "report_to": "write --use_wandb, --use_tensorboard or neither",
     "project": "WANDB_PROJECT names it",

@@ -51,7 +51,6 @@ NOT_RUN = {
     r"make stability|npt sweep |npt report (STUDY|outputs/)": "tests/tools/sweep/test_cli_sweep.py",
     r"npt doctor --data$": "tests/cli/test_cli_doctor.py",
     r"npt doctor --plan": "tests/planning/test_plan.py",
-    r"npt pretrain --behaviour": "tests/train/test_run_behaviour.py",
     r"npt export ": "tests/adapters/files/test_export.py",
     r"npt import ": "tests/cli/test_cli_import.py",
     r"npt replay |python debug/replay_batch\.py": "tests/postmortem/test_replay.py",

@@ -9,15 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import (
-    add_number,
-    add_student,
-    add_switch,
-    load_student,
-    natural,
-    print_json,
-    with_base,
-)
+from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -36,9 +28,6 @@ def evaluate(given: dict[str, Any]) -> int:
     import npt
     from npt.data.chat import fix_date
     from npt.data.source import check_source, open_source, own_heldout
-    from npt.evaluation.behaviour.documents import heldout_documents
-    from npt.evaluation.behaviour.measure import CONTEXT_LENGTH, measure_behaviour
-    from npt.evaluation.behaviour.table import print_behaviour
     from npt.evaluation.harness import find_tasks, lm_eval
     from npt.evaluation.heldout import evaluation_samples
     from npt.evaluation.table import print_fidelity, print_scores
@@ -58,11 +47,6 @@ def evaluate(given: dict[str, Any]) -> int:
         raise ConfigError(
             f"--max_new_tokens is {given['max_new_tokens']}, and nothing is continued without"
             " --divergence_prompts; add it or drop this"
-        )
-    if given["context_length"] is not None and not given["behaviour"]:
-        raise ConfigError(
-            f"--context_length is {given['context_length']}, and nothing reads so far without"
-            " --behaviour; add it or drop this"
         )
     own, begun = own_heldout(data), _date_of_run(given["adapter"].folder)
 
@@ -89,16 +73,6 @@ def evaluate(given: dict[str, Any]) -> int:
         max_new_tokens=given["max_new_tokens"] or NEW_TOKENS,
         unquantized=reference,
     )
-    behaviour = None
-    if given["behaviour"]:
-        behaviour = measure_behaviour(
-            model,
-            tokenizer,
-            samples,
-            heldout_documents(data),
-            context_length=given["context_length"] or CONTEXT_LENGTH,
-        )
-        further["behaviour"] = behaviour.as_dict()
     scores = None
     if tasks is not None:
         scores = lm_eval(
@@ -114,8 +88,6 @@ def evaluate(given: dict[str, Any]) -> int:
         print_json({**fidelity.as_dict(), **further, "heldout": heldout, **other})
     else:
         print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
-        if behaviour is not None:
-            print_behaviour(behaviour, console)
         if scores is not None:
             print_scores(scores, console)
     return 0
@@ -184,18 +156,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         natural,
     )
     add_number(parser, "max_new_tokens", f"of such a continuation (default: {NEW_TOKENS})")
-    add_switch(
-        parser,
-        "behaviour",
-        "teacher and student as a person would try them: answers to ten prompts side by side,"
-        " greedy agreement, figures by position, and codes found again far back; takes minutes",
-    )
-    add_number(
-        parser,
-        "context_length",
-        "tokens that --behaviour reads at once, at most (default: 2048, or the model's positions)",
-        kind=lambda text: natural(text, least=2),
-    )
     parser.add_argument(
         "--attribution",
         nargs="?",

@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,13 @@ EMPTY_LINES = 2
 
 
 def generate(given: dict[str, Any]) -> int:
-    """Continue a prompt with a saved adapter: the student, its teacher, both compared, or the
-    teacher drafted by the student.
-    """
+    """Continue a prompt with a saved adapter: the student, its teacher, or both compared."""
     from npt.evaluation.generate import Decoding, prompt_ids
 
-    if given["compare"] and given["assisted"]:
+    if given["compare"] and given["mode"] is not None:
         raise ConfigError(
-            "--compare and --assisted exclude one another: assisted generation writes the teacher's"
-            " text alone; drop one"
+            "--mode has no effect with --compare, which uses teacher and student both; drop it"
         )
-    if (given["compare"] or given["assisted"]) and given["mode"] is not None:
-        raise ConfigError(
-            "--mode means nothing with --compare or --assisted, which use teacher and student both;"
-            " drop it"
-        )
-    if given["draft_tokens"] is not None and not given["assisted"]:
-        raise ConfigError("--draft_tokens means nothing without --assisted; add it, or drop it")
     page = None if given["html"] is None else _free(Path(given["html"]))
     settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
     decoding = Decoding(**settings)
@@ -61,12 +51,7 @@ def generate(given: dict[str, Any]) -> int:
     model, tokenizer, _, other = load_student(base, given, notes)
     ids = prompt_ids(tokenizer, text, chat=not given["raw"])
     job = _Job(model, tokenizer, text, ids, decoding, given["json"], notes)
-    if given["compare"]:
-        found = job.compare()
-    elif given["assisted"]:
-        found = job.assisted(given["draft_tokens"])
-    else:
-        found = job.single(given["mode"] or "student")
+    found = job.compare() if given["compare"] else job.single(given["mode"] or "student")
     if given["json"]:
         said = {"prompt": text, "prompt_tokens": len(ids), "settings": settings}
         print_json({**said, **found, **other})
@@ -127,48 +112,13 @@ class _Job:
     notes: Any
 
     def single(self, mode: Any) -> dict[str, Any]:
-        from npt.evaluation.generate import write
-        from npt.evaluation.view import mode_view
-
-        written = self._shown(write, mode_view(self.model, mode), decoding=self.decoding)
-        if not self.json:
-            self.notes.say(_speed(mode, written))
+        if self.json:
+            return {mode: self._write(mode).as_dict()}
+        _show(self.text)
+        written = self._write(mode, _show)
+        put("")
+        self.notes.say(_speed(mode, written))
         return {mode: written.as_dict()}
-
-    def assisted(self, draft_tokens: int | None) -> dict[str, Any]:
-        from npt.evaluation.assisted import DRAFT_TOKENS, expected_acceptance, write_assisted
-
-        # warm up, so that neither speed includes the cost of the first call
-        for mode in ("teacher", "student"):
-            self._write(mode, replace(self.decoding, max_new_tokens=1))
-        written, drafts = self._shown(
-            write_assisted,
-            self.model,
-            decoding=self.decoding,
-            draft_tokens=draft_tokens or DRAFT_TOKENS,
-        )
-        plain = self._write("teacher")
-        expected = expected_acceptance(self.model, self.ids, written.ids, self.decoding)
-        greedy, same = self.decoding.greedy, written.ids == plain.ids
-        figures = drafts.as_dict()
-        if not self.json:
-            error = figures["acceptance_se"]
-            shown = "" if math.isnan(error) else f" ± {error:.1%}"
-            kind = "top-1 agreement" if greedy else "sum of min(p, q)"
-            self.notes.say(
-                f"{drafts.accepted} of {drafts.judged} judged drafts accepted:"
-                f" {drafts.acceptance:.1%}{shown}, expected {expected:.1%} ({kind} on this text);"
-                f" {len(drafts.passes)} passes of the teacher for {len(written.ids)} tokens"
-            )
-            if greedy and same:
-                self.notes.say("the teacher's own text, token for token")
-            elif greedy:
-                self.notes.say("NOT the teacher's own text: rounding decided a tie")
-            self.notes.say(f"{_speed('assisted', written)}; {_speed('teacher alone', plain)}")
-        figures["expected_acceptance"] = expected
-        if greedy:
-            figures["same_as_teacher"] = same
-        return {"assisted": {**written.as_dict(), **figures}, "teacher": plain.as_dict()}
 
     def compare(self) -> dict[str, Any]:
         from npt.evaluation.generate import first_difference, shared_text
@@ -203,9 +153,7 @@ class _Job:
         from npt.files import write_text
         from npt.report.generated import page as generated_page
 
-        texts = {mode: found[mode] for mode in _TEXTS if mode in found} or {
-            "teacher": found["assisted"]
-        }
+        texts = {mode: found[mode] for mode in _TEXTS if mode in found}
         both, start = len(texts) > 1, len(self.ids)
         parts = found.get("parts_at")
         facts, passages = [("tokens of the prompt", f"{start:,}")], []
@@ -231,21 +179,12 @@ class _Job:
             raise _unwritable(page, error) from error
         self.notes.say(f"page {page}")
 
-    def _write(self, mode: Any, decoding: Any = None) -> Any:
+    def _write(self, mode: Any, show: Any = None) -> Any:
         from npt.evaluation.generate import write
         from npt.evaluation.view import mode_view
 
         view = mode_view(self.model, mode)
-        return write(view, self.tokenizer, self.ids, decoding or self.decoding)
-
-    def _shown(self, write: Any, model: Any, **how: Any) -> Any:
-        """Call `write`, with the prompt and the text printed as it comes, unless JSON is."""
-        if self.json:
-            return write(model, self.tokenizer, self.ids, **how)
-        _show(self.text)
-        written = write(model, self.tokenizer, self.ids, show=_show, **how)
-        put("")
-        return written
+        return write(view, self.tokenizer, self.ids, self.decoding, show=show)
 
 
 def _print_texts(console: Any, prompt: str, texts: dict[str, tuple[str, str]]) -> None:
@@ -311,12 +250,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--mode", choices=("student", "teacher", "floor"), help="who writes (default: student)"
     )
     add_switch(parser, "compare", "teacher and student, side by side, and where they part")
-    add_switch(
-        parser,
-        "assisted",
-        "the teacher's text, drafted by the student; prints acceptance and speed",
-    )
-    add_number(parser, "draft_tokens", "tokens of a draft (default: 5)")
     add_number(parser, "max_new_tokens", "tokens at most", 64)
     add_number(parser, "temperature", "0 for the most likely token", 0.0, float)
     add_number(parser, "top_p", "draw from this share of the probability", 1.0, float)

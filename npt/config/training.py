@@ -161,11 +161,6 @@ class Output(Settings):
         None, "steps between evaluations on held-out text", often=True, bound=at_least(1)
     )
     eval_samples: int = _output(64, "held-out samples of an evaluation", bound=at_least(1))
-    behaviour: bool = _output(
-        False,
-        "at the end, teacher and student as a person would try them, for report.html: answers side"
-        " by side, greedy agreement, long contexts; takes minutes",
-    )
     save_steps: int | None = _output(
         None, "steps between adapter checkpoints", often=True, bound=at_least(1)
     )

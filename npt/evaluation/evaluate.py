@@ -55,7 +55,8 @@ class Fidelity:
     `nmse_<model>`, and of the model's own stream after it, as `free_running_<model>`; each with
     its `_se`. unconverted_layers: the latter for unconverted layers after the first converted one.
     divergence, attribution: if they were asked for. sources: the student's figures by source, if
-    the samples are of several.
+    the samples are of several. positions: its figures by how many tokens of the text lie before
+    the one that predicts, in octaves ("0-1", "2-3", "4-7", ...) that two samples or more reach.
     """
 
     teacher: Figures
@@ -68,6 +69,7 @@ class Fidelity:
     divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
     sources: dict[str, Figures] = field(default_factory=dict)
+    positions: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def aim(self) -> Figures:
@@ -91,7 +93,7 @@ class Fidelity:
             found["layer_tokens"] = self.layer_tokens
         if self.divergence is not None:
             found["divergence"] = self.divergence.as_dict()
-        for name in ("attribution", "sources"):
+        for name in ("attribution", "sources", "positions"):
             if getattr(self, name):
                 found[name] = {key: f.as_dict() for key, f in getattr(self, name).items()}
         return found
@@ -126,6 +128,7 @@ class Fidelity:
             Divergence(**nan_for_null(parted)) if parted else None,
             by_name("attribution"),
             by_name("sources"),
+            by_name("positions"),
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
@@ -227,6 +230,7 @@ def evaluate(
     comparisons = COMPARISONS if unquantized is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
+    octaves: dict[int, list[Tensor]] = {}
     layer_errors = LayerErrors()
     parted = None
     done = 0
@@ -243,7 +247,7 @@ def evaluate(
                 rows = unquantized.states[done : done + len(batch.input_ids)]
                 hidden[UNQUANTIZED] = torch.cat(rows).to(device)
                 heads[UNQUANTIZED] = unquantized.head
-            scored += [done + row for row in _compare(model, batch, hidden, heads, sums)]
+            scored += [done + row for row in _compare(model, batch, hidden, heads, sums, octaves)]
             done += len(batch.input_ids)
         if prompts:
             parted = measure_divergence(
@@ -276,6 +280,11 @@ def evaluate(
         sources={
             name: figures(per_sample["student", "teacher"][rows])
             for name, rows in by_source.items()
+        },
+        positions={
+            f"{2**octave if octave else 0}-{2 ** (octave + 1) - 1}": figures(torch.cat(parts))
+            for octave, parts in sorted(octaves.items())
+            if sum(map(len, parts)) > 1  # one sample has no standard error
         },
     )
 
@@ -317,13 +326,22 @@ def _compare(
     hidden: Mapping[str, Tensor],
     heads: Mapping[str, torch.nn.Module],
     sums: dict[Pair, list[Tensor]],
+    octaves: dict[int, list[Tensor]],
 ) -> list[int]:
-    """Add the per-sample sums of one batch; return the rows in which something is predicted."""
+    """Add the per-sample sums of one batch, the student's by octave of position as well; return the
+    rows in which something is predicted.
+    """
     predicted = predicting(batch)
-    rows = predicted.nonzero()[:, 0]
+    rows, columns = predicted.nonzero(as_tuple=True)
     per_pair = compare_pairs(
         hidden, heads, batch.labels[:, 1:][predicted], model.config.vocab_size, list(sums)
     )
     for pair, per_token in per_pair.items():
         sums[pair].append(per_sample_sums(per_token, rows, len(predicted)))
+    student = per_pair["student", "teacher"]
+    octave = batch.position_ids[rows, columns].clamp(min=1).to(torch.float64).frexp().exponent - 1
+    for index in octave.unique().tolist():
+        inside = octave == index
+        found = per_sample_sums(student[inside], rows[inside], len(predicted))
+        octaves.setdefault(index, []).append(found)
     return sorted(set(rows.tolist()))

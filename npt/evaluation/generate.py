@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TextStreamer,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from npt.base.linear import cast_once
@@ -84,24 +78,10 @@ class Decoding:
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments for `generate` that override the model's own settings for drawing."""
-        if self.greedy:
-            drawn: dict[str, Any] = {"do_sample": False}
-        else:
-            drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        drawn: dict[str, Any] = {"do_sample": not self.greedy}
+        if not self.greedy:
+            drawn |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **drawn}
-
-    def warpers(self) -> list[LogitsProcessor]:
-        """Return the processors that make logits the distribution to draw from.
-
-        As settings they would be given to a draft model applied, which applies them once more: it
-        would draft at the square of the temperature.
-        """
-        found: list[LogitsProcessor] = []
-        if self.temperature not in (0, 1):
-            found.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
-        return found
 
 
 @dataclass(frozen=True)
@@ -220,10 +200,9 @@ def write(
     decoding: Decoding,
     *,
     show: Show | None = None,
-    **arguments: Any,
 ) -> Written:
     """Continue one prompt with a model, in the mode that it is in, or a view. The random state
-    stays as it is. `show` is given the text as it comes, transformers' `generate` the arguments.
+    stays as it is. `show` is given the text as it comes.
 
     Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
 
@@ -257,10 +236,9 @@ def write(
             attention_mask=torch.ones_like(ids),
             eos_token_id=ends or None,
             pad_token_id=PAD_ID,  # one row has none; the tokenizer's may be one without a row
-            logits_processor=LogitsProcessorList([NoNaN(), *decoding.warpers()]),
+            logits_processor=LogitsProcessorList([NoNaN()]),
             streamer=Streamer(tokenizer, show, prompt) if show is not None else None,
             **decoding.arguments(),
-            **arguments,
         )
     new = found[0, len(prompt) :].tolist()
     seconds = time.perf_counter() - started

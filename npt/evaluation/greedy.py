@@ -313,23 +313,10 @@ def measure_divergence(
     between: Callable[[], None] | None = None,
 ) -> Divergence:
     """Continue the prompts and compare, `between` being called before every batch."""
-    compared = compare_in_batches(model, prompts, ends, max_new_tokens, batch_size, between)
-    return divergence(compared, max_new_tokens)
-
-
-def compare_in_batches(
-    model: PreTrainedModel,
-    prompts: Sequence[Sample],
-    ends: frozenset[int],
-    max_new_tokens: int,
-    batch_size: int,
-    between: Callable[[], None] | None = None,
-) -> list[Comparison]:
-    """Return `compare_prompts` of all prompts, so many at once."""
     compared: list[Comparison] = []
     for start in range(0, len(prompts), batch_size):
         if between is not None:
             between()
         batch = prompts[start : start + batch_size]
         compared += compare_prompts(model, batch, max_new_tokens, ends)
-    return compared
+    return divergence(compared, max_new_tokens)

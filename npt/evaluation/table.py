@@ -1,4 +1,5 @@
-"""The figures of an evaluation for a terminal: models, layers, attribution, greedy divergence.
+"""The figures of an evaluation for a terminal: models, layers, positions,
+attribution, greedy divergence.
 
 A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
 """
@@ -6,7 +7,7 @@ A figure is a row and a model a column, so that all of it fits 80 columns, error
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -42,8 +43,14 @@ def print_fidelity(
     models = _models(fidelity, width >= WIDE)
     console.print(_figures_table(f"{title} (± standard error)", models, width))
     console.print(_layers_table(fidelity, width))
+    if fidelity.positions:
+        shown = ("perplexity", "perplexity_ratio", "kl")
+        title = "The student by position, the tokens before the one that predicts"
+        console.print(_student_table(title, "position", fidelity.positions, shown, width))
     if fidelity.sources:
-        console.print(_sources_table(fidelity, width))
+        shown = ("perplexity_ratio", "kl", "top1")
+        title = "The student by source"
+        console.print(_student_table(title, "source", fidelity.sources, shown, width))
     if fidelity.attribution:
         columns = [
             (heading, fidelity.attribution[name])
@@ -122,13 +129,14 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
     return table
 
 
-def _sources_table(fidelity: Fidelity, width: int) -> Table:
-    """Return a table with a row for each source: there may be many, with long names."""
-    shown = ("perplexity_ratio", "kl", "top1")
+def _student_table(
+    title: str, of: str, parts: Mapping[str, Figures], shown: Sequence[str], width: int
+) -> Table:
+    """Return a table with a row for each part of the text: there may be many, with long names."""
     headings = ["tokens", *(FIGURES[name].short for name in shown)]
-    table = _table("The student by source", width, ["source"], headings)
-    for source, f in fidelity.sources.items():
-        label = Text(printable(source, one_line=True))
+    table = _table(title, width, [of], headings)
+    for part, f in parts.items():
+        label = Text(printable(part, one_line=True))
         table.add_row(label, f"{f.tokens:,}", *(_figure(f, name) for name in shown))
     return table
 

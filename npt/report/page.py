@@ -10,7 +10,6 @@ from typing import Any
 from npt.evaluation.formatting import FIGURES
 from npt.report import history, recipe
 from npt.report.anatomy import anatomy
-from npt.report.behaviour import behaviour
 from npt.report.fidelity import fidelity, layers
 from npt.report.logs import as_mapping, as_number
 from npt.report.modulation import modulation
@@ -22,7 +21,6 @@ from npt.report.words import clean, number
 
 SECTIONS = {
     "fidelity": "Fidelity",
-    "behaviour": "Teacher and student side by side",
     "training": "Training",
     "layers": "Layers",
     "modulation": "Modulation",
@@ -43,7 +41,7 @@ def page(record: RunRecord, place: Path) -> str:
         told=told,
         json=told["json"] if told else "",
         title=f"{clean(record.name, 80)}: report of a run",
-        sections=_sections(record),
+        sections=SECTIONS,
         record=record,
         missing=record.missing,
         gaps=sorted({**record.missing, **record.stale}.items()),
@@ -51,7 +49,6 @@ def page(record: RunRecord, place: Path) -> str:
         facts=_facts(record),
         recipe=recipe.recipe(record),
         fidelity=fidelity(record),
-        behaviour=behaviour(record),
         training=training(record),
         anatomy=anatomy(record),
         layers=layers(record),
@@ -62,12 +59,6 @@ def page(record: RunRecord, place: Path) -> str:
         configuration=recipe.configuration(record),
         environment=recipe.environment(record),
     )
-
-
-def _sections(record: RunRecord) -> dict[str, str]:
-    """Return the headings by block, without the part that only runs with --behaviour have."""
-    asked = bool(record.behaviour) or "behaviour.json" in record.missing
-    return {name: heading for name, heading in SECTIONS.items() if asked or name != "behaviour"}
 
 
 def status(record: RunRecord) -> tuple[str, str]:

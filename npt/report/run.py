@@ -65,7 +65,6 @@ class RunRecord:
     run: Mapping[str, Any] = field(default_factory=dict)
     fidelity: Mapping[str, Any] = field(default_factory=dict)
     modulation: Mapping[str, Any] = field(default_factory=dict)
-    behaviour: Mapping[str, Any] = field(default_factory=dict)
     best: Mapping[str, Any] = field(default_factory=dict)
     fidelity_of: str = ""
     checkpoints: list[Saved] = field(default_factory=list)
@@ -116,9 +115,6 @@ def read_run(folder: Path, verify: Verify | None = None) -> RunRecord:
     record = RunRecord(folder)
     for name in ("run", "fidelity", "modulation"):
         setattr(record, name, _object(record, folder / f"{name}.json"))
-    # few runs are asked for it
-    if (folder / "behaviour.json").exists() or record.settings.get("behaviour") is True:
-        record.behaviour = _object(record, folder / "behaviour.json")
     if (folder / "best").is_dir():
         record.best = _object(record, folder / "best" / "fidelity.json")
     for name in ("metrics.jsonl", "events.jsonl"):
@@ -169,11 +165,10 @@ def _note_stale(record: RunRecord) -> None:
     if record.fidelity and record.events.end[0] != "done":
         said = "it is of an earlier end of this run, before it was taken up again"
         record.stale["fidelity.json"] = said
-    for name, found in (("modulation", record.modulation), ("behaviour", record.behaviour)):
-        step = as_count(found.get("step"))
-        if step is not None and step != record.step:
-            said = f"it is of step {step:,}, the run has got to step {record.step:,}"
-            record.stale[f"{name}.json"] = said
+    step = as_count(record.modulation.get("step"))
+    if step is not None and step != record.step:
+        said = f"it is of step {step:,}, the run has got to step {record.step:,}"
+        record.stale["modulation.json"] = said
 
 
 def _take_earlier_fidelity(record: RunRecord) -> None:

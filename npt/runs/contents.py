@@ -22,14 +22,11 @@ RUN_FOLDER = {
     ),
     "fidelity.json": (
         "`teacher`, `floor`, `initial` and `student`: perplexity, its ratio to the teacher's, KL,"
-        " top-1 agreement and acceptance, each with its standard error under `<key>_se`; `layers`."
-        " Shares are fractions of 1, which tables and pages write in per cent"
+        " top-1 agreement and acceptance, each with its standard error under `<key>_se`; `layers`;"
+        " `positions`, the student's by position. Shares are fractions of 1, which tables and"
+        " pages write in per cent"
     ),
     "modulation.json": "measured at the end: the multipliers and additive terms, by layer",
-    "behaviour.json": (
-        "with `--behaviour`: answers next to each other, greedy agreement, figures by position,"
-        " needles, and notes on what was left out"
-    ),
     "report.html": (
         "the run as one page that needs no network; `npt report` writes it again for any run, a"
         " killed or a running one too"

@@ -23,7 +23,7 @@ from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, wr
 from npt.runs.manifest import verify_checkpoint
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
-REPORT, MODULATION, BEHAVIOUR = "report.html", "modulation.json", "behaviour.json"
+REPORT, MODULATION = "report.html", "modulation.json"
 TRACKED = frozenset({"wandb", "npt"})
 """Trackers' folders, which may exist before the run does."""
 

@@ -63,10 +63,6 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
 
 def check_samples_shown(config: TrainConfig) -> None:
     """Refuse to show texts of a student whose base is shared among processes."""
-    if config.behaviour:
-        raise ConfigError(
-            "--behaviour needs answers, but a sharded base writes no text; drop it, or --shard_base"
-        )
     if config.sample_steps is not None:
         raise ConfigError(
             f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it,"

@@ -17,14 +17,12 @@ from npt.calibration.report import Calibration
 from npt.config import parse_steps
 from npt.data.batch import batches
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, StoppedError
-from npt.evaluation.behaviour.documents import heldout_documents
-from npt.evaluation.behaviour.measure import measure_behaviour
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
 from npt.runs.resume import plain_settings
-from npt.runs.run_folder import BEHAVIOUR, EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
+from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, known_run, undisturbed
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
@@ -187,8 +185,6 @@ class RunWriter:
                 " again; pass a list, which can"
             )
         loop.divergence.at_end(loop.steps, fidelity, self.measure_modulation(loop.steps))
-        if self._setup.config.behaviour:
-            self.measure_behaviour(loop.steps)
         folder.event(
             "done",
             steps=loop.steps,
@@ -242,27 +238,6 @@ class RunWriter:
         most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
         tokenizer = self._setup.tokenizer
         return modulation_map(model, list(ids[:most])).as_dict(tokenizer)
-
-    def measure_behaviour(self, step: int) -> None:
-        """Write `behaviour.json` for the report, with prompts from the evaluation samples."""
-        setup = self._setup
-        if not setup.processes.main:
-            return
-        named = setup.data_config if self._data.sources[0].own is not None else None
-
-        def measure() -> None:
-            with contextlib.suppress(StoppedError):  # the report can be made without it
-                found = measure_behaviour(
-                    setup.model,
-                    setup.tokenizer,
-                    self._data.eval_samples,
-                    heldout_documents(named),
-                    batch_size=setup.splitter.samples,
-                    between=setup.stop.check,
-                )
-                self._folder.write(BEHAVIOUR, {"step": step, **found.as_dict()})
-
-        self._observe(BEHAVIOUR, measure)
 
     def looks(self) -> Callable[[], Modulation] | None:
         """Return a function that measures the multipliers on a sample, in the main process, if

@@ -11,8 +11,6 @@ import torch
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
-from npt.evaluation.behaviour import measure
-from npt.evaluation.behaviour.prompts import PROMPTS
 from npt.evaluation.evaluate import Fidelity
 
 pytestmark = pytest.mark.usefixtures("short_library")
@@ -75,6 +73,11 @@ def test_all_that_is_asked_for_is_in_the_json(
         < found["attribution"]["unquantized_to_4bit"]["kl"]
         < found["attribution"]["unquantized_to_npt"]["kl"]
     )
+    assert list(found["positions"]) == ["0-1", "2-3", "4-7", "8-15", "16-31"]
+    assert (
+        sum(figures["tokens"] for figures in found["positions"].values())
+        == found["student"]["tokens"]
+    )
     memory = found["attribution_memory"]
     assert (
         memory["unquantized_model_bytes"] == 3_542_208 * 4
@@ -94,6 +97,7 @@ def test_the_tables_show_it(adapter: Path, capsys: pytest.CaptureFixture[str]) -
         "reverse KL",
         "top-5",
         "student, free",
+        "16-31",
         "unquantised to 4-bit",
         "after 2 prompts",
     ):
@@ -137,6 +141,7 @@ BAD = {
         ["/no/such"],
     ),
     "no task": (["--lm_eval", ","], ["--lm_eval", "no task"]),
+    "a flag that is gone": (["--behaviour"], ["--behaviour", "--lm_eval"]),
     "fewer than no prompts": (["--divergence_prompts", "-1"], ["-1"]),
     "a length of no continuation": (
         ["--max_new_tokens", "8"],
@@ -165,24 +170,3 @@ def test_bad_input_is_one_line_and_status_2(
     assert status == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in error and [word for word in named if word not in error] == []
-
-
-def test_behaviour_is_measured_and_shown_if_it_is_asked_for(
-    adapter: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"PROMPTS": PROMPTS[:1], "ANSWER_TOKENS": 2, "AGREEMENT_TOKENS": 2}.items():
-        monkeypatch.setattr(measure, name, value)
-    asked = command(adapter, "--use_quantization", "--behaviour", "--context_length", "48")
-    assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["behaviour"]
-    assert found["text"] == "builtin" and found["positions"]["context_length"] == 48
-    assert len(found["answers"]["answers"]) == 1 and found["needles"] is None
-    assert main(asked) == 0
-    assert "Greedy answers to 1 prompts" in capsys.readouterr().out
-
-
-def test_a_context_that_nothing_reads_is_refused(
-    adapter: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(adapter, "--context_length", "48")) == 2
-    assert "nothing reads so far without --behaviour" in capsys.readouterr().err

@@ -202,26 +202,8 @@ def test_texts_that_are_the_same_are_said_to_be(
     assert "the two texts are the same" in capsys.readouterr().out
 
 
-def test_assisted_text_is_the_teachers_with_its_acceptance(written, student) -> None:
-    found, _ = written("--assisted", "--json", "--draft_tokens", "3")
-    assert found["assisted"]["text"] == found["teacher"]["text"] == own_text(student, "teacher")
-    figures = found["assisted"]
-    assert (
-        figures["same_as_teacher"] is True
-        and 0 < figures["accepted"] <= figures["judged"] <= figures["drafted"]
-    )
-    assert figures["acceptance"] == pytest.approx(figures["accepted"] / figures["judged"])
-    assert 0 < figures["expected_acceptance"] <= 1
-    out, err = written("--assisted")
-    assert out == PROMPT + own_text(student, "teacher") + "\n"
-    for part in ("judged drafts accepted", "expected", "token for token", "tokens/s"):
-        assert part in err, part
-
-
 BAD = {
-    "two ways at once": (["--compare", "--assisted"], ["--compare", "--assisted"]),
     "a mode with a comparison": (["--compare", "--mode", "teacher"], ["--mode", "--compare"]),
-    "drafts without assistance": (["--draft_tokens", "3"], ["--draft_tokens", "--assisted"]),
     "a temperature below 0": (["--temperature", "-1"], ["temperature", "-1.0"]),
     "a share without drawing": (["--top_p", "0.5"], ["top_p", "temperature"]),
     "no such adapter": (["--adapter", "/no/such/folder"], ["/no/such/folder"]),

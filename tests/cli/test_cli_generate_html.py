@@ -77,9 +77,8 @@ def test_a_comparison_has_both_texts_and_where_they_part(call) -> None:
     assert all(value is not None for value in teacher["by"]["kl"][1:])
 
 
-@pytest.mark.parametrize("arguments", [["--mode", "floor"], ["--assisted"]])
-def test_other_texts_have_the_page_too(call, arguments) -> None:
-    status, text, _ = call(*arguments)
+def test_another_models_text_has_the_page_too(call) -> None:
+    status, text, _ = call("--mode", "floor")
     assert status == 0 and len(data_of(text)["views"]) == 1
 
 

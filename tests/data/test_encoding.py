@@ -25,7 +25,6 @@ from npt.data.encoding import Counts
 from npt.data.report import lost
 from npt.data.samples import cut
 from npt.errors import DataError
-from npt.evaluation.behaviour.needles import _needle
 from npt.evaluation.generate import prompt_ids
 from npt.tools.editing.edit_metrics import encode_fact
 
@@ -197,8 +196,6 @@ def test_nothing_that_continues_a_text_begins_after_its_end() -> None:
     prompt = prompt_ids(tokenizer, "def f", chat=False)
     assert prompt == list(trained.input_ids[: len(prompt)]) and EOS not in prompt
     assert EOS not in encode_fact(tokenizer, "x = 1", "y = 2").in_context
-    needle = _needle(tokenizer, "gate", "1234", "before", "after", 8)
-    assert needle.ids[0] == BOS and EOS not in needle.ids
 
 
 class TestSpecialTokens:

@@ -26,6 +26,7 @@ from npt.evaluation.metrics import Figures, mean_and_error
 from npt.files import to_json
 
 LENGTHS = (9, 4, 12, 7, 2)
+OCTAVES = {"0-1": 1, "2-3": 3, "4-7": 7, "8-15": 15}
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
@@ -128,6 +129,34 @@ def test_figures_equal_those_of_single_samples_on_the_plain_model(
         found.acceptance,
     ) == pytest.approx(expected, rel=1e-4)
     assert found.kl > 0.01  # the comparison is of something
+
+
+def test_figures_by_position_are_those_of_the_tokens_there(student, load_model, tokenizer) -> None:
+    base, nlls, kls = load_model(), {}, {}
+    for sample in samples():
+        log_p, log_q = (logits_of(m, sample).log_softmax(-1)[:-1] for m in (base, student))
+        for t, target in enumerate(sample.input_ids[1:]):
+            octave = next(name for name, last in OCTAVES.items() if t <= last)
+            nlls.setdefault(octave, []).append(-float(log_q[t, target]))
+            kls.setdefault(octave, []).append(float((log_p[t].exp() * (log_p[t] - log_q[t])).sum()))
+    for batch_size in (1, 8):
+        found = evaluate(student, tokenizer, samples(), batch_size=batch_size).positions
+        # the last tokens of the longest sample alone are at 8 and beyond
+        assert list(found) == list(OCTAVES)[:-1]
+        for name, figures in found.items():
+            assert figures.tokens == len(kls[name])
+            # as above
+            assert figures.kl == pytest.approx(sum(kls[name]) / len(kls[name]), rel=1e-4)
+            cross_entropy = sum(nlls[name]) / len(nlls[name])
+            assert math.log(figures.perplexity) == pytest.approx(cross_entropy, rel=1e-4)
+
+
+def test_a_position_is_that_in_its_own_document(student, tokenizer) -> None:
+    packed = evaluate(student, tokenizer, list(pack(samples(), 32))).positions
+    plain = evaluate(student, tokenizer, samples()).positions
+    for name, figures in packed.items():
+        assert figures.tokens == plain[name].tokens
+        assert figures.kl == pytest.approx(plain[name].kl, rel=1e-4)  # rows of other widths
 
 
 def test_the_teacher_against_itself_is_exact(student, tokenizer) -> None:
@@ -557,6 +586,7 @@ def test_the_record_has_the_promised_keys_and_is_json(student, tokenizer) -> Non
         "layers",
         "unconverted_layers",
         "layer_tokens",
+        "positions",
     }
     assert found["layers"].keys() == {"1", "3"} and found["unconverted_layers"].keys() == {"2"}
     names = ("perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance")

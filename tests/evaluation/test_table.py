@@ -137,6 +137,15 @@ def test_attribution_has_its_columns() -> None:
     ]
 
 
+def test_positions_and_sources_have_their_rows() -> None:
+    parts = {"64-127": some(4)}
+    lines = shown(Fidelity(some(0), some(3), some(2), positions=parts, sources={"x.txt": some(1)}))
+    figures = ["6.500 ± 0.062", "5.5000 ± 0.0625", "0.5000 ± 0.0625"]
+    assert row(lines, "64-127") == ["64-127", "12,345", *figures]
+    figures = ["2.5000 ± 0.0625", "0.1250 ± 0.0625", "10.0 ± 6.2%"]
+    assert row(lines, "x.txt") == ["x.txt", "12,345", *figures]
+
+
 def test_an_error_that_is_unknown_or_none_is_left_out() -> None:
     unknown = shown(Fidelity(some(0, math.nan), some(3, math.nan), some(2, math.nan), None, LAYERS))
     assert not [line for line in unknown[1:] if "nan" in line or "±" in line]

@@ -254,6 +254,12 @@ def test_generate_uses_the_quantised_cache_that_is_asked_for(endless, name) -> N
         assert tokens[0] == forced.argmax(dim=-1).tolist()
 
 
+def test_the_students_drafts_leave_the_teachers_text(endless) -> None:
+    teacher, student = npt.teacher_view(endless), npt.student_view(endless)
+    tokens, _ = generate(teacher, PROMPTS[1:2], assistant_model=student)
+    assert tokens == [alone(teacher, PROMPTS[1], LIMIT)]
+
+
 # --- pipeline
 # --------------------------------------------------------------------------------------------------
 

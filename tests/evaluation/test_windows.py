@@ -17,7 +17,6 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import SDPA
 from npt.base.load import load_tokenizer
-from npt.evaluation.assisted import write_assisted
 from npt.evaluation.generate import Decoding, write
 from npt.evaluation.greedy import continue_greedily, end_ids
 from npt.evaluation.view import mode_view
@@ -143,17 +142,3 @@ def words() -> Any:
 def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
     found = write(mode_view(windowed, mode), words, prompt, Decoding(max_new_tokens=NEW))
     assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "drafted"), [(PROMPTS[1], WINDOW + 2), (PROMPTS[2], 1)], ids=["3", "11"]
-)
-def test_drafts_that_cross_the_window_leave_the_teachers_text(
-    windowed, words, prompt, drafted
-) -> None:
-    found, drafts = write_assisted(
-        windowed, words, prompt, Decoding(max_new_tokens=NEW), draft_tokens=drafted
-    )
-    with npt.adapters_disabled(windowed):
-        assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))
-    assert drafts.judged > 0

@@ -99,73 +99,6 @@ def write_lines(path: Path, lines: list[dict[str, Any]], tail: str = "") -> None
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail, encoding="utf-8")
 
 
-def behaviour(step: int, **changed: Any) -> dict[str, Any]:
-    """As a run with `--behaviour` leaves it."""
-    choice = {"token": "\n", "teacher_probability": 0.3, "student_probability": 0.25}
-    answer = {
-        "kind": "fact",
-        "prompt": "What is it?",
-        "shared": "It is\nthe ",
-        "teacher": "same",
-        "student": "other\n\n\n\n\n\nend",
-        "teacher_tokens": 9,
-        "parting": {"position": 5, "teacher": choice, "student": choice, "kl": 0.5},
-        "kl": 0.125,
-    }
-    same = {**answer, "kind": "sum", "teacher": "", "student": "", "parting": None}
-    found = {
-        "needles": 3,
-        **{
-            f"{model}_{what}{se}": 0.5 if what == "retrieved" else -2.5
-            for model in ("teacher", "student")
-            for what in ("log_prob", "retrieved")
-            for se in ("", "_se")
-        },
-    }
-    octaves = [
-        {
-            "first": 2**i,
-            "last": 2 ** (i + 1) - 1,
-            "tokens": 6 * 2**i,
-            **{f"{key}{se}": 0.5 for key in OCTAVE for se in ("", "_se")},
-        }
-        for i in range(4)
-    ]
-    return {
-        "step": step,
-        "text": "builtin-prose",
-        "answers": {
-            "chat": True,
-            "max_new_tokens": 64,
-            "same": 1,
-            "kl": 0.1,
-            "kl_se": 0.01,
-            "answers": [answer, same],
-        },
-        "agreement": {
-            "divergence": {
-                "prompts": 16,
-                "max_new_tokens": 128,
-                "censored": 2,
-                "agreed": 40.5,
-                "agreed_se": 3.2,
-            },
-            "equal": [{"tokens": 2**i, "share": 0.5**i, "share_se": 0.1} for i in range(8)],
-        },
-        "positions": {"context_length": 16, "rows": 6, "whole": 3, "octaves": octaves},
-        "needles": {
-            "chance": -9.2103,
-            "by_depth": [{"depth": 64, "back": 95.4, **found}],
-            "total": {"depth": None, "back": 95.4, **found},
-        },
-        "notes": ["the model has 16 positions"],
-        **changed,
-    }
-
-
-OCTAVE = ("teacher", "student", "excess", "kl")
-
-
 def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
     """A finished run.
 
@@ -199,7 +132,6 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
         "run.json": run,
         "fidelity.json": fidelity(),
         "modulation.json": modulation(steps),
-        "behaviour.json": None,
         "metrics.jsonl": [metrics(step) for step in range(1, steps + 1)],
         "events.jsonl": [start, done],
     }
