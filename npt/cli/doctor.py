@@ -33,13 +33,13 @@ _OF_PRODUCTS = {flag_of(f) for f in fields(BaseConfig)} - {
 
 def doctor(given: dict[str, Any]) -> int:
     """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
-    set, --plan for memory and time, --products for the error and the speed of its products on this
+    set, --plan for memory, --products for the error and the speed of its products on this
     device."""
     if given["data"] is None and not given["plan"] and not given["products"]:
         raise ConfigError(
             "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples"
-            " of the data), --plan (the memory and the time that a run will take) or --products"
-            " (error and speed of its products on this device)"
+            " of the data), --plan (the memory that a run will take) or --products (error"
+            " and speed of its products on this device)"
         )
     _check_flags(given)
     shape = given["shape"]
@@ -75,7 +75,7 @@ def _check_flags(given: dict[str, Any]) -> None:
     if given["plan"]:
         return
     used = {"device", *_OF_PRODUCTS} if given["products"] else set()
-    switches = ("shape", "device", "gpu", "measure", "no_trial", "safe_mode")
+    switches = ("shape", "device", "measure", "safe_mode")
     unused = [name for name in sorted(_OF_PLAN & set(given)) if name not in used]
     unused += [name for name in switches if given.get(name) and name not in used]
     if unused:
@@ -133,7 +133,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(
         parser,
         "plan",
-        "predict the memory and the time of a run with these flags; no weights are read",
+        "predict the memory of a run with these flags, by formula; no weights are read",
     )
     add_switch(
         parser,
@@ -148,15 +148,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="that is planned for or measured on (default: the GPU, if there is one)",
+        help="that is planned for, and need not be here, or measured on (default: the GPU, if any)",
     )
-    parser.add_argument(
-        "--gpu",
-        metavar="CARD",
-        help="plan for a card that need not be here: its memory as 24GB, or a name as rtx-4090",
+    add_switch(
+        parser,
+        "measure",
+        "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time",
     )
-    add_switch(parser, "measure", "run a few steps for real as well, and compare")
-    add_switch(parser, "no_trial", "leave the time out, for which one layer is run")
     quiet = argparse.SUPPRESS
     add_number(parser, "batch_size", "samples of a micro-batch (default: 4)", quiet)
     add_number(parser, "seed", "which samples are shown (default: 0)", quiet, natural)
