@@ -1,13 +1,20 @@
-"""The arithmetic of a call, counted as it runs."""
+"""The arithmetic of a call, counted as it runs, and the speed that a device reaches at most."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from npt.base.device import wait_for
+
+ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+"""Sides of the square products, by the device's type: large enough that only arithmetic counts."""
 
 
 def count_flops(act: Callable[[], Any]) -> int:
@@ -21,6 +28,38 @@ def count_flops(act: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
         act()
     return int(counter.get_total_flops())
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The highest speed of a plain matrix product, and the side of the matrices that reached it."""
+
+    flops_per_second: float
+    size: int
+
+
+def matmul_roofline(
+    device: torch.device | str, *, sizes: Iterable[int] | None = None, seconds: float = 1.0
+) -> Roofline:
+    """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
+    fp32 products of `sizes`, each for `seconds` and three times at least. The best is taken: other
+    work can only make one slower.
+    """
+    device = torch.device(device)
+    best = Roofline(0.0, 0)
+    for size in ROOFLINE_SIZES[device.type] if sizes is None else sizes:
+        a, b = (torch.randn(size, size, device=device) for _ in range(2))
+        out = torch.empty_like(a)
+        spent: list[float] = []
+        while len(spent) < 4 or sum(spent) < seconds:
+            wait_for(device)
+            started = time.perf_counter()
+            torch.mm(a, b, out=out)
+            wait_for(device)
+            spent.append(time.perf_counter() - started)
+        speed = 2 * size**3 / min(spent[1:])  # the first one also finds its kernel
+        best = max(best, Roofline(speed, size), key=lambda found: found.flops_per_second)
+    return best
 
 
 _ATTENTION = (

@@ -19,7 +19,7 @@ other.
                         the run would take alone. A base that two of its models share counts once
     memory_ratio        peak_bytes over those of two_model
     flops_per_token     counted, not calculated; floor_flops_per_token is the least that our
-                        arithmetic needs (npt/planning/flops.py), low-rank products included,
+                        arithmetic needs (flop_formulas.py), low-rank products included,
                         formula_flops_per_token the same without them
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
                         measured before and after the rounds
@@ -52,14 +52,14 @@ from typing import Any
 
 import torch
 
-from flop_count import count_flops
+from flop_count import count_flops, matmul_roofline
+from flop_formulas import floor_flops, training_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError
 from npt.files import write_bytes, write_text
-from npt.planning.flops import floor_flops, training_flops
-from npt.planning.measure import matmul_roofline, peak_bytes, storage_bytes, tensors_of
+from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
 from results_file import check_place, filled
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
 from speed_sweep import sweep
@@ -105,7 +105,7 @@ def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[st
     started = time.perf_counter()
     flops = count_flops(step)
     held = storage_bytes(tensors_of(*run.holds, batch))
-    peak = held + peak_bytes(step, batch.input_ids.device).added
+    peak = held + peak_bytes(step, batch.input_ids.device)
     note(
         f"{run.name}: {flops / batch.tokens / 1e6:.1f} MFLOP/token, peak {peak / 2**20:.0f} MiB"
         f" ({time.perf_counter() - started:.0f} s)"

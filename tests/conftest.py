@@ -343,25 +343,6 @@ def batch() -> Batch:
     return batch_from_tensors(ids * mask + 2 * (1 - mask), mask)
 
 
-@pytest.fixture
-def counted_by_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of memory by a formula, for tests of what is made of counts; to count takes a good part
-    of a second each time.
-
-    tests/planning/test_plan.py holds counts to measurements.
-    """
-    from npt.planning.fake_device import FakeDevice
-    from npt.planning.plan import Planner
-
-    count = Planner._count
-
-    def formula(planner: Planner, run: Any, name: Any, samples: int, depth: Any) -> int:
-        return count(planner, run, name, samples, depth) + 100_000 * samples * (2 + depth.layers)
-
-    monkeypatch.setattr(FakeDevice, "peak_of", lambda self, act: 0)
-    monkeypatch.setattr(Planner, "_count", formula)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _unsynced(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leaves what is written to the kernel, which no test outlives: not a killed process but a lost

@@ -23,7 +23,6 @@ from gpu_sections.models import base_of, embedded_student, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters, adapters_disabled
 from npt.base.device import wait_for
-from npt.base.quantization_error import fp32_products
 from npt.calibration.placement import free_bytes
 from npt.calibration.plan import plan
 from npt.data.batch import Batch, Sample
@@ -31,12 +30,9 @@ from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
-from npt.planning.memory import PHASES, shown
-from npt.planning.plan import Planner
+from npt.planning.measure import measure_window
+from npt.planning.memory import Workload, shown
 from npt.planning.shape import SHAPES, llama_config
-from npt.planning.timing import measure
-from npt.planning.workload import Workload
-from npt.step.splitting import MicroBatchSplitter
 
 PLAN_TOLERANCE = 0.15
 """Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in
@@ -55,26 +51,21 @@ def check_memory(bench: Bench, found: Findings) -> None:
 def _against_plan(bench: Bench, found: Findings) -> None:
     length = bench.pick(64, 1024)
     config = llama_config(SHAPES[bench.pick("embedded", "llama-3.2-1b")], length)
-    lines = ["| strategy | phase | predicted | measured | error |", "|---|---|---|---|---|"]
+    lines = ["| strategy | predicted | measured | error |", "|---|---|---|---|"]
     for strategy in bench.pick(("local",), tuple(STRATEGIES)):
         training = npt.TrainConfig(strategy=strategy, batch_size=2, eval_samples=2)
         adapter = npt.NPTConfig(rank=16, layers="upper_half", init="random")
-        workload = Workload(
+        plan = Workload(
             config, adapter, training, length, "nf4", torch.bfloat16, device=bench.device
-        )
-        plan = Planner(workload).plan()
-        gc.collect()
+        ).plan()
         model = base_of(bench, "llama-3.2-1b", length)
         npt.attach(model, adapter)
-        measured = measure(model, workload, training, MicroBatchSplitter(2), 2)
-        for phase in PHASES:
-            error = plan.of(phase) / measured.phases[phase] - 1
-            lines.append(
-                f"| {strategy} | {phase} | {shown(plan.of(phase))} |"
-                f" {shown(measured.phases[phase])} | {error:+.1%} |"
-            )
-        error = plan.peak / measured.peak - 1
-        told = f"{shown(plan.peak)} predicted, {shown(measured.peak)} measured, {error:+.1%}"
+        measured, _ = measure_window(model, training, 2, length)
+        predicted = plan.of("micro-batch", "step")
+        error = predicted / measured - 1
+        sizes = shown(predicted), shown(measured)
+        lines.append(f"| {strategy} | {' | '.join(sizes)} | {error:+.1%} |")
+        told = f"{sizes[0]} predicted, {sizes[1]} measured, {error:+.1%}"
         found.check(f"{strategy}: plan", abs(error) <= PLAN_TOLERANCE, told)
         found.figures[f"{strategy}: plan error"] = error
         del model
@@ -298,10 +289,8 @@ def measure_calibration(bench: Bench, found: Findings) -> None:
     npt.attach(model, npt.NPTConfig(rank=rank, layers="0", init="calibrated"))
     ids = torch.randint(512, (tokens // length, length), generator=torch.Generator().manual_seed(0))
     samples = [Sample(str(i), tuple(row)) for i, row in enumerate(ids.tolist())]
-    work = plan(model.config, (0,), tokens, batch=(8, length))
+    work = plan(model.config, (0,), batch=(8, length))
     placement = work.place(bench.device, free_bytes(bench.device) if bench.cuda else 0)
-    with fp32_products("highest"):
-        forecast = work.seconds(bench.device, placement)
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats(bench.device)
         before = torch.cuda.memory_allocated(bench.device)
@@ -315,7 +304,6 @@ def measure_calibration(bench: Bench, found: Findings) -> None:
         "nmse": layer.nmse,
         "placement": str(placement),
         "seconds": calibration.seconds,
-        "forecast_seconds": forecast.total,
     }
     if bench.cuda:
         found.figures |= {
@@ -324,7 +312,7 @@ def measure_calibration(bench: Bench, found: Findings) -> None:
         }
     found.notes.append(
         f"rank {layer.rank}, {calibration.tokens:,} tokens: {calibration.seconds:.1f} s,"
-        f" {forecast.total:.1f} s forecast, {placement}"
+        f" {placement}"
     )
 
 

@@ -304,7 +304,7 @@ def check_attention(bench: Bench, found: Findings) -> None:
             kernel = _kernel(both)
             found.figures[f"{name}: kernel"] = kernel
             times = bench.seconds(forward), bench.seconds(both)
-            peak = peak_bytes(both, bench.device).added if bench.cuda else None
+            peak = peak_bytes(both, bench.device) if bench.cuda else None
             found.figures[f"{name}: seconds"], found.figures[f"{name}: peak"] = times, peak
             if peak is not None and length == lengths[-1]:
                 # The math kernel holds at least the scores and their gradient, fp32 for every head.

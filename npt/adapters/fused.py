@@ -42,21 +42,6 @@ def unfused() -> Iterator[None]:
         _PLAIN.reset(token)
 
 
-_FEW_BLOCKS: ContextVar[bool] = ContextVar("few_blocks", default=False)
-
-
-@contextmanager
-def few_blocks() -> Iterator[None]:
-    """Take only the first two blocks of rows and the last within the context, to count the memory
-    of tensors without numbers: of hundreds, all between take the same.
-    """
-    token = _FEW_BLOCKS.set(True)
-    try:
-        yield
-    finally:
-        _FEW_BLOCKS.reset(token)
-
-
 def is_unfused() -> bool:
     return _PLAIN.get()
 
@@ -85,8 +70,7 @@ def blocks(like: Tensor, rank: int) -> list[slice]:
     M and B.
     """
     length = max(1, rank, BLOCK.get(like.device.type, BLOCK["cuda"]) // max(1, like.shape[-1]))
-    found = [slice(start, start + length) for start in range(0, len(like), length)]
-    return [*found[:2], found[-1]] if _FEW_BLOCKS.get() and len(found) > 3 else found
+    return [slice(start, start + length) for start in range(0, len(like), length)]
 
 
 class LowRank:

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
-from npt.base.quantization_error import fp32_products
 from npt.calibration.cut import Cut, spend
 from npt.calibration.placement import Placement, free_bytes, or_on_host, release
 from npt.calibration.plan import plan
@@ -71,7 +70,7 @@ def calibrate(
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the tokens' choice, and of draws from the teacher's predictions.
-        console: for the forecast and the progress; default nowhere.
+        console: for the memory needed and the progress; default nowhere.
 
     Returns:
         Figures per layer.
@@ -107,12 +106,11 @@ def calibrate(
     device = next(model.parameters()).device
     parts = list(batches(samples, batch_size))
     largest = max((batch.input_ids.shape for batch in parts), key=math.prod)
-    work = plan(model.config, layers, read, batch=(largest[0], largest[1]))
+    work = plan(model.config, layers, batch=(largest[0], largest[1]))
     free = free_bytes(device) if device.type == "cuda" else 0
     placement = work.place(device, free)
     display = Display(console or silent_console(), read)
-    with fp32_products("highest"):
-        display.say(work.announcement(device, placement, free, layers, read))
+    display.say(work.announcement(device, placement, free, layers, read))
     training = [module for module in model.modules() if module.training]
     model.eval()
     cuts: dict[int, Cut] = {}

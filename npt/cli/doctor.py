@@ -23,11 +23,11 @@ _OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in 
 
 def doctor(given: dict[str, Any]) -> int:
     """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
-    set, --plan for memory and time."""
+    set, --plan for memory."""
     if given["data"] is None and not given["plan"]:
         raise ConfigError(
             "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples"
-            " of the data) or --plan (the memory and the time that a run will take)"
+            " of the data) or --plan (the memory that a run will take)"
         )
     _check_flags(given)
     shape = given["shape"]
@@ -56,7 +56,7 @@ def _check_flags(given: dict[str, Any]) -> None:
     """Refuse flags that would be ignored."""
     if given["plan"]:
         return
-    switches = ("shape", "device", "gpu", "measure", "no_trial", "safe_mode")
+    switches = ("shape", "device", "measure", "safe_mode")
     unused = sorted(_OF_PLAN & set(given)) + [name for name in switches if given.get(name)]
     if unused:
         raise ConfigError(f"--{unused[0]} means nothing without --plan; add it or drop the other")
@@ -113,7 +113,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(
         parser,
         "plan",
-        "predict the memory and the time of a run with these flags; no weights are read",
+        "predict the memory of a run with these flags, by formula; no weights are read",
     )
     parser.add_argument(
         "--shape",
@@ -123,14 +123,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="that is planned for (default: the GPU, if there is one)",
+        help="that is planned for, and need not be here, or measured on (default: the GPU, if any)",
     )
-    parser.add_argument(
-        "--gpu",
-        metavar="CARD",
-        help="plan for a card that need not be here: its memory as 24GB, or a name as rtx-4090",
+    add_switch(
+        parser,
+        "measure",
+        "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time",
     )
-    add_switch(parser, "measure", "run a few steps for real as well, and compare")
-    add_switch(parser, "no_trial", "leave the time out, for which one layer is run")
     add_config(parser)
     add_settings(parser, *SETTINGS, leave_out=("num_samples",))

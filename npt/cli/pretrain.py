@@ -181,8 +181,7 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
-    from npt.planning.plan import Planner
-    from npt.planning.workload import Workload
+    from npt.planning.memory import Workload
     from npt.runs.trackers import check_trackers
     from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
     from npt.train.sources import check_sources
@@ -205,17 +204,11 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     if base.shard_base:
         check_samples_shown(training)
     if training.max_memory_bytes is not None:
+        place, size = processes.device, processes.size
         workload = Workload.of(
-            base,
-            config,
-            adapter,
-            training,
-            data.max_length,
-            processes.device,
-            processes=processes.size,
+            base, config, adapter, training, data.max_length, place, processes=size
         )
-        # as the loaded base will be asked
-        Planner(workload).fitting(training.max_memory_bytes)
+        workload.fitting(training.max_memory_bytes)  # as the loaded base will be asked
     return _Checked(adapter, resumes, Path(folder), resume_at)
 
 

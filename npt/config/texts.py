@@ -33,19 +33,19 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
     return tuple(found)
 
 
-def parse_bytes(text: str, flag: str = "--max_memory") -> int:
+def parse_bytes(text: str) -> int:
     """Return the bytes of `10GiB` (1024 each), `10GB` (1000 each), likewise K, M and T, or of a
     plain number of bytes.
 
     Raises:
-        ConfigError: not of that form, or less than a byte; `flag` is what the message calls it.
+        ConfigError: not of that form, or less than a byte.
     """
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]{0,3})\s*", text, re.IGNORECASE)
     unit = None if match is None else _UNITS.get(match[2].lower())
     found = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if found < 1:
         raise ConfigError(
-            f"{flag} is {text!r}; write a size like 10GiB, 800MB or a number of bytes"
+            f"--max_memory is {text!r}; write a size like 10GiB, 800MB or a number of bytes"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Measurements: the peak of live tensor memory in a call, and the speed of plain matrix products.
+"""Measurements: the peak of live tensor memory in a call, and a run's own windows.
 
 Memory is counted in bytes of live tensors, on every device alike; the size of the process also has
 libraries and freed memory that the allocator keeps.
@@ -10,45 +10,34 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
-from torch._subclasses.fake_tensor import FakeTensor
 
 from npt.base.device import wait_for
+from npt.config import TrainConfig
+from npt.data.batch import batch_from_tensors
+from npt.distill.strategies import drive
+from npt.step.gradient_window import IN_FLIGHT
+from npt.step.train_step import TrainStep
 
 # The profiler announces its start and end on the terminal at any level below; it reads this at its
 # first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-ROOFLINE_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-"""Sides of the square products, by the device's type: large enough that only arithmetic counts."""
 
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes of live tensors on one device: as a call began, and at its highest moment in all."""
-
-    baseline: int
-    peak: int
-
-    @property
-    def added(self) -> int:
-        """Bytes that the call itself needed."""
-        return self.peak - self.baseline
-
-
-def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
-    """Run `call` once and measure how high the live tensor memory of a device rises.
+def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
+    """Run `call` once and return by how many bytes the live tensor memory of a device rises.
 
     On a GPU the caching allocator counts. On the CPU every allocation of torch's allocator is
     followed, also inside operations and in backward; scratch memory that a library takes elsewhere
-    is in neither figure. Memory that was live before and is freed by the call is seen on a GPU
-    only: on the CPU the peak is then too high by so much, and never too low.
+    is left out. Memory that was live before and is freed by the call is seen on a GPU only: on the
+    CPU the peak is then too high by so much, and never too low.
     """
     device = torch.device(device)
     gc.collect()  # what only a cycle keeps alive would be freed at any moment
@@ -58,31 +47,51 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> Peak:
         baseline = torch.cuda.memory_allocated(device)
         call()
         torch.cuda.synchronize(device)
-        return Peak(baseline, torch.cuda.max_memory_allocated(device))
-    baseline = live_bytes(device)
+        return torch.cuda.max_memory_allocated(device) - baseline
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
-    return Peak(baseline, baseline + _highest(profiler.kineto_results, device))
+    return _highest(profiler.kineto_results, device)
 
 
-def live_bytes(device: torch.device | str) -> int:
-    """Return the bytes of all tensors that Python knows of on a device: none that only a graph
-    keeps, but gradients, which are no Python objects until they are read.
+def measure_window(
+    model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
+) -> tuple[int, float]:
+    """Train windows of random tokens, `samples` of `length` a micro-batch; return the bytes of all
+    that is alive at the highest moment, model and moments included, and the seconds of a window.
+
+    model: with adapters attached, which are trained.
     """
-    kind = torch.device(device).type
-    found = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
-    return storage_bytes(t for o in found for t in (o, *_gradient(o)) if t.device.type == kind)
+    device, vocab = next(model.parameters()).device, model.config.vocab_size
+    held = storage_bytes(tensors_of(model, teacher))
+    draw, batches = torch.Generator().manual_seed(0), []
+    for _ in range(config.gradient_accumulation_steps):
+        ids = torch.randint(vocab, (samples, length), generator=draw)
+        batches.append(batch_from_tensors(ids, torch.ones_like(ids)))
+    steps: list[TrainStep] = []
+
+    def first_windows() -> None:
+        rates = [config.learning_rate]
+        steps.append(TrainStep(model, partial(drive, teacher=teacher), config, rates))
+        # each that is in flight, as in a run, keeps the state before it
+        for _ in range(1 + IN_FLIGHT * steps[0].update.late):
+            steps[0].run(batches)
+
+    try:
+        peak = held + peak_bytes(first_windows, device)
+        wait_for(device)
+        started = time.perf_counter()
+        steps[0].run(batches)
+        wait_for(device)
+        return peak, time.perf_counter() - started
+    finally:
+        model.zero_grad()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages; each counts once, and whole."""
     sizes: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
-        if (
-            tensor.layout == torch.strided
-            and tensor.device.type != "meta"
-            and not isinstance(tensor, FakeTensor)
-        ):
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
@@ -102,7 +111,9 @@ def tensors_of(*owners: Any) -> Iterator[Tensor]:
         seen.add(id(owner))
         if isinstance(owner, Tensor):
             yield owner
-            waiting += [*vars(owner).values(), *_gradient(owner)]
+            waiting += vars(owner).values()
+            if owner.is_leaf and owner.grad is not None:
+                waiting.append(owner.grad)
         elif isinstance(owner, dict):
             waiting += [*owner.keys(), *owner.values()]
         elif isinstance(owner, list | tuple | set | frozenset):
@@ -113,56 +124,20 @@ def tensors_of(*owners: Any) -> Iterator[Tensor]:
             waiting += list(vars(owner).values())
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """The highest speed of a plain matrix product, and the side of the matrices that reached it."""
-
-    flops_per_second: float
-    size: int
-
-
-def matmul_roofline(
-    device: torch.device | str, *, sizes: Iterable[int] | None = None, seconds: float = 1.0
-) -> Roofline:
-    """Measure the speed that this device reaches, as it is set up now (threads, TF32), on square
-    fp32 products of `sizes`, each for `seconds` and three times at least. The best is taken: other
-    work can only make one slower.
-    """
-    device = torch.device(device)
-    best = Roofline(0.0, 0)
-    for size in ROOFLINE_SIZES[device.type] if sizes is None else sizes:
-        a, b = (torch.randn(size, size, device=device) for _ in range(2))
-        out = torch.empty_like(a)
-        spent: list[float] = []
-        while len(spent) < 4 or sum(spent) < seconds:
-            wait_for(device)
-            started = time.perf_counter()
-            torch.mm(a, b, out=out)
-            wait_for(device)
-            spent.append(time.perf_counter() - started)
-        speed = 2 * size**3 / min(spent[1:])  # the first one also finds its kernel
-        best = max(best, Roofline(speed, size), key=lambda found: found.flops_per_second)
-    return best
-
-
-def _gradient(tensor: Tensor) -> list[Tensor]:
-    return [tensor.grad] if tensor.is_leaf and tensor.grad is not None else []
-
-
 def _highest(results: Any, device: torch.device) -> int:
     """Return the highest sum of what was allocated and not yet freed within a profile. Freeing
     what was there before counts for nothing.
     """
-    found, waiting = [], list(results.experimental_event_tree())
+    events, waiting = [], list(results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting += event.children
         tag, details = event.typed
         if tag == _EventType.Allocation and details.device.type == device.type:
-            found.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
+            events.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
     live: dict[int, int] = {}
     total = highest = 0
-    for *_, address, size in sorted(found):
+    for *_, address, size in sorted(events):
         if size > 0:
             live[address] = size
             total += size

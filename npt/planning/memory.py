@@ -1,23 +1,42 @@
-"""The peak memory of a run, term by term.
+"""The peak memory of a run, by formulas of its shape.
 
-The peak is at one of three moments: in a micro-batch, whose graph is alive; at an optimizer step,
-while the state before it is kept until the new one is verified; or in an evaluation, which sees all
-layers and the logits. Loading a base, `--init calibrated` and the process itself are left out.
+It is at one of four moments: in the closed-form start, in a micro-batch, whose graph is alive, at
+an optimizer step, while the state before it is kept until the new one is verified, or in an
+evaluation. The factors count tensors that are alive together: they were read off the code and
+fitted to runs of many shapes. All rows are taken to be full. Loading a base and the process itself
+are left out.
+
+Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-PHASES = ("micro-batch", "step", "evaluation")
+from npt.adapters.fused import BLOCK
+from npt.base.device import default_device
+from npt.base.load import COMPUTE
+from npt.calibration.plan import plan as plan_start
+from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
+from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
+from npt.errors import ConfigError
+from npt.planning.shape import Shape
+from npt.step.gradient_window import IN_FLIGHT
+
+TRAINING = ("micro-batch", "step", "evaluation")
+PHASES = ("start", *TRAINING)
 """Moments of the peak."""
 
 FP32 = 4
-"""Bytes of a number of an adapter, its gradients and its moments."""
+"""Bytes of a number of an adapter, its gradients, its moments and of most activations."""
+
+LOGITS = {"kl": 7.25, "reverse_kl": 7.25, "jsd": 13.0, "cross_entropy": 3.0}
+"""Tensors of a chunk of logits alive at once, by the loss."""
 
 
 def shown(size: float) -> str:
@@ -39,69 +58,271 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted memory of a run with so many samples at once in a micro-batch and an evaluation."""
+    """Memory of a run with so many samples at once in a micro-batch and in an evaluation."""
 
     terms: tuple[Term, ...]
     samples_at_once: int
     evaluated_at_once: int
 
-    def of(self, phase: str) -> int:
-        """Return the bytes at the highest moment of a phase."""
-        return sum(term.bytes for term in self.terms if phase in term.phases)
+    def of(self, *phases: str) -> int:
+        """Return the bytes at the highest moment of these phases."""
+        return max(sum(term.bytes for term in self.terms if p in term.phases) for p in phases)
 
     @property
     def phase(self) -> str:
-        """The phase with the peak."""
-        return max(PHASES, key=self.of)
+        """The phase of the training with the peak; the start comes before it."""
+        return max(TRAINING, key=self.of)
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes of the training."""
         return self.of(self.phase)
-
-    @property
-    def largest(self) -> Term:
-        """The largest term of the peak."""
-        return max((t for t in self.terms if self.phase in t.phases), key=lambda term: term.bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "samples_at_once": self.samples_at_once,
-            "evaluated_at_once": self.evaluated_at_once,
-            "peak_bytes": self.peak,
-            "phase": self.phase,
-            "phases": {phase: self.of(phase) for phase in PHASES},
-            "terms": [asdict(term) | {"phases": list(term.phases)} for term in self.terms],
-        }
+        more = {"peak_bytes": self.peak, "phase": self.phase}
+        return asdict(self) | more | {"phases": {phase: self.of(phase) for phase in PHASES}}
 
 
-def state_terms(parameters: int, *, in_flight: int = 0) -> list[Term]:
-    """Return what training holds of its trainable `parameters`, whatever the strategy. in_flight:
-    steps at most whose results are not read yet, as on a GPU; the state before each is kept.
+@dataclass(frozen=True)
+class Workload:
+    """A run that is planned.
+
+    config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of
+    what is not packed. teacher: dtype of a teacher of its own, None if the base teaches. processes:
+    that share a window. eager: attention keeps the scores of every pair of tokens. compute_dtype:
+    of products of packed weights.
     """
-    size = FP32 * parameters
-    terms = [
-        Term("adapters", size),
-        Term("AdamW's two moments", 2 * size),
-        Term("gradients of a micro-batch", size),
-        Term("gradients of the window", size),
-        Term("state before the step", 3 * size, ("step",)),
-    ]
-    if in_flight:
-        terms.append(Term("states before steps in flight", in_flight * 3 * size))
-    return terms
+
+    config: PreTrainedConfig
+    adapter: NPTConfig
+    training: TrainConfig
+    length: int
+    quantization: str | None = None
+    stored: torch.dtype = torch.float32
+    teacher: torch.dtype | None = None
+    device: torch.device = field(default_factory=default_device)
+    processes: int = 1
+    eager: bool = False
+    compute_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(
+        cls,
+        base: BaseConfig,
+        config: PreTrainedConfig,
+        adapter: NPTConfig,
+        training: TrainConfig,
+        length: int,
+        device: torch.device | None = None,
+        *,
+        processes: int = 1,
+    ) -> Workload:
+        """Return the run that settings ask for. device: default the GPU, if there is one.
+
+        Raises:
+            ConfigError: the base is spread over several devices.
+        """
+        for flag in ("device_map", "shard_base"):
+            if getattr(base, flag):
+                raise ConfigError(
+                    f"--{flag} spreads the base over several devices, and memory is planned for"
+                    " one; leave one of the two out"
+                )
+        packed = getattr(config, "quantization_config", None) is not None
+        quantization = base.quant_type if packed else base.quantization
+        stored = torch.float16 if base.use_fp16 else torch.float32
+        if quantization is not None:
+            stored = getattr(config, "dtype", None) or torch.float32
+        return cls(
+            config,
+            adapter,
+            training,
+            length,
+            quantization,
+            stored,
+            None if base.teacher_precision is None else COMPUTE[base.teacher_precision],
+            default_device() if device is None else device,
+            processes,
+            base.attn_implementation == "eager",
+            COMPUTE[base.compute_dtype],
+        )
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.config)
+
+    @property
+    def approximate(self) -> bool:
+        """A budget of ranks is still to be spent, by the calibration."""
+        budget = self.training.rank_budget is not None and self.adapter.ranks is None
+        return budget or self.adapter.spends_ranks
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Of each converted layer; of a budget to be spent an even share each, rounded up."""
+        budget, ranks = self.training.rank_budget, self.shape.converted(self.adapter)
+        if budget is None or self.adapter.ranks is not None:
+            return ranks
+        return dict.fromkeys(ranks, -(-budget // len(ranks)))
+
+    @property
+    def stages(self) -> dict[str, TrainConfig]:
+        """The settings of each stage by its strategy."""
+        return {name: self.training.in_stage(name) for name, _ in self.training.stage_shares}
+
+    def plan(self, samples: int | None = None, evaluated: int | None = None) -> MemoryPlan:
+        """Return the memory of the run, by default with all samples of a micro-batch at once, and
+        as many evaluated.
+        """
+        samples = self.training.batch_size if samples is None else samples
+        evaluated = min(samples if evaluated is None else evaluated, self.training.eval_samples)
+        stages = [self._micro_batch(stage, samples) for stage in self.stages.values()]
+        terms = [*self._held(), *max(stages, key=lambda stage: sum(term.bytes for term in stage))]
+        terms += [*self._evaluation(evaluated), *self._start()]
+        # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
+        for phase, rows in (("micro-batch", samples), ("evaluation", evaluated)):
+            terms.append(Term("mask of padded rows", 5 * rows * self.length**2, (phase,)))
+        return MemoryPlan(tuple(term for term in terms if term.bytes), samples, evaluated)
+
+    def fitting(self, limit: int) -> MemoryPlan:
+        """Return the plan with the most samples at once whose peak stays below a limit.
+
+        A micro-batch is split evenly, so that the passes are few and none is larger than needed.
+
+        Raises:
+            ConfigError: one sample does not fit; the largest term is named.
+        """
+        batch_size = self.training.batch_size
+
+        def most(*phases: str) -> int:
+            sizes = range(1, batch_size + 1)
+            return bisect_left(sizes, True, key=lambda n: self.plan(n).of(*phases) > limit)
+
+        samples, evaluated = most("micro-batch", "step"), most("evaluation")
+        if not samples or not evaluated:
+            plan = self.plan(1)
+            terms = (term for term in plan.terms if plan.phase in term.phases)
+            largest = max(terms, key=lambda term: term.bytes)
+            raise ConfigError(
+                f"--max_memory is {self.training.max_memory}, but one sample of"
+                f" {self.length} tokens at a time is predicted to take {shown(plan.peak)}"
+                f" (in the {plan.phase}), most of it {largest.name} ({shown(largest.bytes)}); see"
+                " npt doctor --plan for all of it"
+            )
+        samples = -(-batch_size // -(-batch_size // samples))
+        return self.plan(samples, min(samples, evaluated))
+
+    def _held(self) -> list[Term]:
+        """Return what a run holds whatever it computes. On a GPU some steps' results are read late
+        (npt/step/gradient_window.py), and the state before each is kept.
+        """
+        s, quantization = self.shape, self.quantization
+        name = "base" if quantization is None else f"base, {quantization.upper()}"
+        terms = [Term(name, base_bytes(s, quantization, self.stored))]
+        if self.teacher is not None:
+            terms.append(Term("teacher of its own", base_bytes(s, None, self.teacher)))
+        width = s.hidden + s.modulated_width(self.adapter)
+        size = FP32 * width * sum(self.ranks.values())
+        terms += [
+            Term("adapters", size),
+            Term("AdamW's two moments", 2 * size, TRAINING),
+            Term("micro-batch's gradients", size, TRAINING),
+            Term("window's gradients", size, TRAINING),
+            Term("state before the step", 3 * size, ("step",)),
+        ]
+        if self.device.type == "cuda":
+            late = 1 if self.training.skip_spikes or self.processes > 1 else IN_FLIGHT
+            terms.append(Term("states of steps in flight", late * 3 * size, TRAINING))
+        return terms
+
+    def _micro_batch(self, config: TrainConfig, samples: int) -> list[Term]:
+        """Return the activations of one stage.
+
+        Of a layer with a graph attention keeps its input, q, k, v, the output and a sum for each
+        head; a plain MLP keeps three [N, F], a converted one two.
+        """
+        s, ranks, targets = self.shape, self.ranks, self.adapter.targets
+        n, d, ff = samples * self.length, s.hidden, s.ffn
+        first, last, count = min(ranks), max(ranks), len(ranks)
+        attention = 2 * (d + s.query_width + s.key_width) + s.heads
+        attention += s.heads * self.length if self.eager else 0
+        compared, down = config.hidden_weight > 0, "down" in targets
+        own = (1 + 2 * compared + down) * d + max(ranks.values())
+        # Each term of the modulation takes a block of rows (npt/adapters/fused.py). Another form
+        # than the default and a base that computes in 16 bit are run operation by operation.
+        size = FP32 if self.quantization else self.stored.itemsize
+        rows, whole = BLOCK.get(self.device.type, BLOCK["cuda"]) // ff, 0
+        block, low = min(n, max(*ranks.values(), rows, 1)) * ff, self._low_rank
+        if self.adapter.mult_form != "sigmoid" or size < FP32:
+            block, low, whole = n * ff, 0, 2 * low * n * ff * FP32 // size
+        plain, converted = n * (attention + 3 * ff), n * (attention + own + 2 * ff) + whole
+        scratch = (2 + low) * block + down * n * d
+        dense = d * ff * self.compute_dtype.itemsize // FP32 if self.quantization else 0
+        if config.strategy != "end_to_end":  # the layers share four [N, F], which stay
+            apart = 2 * (STREAM in targets) + 0.5 * (self.compute_dtype.itemsize < FP32)
+            states = 6 * d + 3 * (s.query_width + s.key_width)
+            kept, layer = 0, int(n * ((4 + apart) * ff + states)) + scratch + dense + whole
+            taught = config.strategy == "propagated"
+            if taught or last - first >= count:  # next to which plain layers run
+                layer = max(layer, n * ((7 - taught) * ff + 4 * d))
+        else:
+            layers = (s.layers if config.logit_kl_weight else last + 1) - first
+            kept = count * converted + (layers - count) * plain
+            layer = 3 * n * ff + scratch + 2 * dense
+            if config.gradient_checkpointing:
+                layer += max(converted, plain if layers > count else 0)
+                kept = n * d * (layers + count * compared)
+        phase = ("micro-batch",)
+        terms = [
+            Term("activations kept", size * kept, phase),
+            Term("activations of one layer", size * layer, phase),
+        ]
+        if config.logit_kl_weight:
+            chunk = min(n, chunk_rows(self.device, s.vocab)) * s.vocab
+            logits = self._logits(LOGITS[config.logit_loss] * chunk, n)
+            terms.append(Term("logits beyond them", max(0, FP32 * logits - size * layer), phase))
+        return terms
+
+    def _evaluation(self, samples: int) -> list[Term]:
+        """Return the larger of a batch's forwards, which keep the teacher's states, and of the
+        comparison of its logits after them.
+        """
+        s, n, phase = self.shape, samples * self.length, ("evaluation",)
+        logits = self._logits(5.25 * min(n, LOGIT_CHUNK // s.vocab) * s.vocab, n)
+        layer = int(n * ((3.3 + 1.4 * self._low_rank) * s.ffn + 9 * s.hidden))
+        kept = n * s.hidden * (s.layers - min(self.ranks) + 1)
+        if logits > layer + kept:
+            return [Term("logits of an evaluation", FP32 * logits, phase)]
+        return [Term("layers of an evaluation", FP32 * (layer + kept), phase)]
+
+    def _start(self) -> list[Term]:
+        """Return what the closed-form start takes where the base is; on a GPU the least of it."""
+        if self.adapter.init != "calibrated":
+            return []
+        batch = self.training.batch_size, self.length
+        work = plan_start(self.config, tuple(self.ranks), batch=batch)
+        size = work.peak(self.device, work.place(self.device, 0))
+        return [Term("matrices and graph", size, ("start",))]
+
+    @property
+    def _low_rank(self) -> int:
+        """The number of M and B of gate and up."""
+        terms = (*self.adapter.shifted, *self.adapter.multiplied)
+        return sum(target in ("gate", "up") for target in terms)
+
+    def _logits(self, chunk: float, n: int) -> int:
+        """Return numbers of a chunk of logits, of a head in 16 bit cast to fp32, and of states."""
+        head = self.shape.head_weights if self.stored.itemsize < FP32 else 0
+        return int(chunk) + head + 3 * n * self.shape.hidden
 
 
-def available(device: torch.device) -> int | None:
-    """Return the bytes that a run on this device could have now, None if nothing says it: free ones
-    and on a GPU those of this process.
+def base_bytes(shape: Shape, quantization: str | None, stored: torch.dtype) -> int:
+    """Return the bytes of a base. A packed number takes 4 bits, a byte of scale for 64 of them, and
+    for 256 scales one of their own in fp32; embedding, head and norms are never packed.
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+    dense = (2 - shape.tied) * shape.head_weights + (2 * shape.layers + 1) * shape.hidden
+    layers = shape.layers * shape.layer_weights
+    if quantization is None:
+        return stored.itemsize * (layers + dense)
+    return int(layers * (1 / 2 + 1 / 64 + 4 / 64 / 256)) + stored.itemsize * dense

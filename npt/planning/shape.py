@@ -4,7 +4,6 @@ configuration."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -15,8 +14,7 @@ from npt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder of a known family; weights are counted without norms and biases, which
-    cost next to nothing.
+    """Sizes of a decoder of a known family; weights are counted without norms and biases.
 
     layers: L. hidden: D. ffn: F. heads, kv_heads: of queries, and of keys and values. head_dim: of
     each. vocab: V. tied: lm_head is the embedding.
@@ -52,9 +50,9 @@ class Shape:
         return self.heads * self.head_dim
 
     @property
-    def attention_weights(self) -> int:
-        """A: of a layer's four projections."""
-        return 2 * self.hidden * (self.query_width + self.kv_heads * self.head_dim)
+    def key_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
 
     @property
     def mlp_weights(self) -> int:
@@ -63,18 +61,13 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """A + M."""
-        return self.attention_weights + self.mlp_weights
+        """A + M, A of the four projections of attention."""
+        return 2 * self.hidden * (self.query_width + self.key_width) + self.mlp_weights
 
     @property
     def head_weights(self) -> int:
         """V D: of lm_head, and of the embedding."""
         return self.vocab * self.hidden
-
-    @property
-    def weights(self) -> int:
-        """Of the whole model; tied ones count once."""
-        return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head_weights
 
     def width(self, target: str) -> int:
         """Return the width of a target: F for gate and up, D for stream and down."""
@@ -109,10 +102,7 @@ SHAPES = {
 }
 
 LARGEST = 2**24
-"""Largest number of a shape: no model has more, and sums of larger ones cannot be planned with."""
-
-FORM = "D,F,L,heads,kv_heads,V"
-"""A shape in numbers."""
+"""Largest number of a shape: no model has more."""
 
 
 def parse_shape(text: str) -> Shape:
@@ -128,27 +118,15 @@ def parse_shape(text: str) -> Shape:
         hidden, ffn, layers, heads, kv_heads, vocab = numbers
     except ValueError:
         raise ConfigError(
-            f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give {FORM} like"
-            " 1024,2816,12,16,4,8192"
+            f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give D,F,L,heads,kv_heads,V"
+            " like 1024,2816,12,16,4,8192"
         ) from None
-    if min(numbers) < 1 or max(numbers) > LARGEST:
-        raise ConfigError(f"--shape is {text}; {FORM} are all from 1 to {LARGEST}")
-    if hidden % (2 * heads) or heads % kv_heads:
+    if min(numbers) < 1 or max(numbers) > LARGEST or hidden % (2 * heads) or heads % kv_heads:
         raise ConfigError(
-            f"--shape is {text}; D must be an even multiple of the heads ({heads}), and these a"
-            f" multiple of {kv_heads}"
+            f"--shape is {text}; all six are from 1 to {LARGEST}, D is an even multiple of the"
+            " heads, and these are a multiple of the kv_heads"
         )
     return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
-
-
-def shape_of(name: str) -> str | None:
-    """Return the named shape that a model's name begins with, as `meta-llama/Llama-3.1-8B-Instruct`
-    does; None if it is a folder or a file, or none does.
-    """
-    if Path(name).exists():
-        return None
-    own = name.rpartition("/")[2].lower()
-    return next((shape for shape in SHAPES if own.startswith(shape)), None)
 
 
 def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from npt.adapters.converted import adapter_parameters, is_sharded
+from npt.adapters.converted import is_sharded
 from npt.base.attention import attention_name
 from npt.base.precision import quantization_of
 from npt.data.batch import Batch
 from npt.errors import ConfigError
-from npt.planning.measure import storage_bytes, tensors_of
-from npt.planning.memory import MemoryPlan, shown
-from npt.planning.plan import Planner
-from npt.planning.workload import Workload
+from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
 from npt.step.splitting import MicroBatchSplitter, free_memory, oom_message
@@ -104,7 +101,6 @@ class MemoryFit:
                 f"--max_memory is {setup.config.max_memory}, but the base is spread over several"
                 " devices; lower --batch_size"
             )
-        adapters = sum(parameter.nbytes for parameter in adapter_parameters(model).values())
         workload = Workload(
             model.config,
             setup.adapter_config,
@@ -115,10 +111,9 @@ class MemoryFit:
             None if teacher is None else teacher.model.embed_tokens.weight.dtype,
             setup.device,
             setup.processes.size,
-            attention_name(model),
-            teacher_attention=setup.teacher_record["teacher_attention"],
+            attention_name(model) == "eager",
         )
-        plan = Planner(workload, storage_bytes(tensors_of(model)) - adapters).fitting(limit)
+        plan = workload.fitting(limit)
         self.splitter.samples = plan.samples_at_once
         self.evaluation.samples = plan.evaluated_at_once
         self._planned_evenly = workload.approximate

@@ -18,7 +18,7 @@ from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.distributed.join import join_processes
 from npt.errors import ConfigError
-from npt.planning.workload import Workload
+from npt.planning.memory import Workload
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Oct 19 17:36:10 UTC 2023\nGCC version:"

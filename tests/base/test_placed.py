@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from npt.base.linear import quantized_linears
 from npt.base.placement import check_pieces, check_placed
+from npt.base.random_base import random_base
 from npt.errors import ModelError
-from npt.planning.fake_device import FakeDevice
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 CONFIG = LlamaConfig(
     vocab_size=256,
@@ -27,7 +30,29 @@ CONFIG = LlamaConfig(
 
 
 def on_cuda(quantization: str | None = "nf4") -> Any:
-    return FakeDevice(device="cuda:0").base(CONFIG, quantization, torch.bfloat16)
+    """A base whose tensors claim to be on a GPU; they have no storage."""
+    model = random_base(CONFIG, quantization=quantization, device="cpu")
+    packed = {id(module.weight) for _, module in quantized_linears(model)}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = claimed(buffer)
+        for name, old in module._parameters.items():
+            if old is not None and id(old) not in packed:
+                module._parameters[name] = torch.nn.Parameter(claimed(old), requires_grad=False)
+            elif old is not None:
+                weight: Any = claimed(old)
+                weight.quant_state = state = old.quant_state
+                for part in (state, state.state2):
+                    for key, value in vars(part).items():
+                        if isinstance(value, torch.Tensor):
+                            setattr(part, key, claimed(value))
+                module._parameters[name] = weight
+    return model
+
+
+def claimed(tensor: torch.Tensor, device: str = "cuda:0") -> torch.Tensor:
+    with FAKE:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def host(*shape: int) -> torch.Tensor:
@@ -95,15 +120,13 @@ def test_what_is_left_behind_is_refused_by_name(leave) -> None:
 
 
 def test_a_base_on_the_host_alone_is_taken() -> None:
-    check_placed("base", FakeDevice(device="cpu").base(CONFIG, "nf4", torch.bfloat16))
+    check_placed("base", random_base(CONFIG, device="cpu"))
 
 
 def test_a_weight_whose_statistics_are_on_another_gpu_is_refused() -> None:
     model = on_cuda()
-    other = FakeDevice(device="cuda:1")
-    model.model.layers[1].mlp.gate_proj.weight.quant_state.absmax = other.tensor(
-        1, dtype=torch.uint8
-    )
+    state = model.model.layers[1].mlp.gate_proj.weight.quant_state
+    state.absmax = claimed(state.absmax, "cuda:1")
     with pytest.raises(
         ModelError, match="layer 1 on cuda:0 and cuda:1; a layer must stay in one piece"
     ):

@@ -58,7 +58,7 @@ def test_a_run_on_a_file_records_its_origin_and_resumes(file, tmp_path, capsys) 
 
 
 def test_a_plan_takes_a_file(file, tmp_path, capsys) -> None:
-    plan = ["doctor", "--plan", "--no_trial", "--json", "--model_name", str(file), "--layers", "1"]
+    plan = ["doctor", "--plan", "--json", "--model_name", str(file), "--layers", "1"]
     assert main([*plan, "--max_length", "32", "--adapter_rank", "2", "--init", "random"]) == 0
     assert json.loads(capsys.readouterr().out)
     assert not (tmp_path / "cache").exists()

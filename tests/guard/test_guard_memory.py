@@ -57,7 +57,7 @@ def peak(undo: str | None, rows: int) -> tuple[int, int]:
                     backward()
             guard.step()
 
-    return peak_bytes(plain if undo is None else guarded, "cpu").added, said
+    return peak_bytes(plain if undo is None else guarded, "cpu"), said
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,8 @@ from torch import nn
 import npt
 from npt.data.batch import Batch
 from npt.errors import ConfigError
-from npt.planning.memory import PHASES
-from npt.planning.plan import Planner
+from npt.planning.memory import PHASES, Workload
 from npt.train import memory_fit, preparation, run_evaluation
-
-# What is done about a plan does not depend on what was counted.
-pytestmark = pytest.mark.usefixtures("counted_by_a_formula")
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +41,18 @@ def runs(base: nn.Module, tmp_path: Path) -> Runs:
 @pytest.fixture
 def limit(runs: Runs) -> Callable[[int], str]:
     """`limit(n)`: a size that n samples at once fit into, and no more."""
-    planner = Planner(planned(runs.trainer(None, max_memory="1GiB")))
-    return lambda samples: str(planner.plan(samples).peak)
+    workloads: list[Workload] = []
 
+    class Kept(Workload):
+        def fitting(self, limit: int) -> Any:
+            workloads.append(self)
+            return super().fitting(limit)
 
-def planned(trainer: Any) -> Any:
-    """The workload that a trainer plans with."""
-    made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            memory_fit,
-            "Planner",
-            lambda workload, base: made.append(workload) or Planner(workload, base),
-        )
-        memory_fit.MemoryFit(trainer.setup)
-    return made[0]
+        patch.setattr(memory_fit, "Workload", Kept)
+        memory_fit.MemoryFit(runs.trainer(None, max_memory="1GiB").setup)
+    (planned,) = workloads[-1:]
+    return lambda samples: str(planned.plan(samples).peak)
 
 
 def test_a_memory_limit_changes_neither_windows_nor_learning(runs: Runs, limit: Any) -> None:

@@ -11,13 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import npt
-from flop_count import count_flops
+from flop_count import count_flops, matmul_roofline
+from flop_formulas import adapter_flops, floor_flops, layer_flops, training_flops
 from npt.adapters.converted import npt_layers
 from npt.adapters.fit import resolve_layers
 from npt.config import PRODUCTS, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.flops import adapter_flops, floor_flops, layer_flops, training_flops
 from npt.planning.shape import SHAPES, Shape
 
 LLAMA_3_1_8B = SHAPES["llama-3.1-8b"]
@@ -185,3 +185,8 @@ def test_the_low_rank_products_grow_with_rank_targets_and_terms():
     assert flops(modulation="multiplicative") < full
     assert full < flops("end_to_end") < 1.1 * full
     assert full / 2 < 0.02 * layer_flops(LLAMA_3_1_8B, 2048)  # little in comparison with a layer
+
+
+def test_the_roofline_is_the_best_of_the_sizes():
+    found = matmul_roofline("cpu", sizes=(64, 128), seconds=0.01)
+    assert found.size in (64, 128) and found.flops_per_second > 1e6
