@@ -13,7 +13,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,8 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
     except Exception as error:  # the library raises its own
+        with suppress(OSError):  # of a folder that was made here nothing is left
+            folder.rmdir()
         raise ConfigError(
             f"wandb cannot be started: {first_line(error)}; log in first (wandb login), set"
             " WANDB_MODE=offline, or drop --use_wandb"
