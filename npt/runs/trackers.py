@@ -224,13 +224,15 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
         id=continued,
         resume="allow" if continued else None,
     )
+    made = not folder.exists()
     try:
         with undisturbed():
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
     except Exception as error:  # the library raises its own
-        with suppress(OSError):  # of a folder that was made here nothing is left
-            folder.rmdir()
+        if made:
+            with suppress(OSError):  # the library may have left something in it
+                folder.rmdir()
         raise ConfigError(
             f"wandb cannot be started: {first_line(error)}; log in first (wandb login), set"
             " WANDB_MODE=offline, or drop --use_wandb"
