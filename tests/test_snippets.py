@@ -69,6 +69,7 @@ NOT_RUN = {
     r"python benchmarks/guards\.py": "tests/diagnostics/test_guards.py",
     r"python benchmarks/widths\.py": "tests/tools/sweep/test_widths.py",
     r"python benchmarks/forms\.py": "tests/benchmarks/test_forms.py",
+    r"python benchmarks/next_words\.py|npt evaluate .*next_word": "tests/benchmarks/test_next_words.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
     r"python benchmarks/fidelity_plot\.py": "tests/benchmarks/test_fidelity_plot.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
