@@ -23,7 +23,7 @@ from typing import Any
 from npt.config import DataConfig
 from npt.errors import NPTError, TooLittleTextError
 from npt.files import write_text
-from real_text import Document, read_documents, shuffled, unique
+from real_text import Document, in_turn, read_documents, shuffled, unique
 
 CONTEXT = 48
 """Words before the one that is asked for."""
@@ -78,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         documents = read_documents(DataConfig(dataset_name=args.text))
         in_order = shuffled(unique(documents, set()), args.seed)
-        turns = itertools.zip_longest(*(items_of(document, args.seed) for document in in_order))
-        made = (item for turn in turns for item in turn if item is not None)
+        made = in_turn(items_of(document, args.seed) for document in in_order)
         items = list(itertools.islice(made, args.items))
         if len(items) < args.items:
             raise TooLittleTextError(

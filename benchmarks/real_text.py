@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from npt.config import DataConfig
 from npt.data.batch import Sample
@@ -22,6 +22,8 @@ from npt.data.content import PIECE
 from npt.data.samples import cut, within
 from npt.data.source import Record, open_source, own_heldout
 from npt.errors import DataError, TooLittleTextError
+
+T = TypeVar("T")
 
 HEADING = re.compile(r"^ *= (?!=)(.+)(?<!=) = *$", re.MULTILINE)
 BLOCK = 8000
@@ -120,10 +122,10 @@ def read_text(
     return Text(fitted, choosing, heldout)
 
 
-def in_turn(documents: Iterable[Sequence[Sample]]) -> Iterator[Sample]:
-    """Yield the first sample of every document, then the second of every one that has it, ..."""
+def in_turn(documents: Iterable[Iterable[T]]) -> Iterator[T]:
+    """Yield the first part of every document, then the second of every one that has it, ..."""
     turns = itertools.zip_longest(*documents)
-    return (sample for turn in turns for sample in turn if sample is not None)
+    return (part for turn in turns for part in turn if part is not None)
 
 
 def take(documents: Iterable[Sequence[Sample]], tokens: int, least: int) -> list[Sample]:

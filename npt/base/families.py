@@ -52,6 +52,15 @@ FAMILIES = {
 """By the configuration's `model_type`."""
 
 
+def head_sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the number of heads of queries, that of keys and values, and the width of each; a
+    configuration may leave the last two out.
+    """
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "full") -> None:
     """Add a family of bases; define its NPT layer as well (npt/adapters/layer.py).
 

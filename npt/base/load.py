@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.families import check_counts, check_family
+from npt.base.families import check_counts, check_family, head_sizes
 from npt.base.gguf.cache import converted, find_gguf, place_of
 from npt.base.gguf.configuration import configuration_of
 from npt.base.gguf.file import GGUFFile
@@ -352,9 +352,7 @@ def _check_size(name: str, source: str, config: PreTrainedConfig) -> None:
     every tensor that is missing or of another shape before one could be named.
     """
     stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
-    width, heads = config.hidden_size, config.num_attention_heads
-    head = getattr(config, "head_dim", None) or width // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    width, (heads, key_heads, head) = config.hidden_size, head_sizes(config)
     attention = 2 * width * head * (heads + key_heads)
     layer = attention + 3 * width * config.intermediate_size
     parameters = config.vocab_size * width + config.num_hidden_layers * layer

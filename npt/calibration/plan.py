@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from npt.adapters.fit import format_layers
+from npt.base.families import head_sizes
 from npt.calibration.placement import HOST, Placement
 from npt.distill.logit_losses import LOGIT_CHUNK
 
@@ -85,10 +86,8 @@ def plan(
     """
     width, ffn, (rows, length) = model.hidden_size, model.intermediate_size, batch
     tokens, above = rows * length, model.num_hidden_layers - min(layers)
-    heads = model.num_attention_heads
-    head = getattr(model, "head_dim", None) or width // heads
-    keys = getattr(model, "num_key_value_heads", None) or heads
-    layer = 2 * (width + head * (heads + keys)) + 3 * ffn
+    heads, key_heads, head = head_sizes(model)
+    layer = 2 * (width + head * (heads + key_heads)) + 3 * ffn
     logits = 5 * min(tokens * model.vocab_size, LOGIT_CHUNK)
     backward = tokens * (7 * width + 3 * ffn) + 2 * width * ffn
     graph = tokens * (above * layer + 2 * len(layers) * width) + max(logits, backward)

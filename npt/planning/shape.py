@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import LlamaConfig, PreTrainedConfig
 
 from npt.adapters.fit import resolve_layers
+from npt.base.families import head_sizes
 from npt.config import TARGETS, NPTConfig
 from npt.errors import ConfigError
 
@@ -32,14 +33,14 @@ class Shape:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
         """Return the shape of a model of this configuration; needs no weights."""
-        heads = config.num_attention_heads
+        heads, kv_heads, head_dim = head_sizes(config)
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             ffn=config.intermediate_size,
             heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
         )

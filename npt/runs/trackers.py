@@ -61,9 +61,9 @@ class Trackers:
     One that cannot be started is a ConfigError. A call that fails later is a warning; the run
     continues with the same random numbers.
 
-    run: the id in Weights & Biases; a known one is continued. resume_at: the step
-    that the run in `folder` resumes from. TensorBoard forgets later steps; Weights & Biases keeps
-    its first figures, which differ only if settings changed.
+    run: the id in Weights & Biases; a known one is continued. resume_at: the step that the run in
+    `folder` resumes from. TensorBoard forgets later steps; Weights & Biases keeps its first
+    figures, which differ only if settings changed.
     """
 
     def __init__(
