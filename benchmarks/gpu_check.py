@@ -86,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # at these sizes the fastest
+    else:
+        # torch's setters of memory limits take no device without an index
+        device = torch.device("cuda", torch.cuda.current_device())
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(device, args.small, Path(folder) / "work")
         bench.folder.mkdir()

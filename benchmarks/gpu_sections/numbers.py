@@ -340,7 +340,7 @@ def attention_of_valid(model: Any, layer: Any, batch: Batch) -> Tensor:
 
 def _kernel(act: Any) -> str:
     """The attention kernels that a call runs, by torch's names for them."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         act()
     prefix = "aten::_scaled_dot_product_"
     names = {

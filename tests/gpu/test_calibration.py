@@ -39,16 +39,16 @@ def assert_alike(found: npt.Calibration, expected: npt.Calibration) -> None:
 
 def test_a_start_from_a_gpu_is_as_good_and_frees_its_memory() -> None:
     device = torch.device("cuda", 0)
-    torch.linalg.eigh(torch.eye(8, dtype=torch.float64, device=device))  # cuSOLVER's own memory
-    before = free_bytes(device)
     torch.set_float32_matmul_precision("high")
     try:
+        # the libraries' workspaces, and the kernels that CUDA loads at their first use
+        calibrated("cuda")
+        before = free_bytes(device)
         found = calibrated("cuda")
     finally:
         torch.set_float32_matmul_precision("highest")
     assert_alike(found, calibrated("cpu"))
-    # cuBLAS keeps its workspaces; matrices and the model are gone.
-    assert before - free_bytes(device) < 128 << 20
+    assert before - free_bytes(device) < 16 << 20  # matrices and the model are gone
 
 
 @pytest.mark.parametrize("factors", [HOST, torch.device("cuda", 0)])

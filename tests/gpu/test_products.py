@@ -30,8 +30,10 @@ def test_auto_takes_high_exactly_where_the_card_has_tf32() -> None:
     taken, why = choose_precision(errors)
     assert taken == ("high" if has_tf32 else "highest"), why
     if has_tf32:
-        # 11 bits of each operand: 3e-4 over normal numbers
-        assert all(1e-5 < error < LARGEST_ERROR for error in errors["high"].values())
+        # 11 bits of each operand: 3e-4 over normal numbers. cuBLAS may take an exact kernel for a
+        # shape, as for this head on an H100.
+        rounded = [error for error in errors["high"].values() if error > 1e-5]
+        assert len(rounded) >= len(errors["high"]) - 1 and max(rounded) < LARGEST_ERROR
     assert max(errors["highest"].values()) < 1e-6
     line = set_matmul_precision("auto", model)
     assert line is not None and taken in line and torch.get_float32_matmul_precision() == taken

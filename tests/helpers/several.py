@@ -2,9 +2,10 @@
 killed.
 
 They are forked from the test's own process, which has imported everything and computes in one
-thread, so that a start takes a few milliseconds, and find the models there that it has loaded. Only
-where it may have used a GPU are they forked from a server that has not. The key-value store lies in
-the test's own process, as it lies in the launcher's: it outlives a process that dies.
+thread, so that a start takes a few milliseconds, and find the models there that it has loaded. On
+GPUs they are spawned: CUDA does not survive a fork, and importing bitsandbytes already starts it.
+The key-value store lies in the test's own process, as it lies in the launcher's: it outlives a
+process that dies.
 """
 
 from __future__ import annotations
@@ -31,10 +32,6 @@ from accelerate.state import AcceleratorState
 
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup, exit_status_of
-
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["npt.train.trainer", "npt.demo", "faults.runs", "torch.distributed"]
-)
 
 DEADLINE = 60.0
 """Seconds after which a process counts as hanging: many times what any of these takes on a busy
@@ -71,7 +68,7 @@ class Several:
         launcher: bool = True,
     ):
         device = os.environ.get("NPT_DEVICE", "")
-        context = multiprocessing.get_context("fork" if device == "cpu" else "forkserver")
+        context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._stacks = tempfile.TemporaryDirectory()
@@ -151,7 +148,6 @@ def _process(
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, os.open(stack, os.O_CREAT | os.O_WRONLY))
     os.environ |= {
-        # that of the test, which need not be that of the test which started the server
         "NPT_DEVICE": device,
         "RANK": str(process),
         "LOCAL_RANK": str(process),
