@@ -42,8 +42,8 @@ from typing import Any
 
 import crash_run
 from npt.errors import CheckpointError
+from npt.manifest import verify_checkpoint
 from npt.runs.checkpoint import newest_good
-from npt.runs.manifest import verify_checkpoint
 
 STEPS = 24
 FRESH_EVERY = 10

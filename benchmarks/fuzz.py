@@ -40,9 +40,9 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
+from npt.manifest import MANIFEST, write_manifest
 from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
-from npt.runs.manifest import MANIFEST, write_manifest
 from npt.runs.resume import changed_settings, check_same_data
 
 SLOW = 5.0

@@ -29,12 +29,12 @@ from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import Batch, Sample, batches
 from npt.distill.logit_losses import forward_kl, through_head
+from npt.distill.step import ADAM_BETAS
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, NumericalError
 from npt.evaluation.metrics import final_states, predicting
 from npt.extras import install_command
-from npt.step.schedule import learning_rate_scale
-from npt.step.train_step import ADAM_BETAS
+from npt.guard.schedule import learning_rate_scale
 
 CHECKS = 4
 """Times that a training looks at the documents that choose, after the start."""

@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch
+from npt.distill.step import add_batch, student_guard, summed
 from npt.distill.strategies import STRATEGIES
-from npt.step.train_step import TrainStep
+from npt.guard.guard import Guard
 
 FIRST = 3
 """Smallest token id of a sample; below lie the start, end and padding tokens."""
@@ -37,12 +39,12 @@ def check_waits(bench: Bench, found: Findings) -> None:
     for strategy, kind in product(STRATEGIES, LENGTHS):
         model = embedded_student(bench.device)
         batch, config = small_batch(kind).to(bench.device), npt.TrainConfig(strategy=strategy)
-        train_step = TrainStep(model, STRATEGIES[strategy], config, [1e-3], late=True)
+        guard = student_guard(model, config, [1e-3], late=True)
+        compute = partial(summed, model, STRATEGIES[strategy], config=config)
 
-        def step(train_step: TrainStep = train_step, batch: Batch = batch) -> None:
-            train_step.window.begin()
-            train_step.window.add(train_step.forward_backward(batch))
-            train_step.window.commit()
+        def step(guard: Guard = guard, batch: Batch = batch, compute: Any = compute) -> None:
+            add_batch(guard, batch, compute, None)
+            guard.step()
 
         step()
         step()

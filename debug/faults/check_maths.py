@@ -269,7 +269,7 @@ def _applied_norm(base: Base, factor: float) -> tuple[float, float]:
     made.window(0, {(0, 0): scaled(factor)})
     (result,) = made.outcome().results
     if result.grad_norm is None or len(norms) != 1:
-        raise CannotLook(f"the window was refused: {result.refusals}")
+        raise CannotLook(f"the window was refused: {result.refused}")
     return result.grad_norm, norms[0]
 
 

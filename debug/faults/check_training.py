@@ -36,7 +36,7 @@ from npt.diagnostics.tracer.mask_check import mask_fault
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import SmokeTestError
-from npt.step.window_result import WindowResult
+from npt.guard.outcome import Outcome
 from npt.train.smoke import smoke_test
 
 # --- masks and padding
@@ -279,11 +279,11 @@ def safe_mode(base: Base) -> str:
     if others:
         raise Wrong(f"{len(others)} tensors are neither A nor B, {others[0]} first")
     batch = collate(samples_of(base), PAD_ID)
-    results: list[WindowResult[MicroBatch]] = []
+    results: list[Outcome] = []
     for _ in range(SAFE_STEPS):
         student.micro_batch(batch)
-        results += student.step.window.commit()
-    results += student.step.window.flush()
+        results += student.guard.step()
+    results += student.guard.flush()
     losses = [result.loss for result in results]
     if None in losses or not all(result.applied for result in results):
         raise Wrong(

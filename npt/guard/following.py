@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from npt.distributed.processes import ProcessGroup
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import Update
-from npt.step.holdings import Holdings
-from npt.step.window_result import WindowResult
+from npt.guard.holdings import Holdings
+from npt.guard.outcome import Outcome
+from npt.guard.update import Update
+from npt.guard.window import GradientWindow
 
 
 @dataclass
@@ -24,16 +24,21 @@ class Counts:
     refused: int = 0
     in_a_row: int = 0
 
-    def add(self, result: WindowResult[Any], processes: ProcessGroup) -> int:
-        """Count a window; return the longest run of refusals up to its end."""
+    def add(self, outcome: Outcome, processes: ProcessGroup | None = None) -> int:
+        """Count a window; return the longest run of refusals up to its end.
+
+        processes: whose numbers of micro-batches may differ; every one of them calls this.
+        """
         longest = 0
-        if result.refusals:  # the same on all processes, whose numbers of micro-batches may differ
-            places = chain(*processes.gather_json(result.places))
-            longest, self.in_a_row = result.bad_in_a_row(self.in_a_row, places)
-        elif result.applied:
+        if outcome.refused:  # the same on all processes
+            places = None
+            if processes is not None:
+                places = chain(*processes.gather_json(outcome.places))
+            longest, self.in_a_row = outcome.bad_in_a_row(self.in_a_row, places)
+        elif outcome.applied:
             self.in_a_row = 0
-        self.windows, self.steps = self.windows + 1, result.steps
-        self.refused += len(result.refusals)
+        self.windows, self.steps = self.windows + 1, outcome.steps
+        self.refused += len(outcome.refused)
         return longest
 
 
@@ -49,7 +54,7 @@ class Following:
         update: of the optimizer, once it is made.
     """
 
-    def __init__(self, window: GradientWindow[Any], owners: Iterable[Any]):
+    def __init__(self, window: GradientWindow, owners: Iterable[Any]):
         self.update: Update | None = None
         self._window, self._steps = window, window.known_steps
         update = window.update

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npt.step.gradient_window import GradientWindow
-from npt.step.holdings import Reached
+from npt.guard.holdings import Reached
+from npt.guard.window import GradientWindow
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Memory:
         return self.gradients + max(self.undo, self.shared)
 
 
-def memory_of(window: GradientWindow[Any]) -> Memory:
+def memory_of(window: GradientWindow) -> Memory:
     """Return the bytes that a window and its update need.
 
     Before the first step the moments are those that the optimizer makes for zeros, one parameter

@@ -23,10 +23,10 @@ from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder
-from npt.runs.versions import versions
 from npt.train.loop import Loop
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup
+from npt.versions import versions
 
 
 class CheckpointWriter:
@@ -90,7 +90,7 @@ class CheckpointWriter:
             setup.processes.leave()
         try:
             loop.settle()  # a checkpoint bears the step of its weights
-            if setup.processes.broken and loop.step.window.applied_steps != loop.steps:
+            if setup.processes.broken and loop.guard.window.applied_steps != loop.steps:
                 return  # the weights are of a step whose result the others did not tell
             if loop.steps and loop.unsaved:
                 self.save(loop, last=True)
@@ -108,7 +108,7 @@ class CheckpointWriter:
         if processes.size == 1 or processes.broken:
             return {processes.index: random_state()}
         own = {
-            "held": loop.step.update.checksum(),
+            "held": loop.guard.update.checksum(),
             "random": {name: state.tolist() for name, state in random_state().items()},
         }
         everyone = processes.gather_json(own)
@@ -150,7 +150,7 @@ class CheckpointWriter:
         }
 
         def write(path: Path) -> None:
-            write_checkpoint(path, self._setup.model, loop.step.window, record, self._base, states)
+            write_checkpoint(path, self._setup.model, loop.guard.window, record, self._base, states)
 
         folder, step = self._folder, loop.steps
         try:

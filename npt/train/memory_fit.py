@@ -9,11 +9,11 @@ from npt.adapters.converted import is_sharded
 from npt.base.attention import attention_name
 from npt.base.precision import quantization_of
 from npt.data.batch import Batch
+from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.errors import ConfigError
 from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
-from npt.step.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.train.run_setup import RunSetup
 
 T = TypeVar("T")

@@ -16,12 +16,12 @@ from npt.base.quantization_error import product_errors
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
-from npt.runs.versions import versions
-from npt.step.splitting import MicroBatchSplitter
+from npt.distill.splitting import MicroBatchSplitter
 from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
 from npt.train.smoke import smoke_test
+from npt.versions import versions
 
 
 class Preparation:

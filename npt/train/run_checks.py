@@ -22,10 +22,10 @@ from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import OWN_HELDOUT
 from npt.distill.hidden_losses import layer_weights
+from npt.distill.step import check_unfrozen
 from npt.errors import ConfigError, DataError
+from npt.guard.update import EXACT
 from npt.runs.trackers import check_trackers
-from npt.step.guarded_update import EXACT
-from npt.step.train_step import check_unfrozen
 
 
 def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: bool = False) -> None:

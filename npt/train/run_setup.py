@@ -24,20 +24,20 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, say, silent_console
 from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import Record
+from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError
+from npt.guard.schedule import kind_of_run
 from npt.runs.checkpoint import Checkpoint, read_checkpoint
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.runs.run_folder import check_free, default_folder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.runs.versions import versions
-from npt.step.schedule import kind_of_run
-from npt.step.splitting import MicroBatchSplitter
 from npt.train.run_checks import check_model, check_window, teacher_record
+from npt.versions import versions
 
 MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
 """Settings in which the processes of a run may differ: paths on their machines."""

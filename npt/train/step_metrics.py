@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from npt.adapters.converted import npt_layers
-from npt.distill.local import REPORTED, MicroBatch
+from npt.distill.local import REPORTED
 from npt.distill.stages import Stage, stage_at
-from npt.step.window_result import WindowResult
+from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
 
@@ -29,9 +29,7 @@ class StepMetrics:
         self._layers = [index for index, _ in npt_layers(context.model)]
         self.since, self.logged_tokens = time.perf_counter(), 0
 
-    def line(
-        self, result: WindowResult[MicroBatch], steps: int, tokens: int, refusals: Refusals
-    ) -> dict[str, Any]:
+    def line(self, result: Outcome, steps: int, tokens: int, refusals: Refusals) -> dict[str, Any]:
         """Return means per valid token over the survivors of all processes.
 
         The loss on the logits is a mean per predicted token.
@@ -48,9 +46,8 @@ class StepMetrics:
         own = [sum(report[i] for report in result.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
-        scored = sum(part.scored for part in result.survivors)
-        sums = self._processes.sums([*own, scored, *nmses])
-        total = dict(zip((*REPORTED, "scored"), sums, strict=False))
+        sums = self._processes.sums([*own, *nmses])
+        total = dict(zip(REPORTED, sums, strict=False))
         now = time.perf_counter()
         metrics = {
             "step": steps,
@@ -72,7 +69,7 @@ class StepMetrics:
             metrics["stage"] = self._stages.index(stage)
         if not config.hidden_weight:  # hidden states were not compared
             return metrics
-        means = (torch.tensor(sums[named + 1 :]) / result.tokens).tolist()
+        means = (torch.tensor(sums[named:]) / result.tokens).tolist()
         return metrics | {
             f"layers.{index}.nmse": mean for index, mean in zip(self._layers, means, strict=True)
         }

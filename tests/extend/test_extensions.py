@@ -21,9 +21,9 @@ from npt.adapters.layer import NPT_FORMS
 from npt.base import families
 from npt.data.batch import batch_from_tensors
 from npt.distill import hidden_losses, strategies
+from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import ConfigError, ModelError
-from npt.step.train_step import forward_backward
 
 PAGES = Path(__file__).parents[2] / "docs" / "extend"
 TABLES: tuple[Any, ...] = (

@@ -31,11 +31,11 @@ from npt.adapters.layer import NPTAdapter
 from npt.config import BaseConfig, NPTConfig, TrainConfig
 from npt.distill import hidden_losses as losses
 from npt.distill import local, own_stream
+from npt.distill import step as train_step
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
-from npt.step import train_step
-from npt.step.gradient_window import GradientWindow, MicroBatchFlags
-from npt.step.guarded_update import norms_of
+from npt.guard.update import norms_of
+from npt.guard.window import GradientWindow, MicroBatchFlags
 from npt.train.step_metrics import StepMetrics
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "verify_fixes.py"

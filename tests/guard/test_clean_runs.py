@@ -17,9 +17,9 @@ from transformers.training_args import OptimizerNames
 from clean_runs.by_optimizer import NAMES, NOT_HERE, THE_SAME
 from clean_runs.examples import EXAMPLES
 from clean_runs.watched import Example, compared
+from npt.guard import gradients as flat_gradients
 from npt.guard.trainer import TrainerGuard, TrainerMixin
-from npt.step import flat_gradients
-from npt.step.gradient_window import GradientWindow
+from npt.guard.window import GradientWindow
 
 ROOT = Path(__file__).parents[2]
 BY_ID = {example.id: example for example in EXAMPLES}

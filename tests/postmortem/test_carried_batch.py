@@ -21,13 +21,13 @@ import npt
 from npt.config import DataConfig, NPTConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.data.packing import pack
+from npt.distill.splitting import MicroBatchSplitter
 from npt.errors import BundleError
+from npt.manifest import write_manifest
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
 from npt.postmortem.replay_batch import replay_batch
 from npt.postmortem.write import write_postmortem
-from npt.runs.manifest import write_manifest
-from npt.step.splitting import MicroBatchSplitter
 
 
 def packed_rows(count: int = 3) -> list[Sample]:

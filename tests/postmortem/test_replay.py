@@ -27,12 +27,12 @@ from npt.base.precision import declared_dtype
 from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, Sample, batch_from_tensors
 from npt.errors import AdapterFileError, BundleError, CheckpointError, ConfigError
+from npt.guard.outcome import Refusal
+from npt.manifest import write_manifest
 from npt.postmortem import restore
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay
 from npt.postmortem.replay_batch import replay_batch
-from npt.runs.manifest import write_manifest
-from npt.step.window_result import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
 

@@ -26,11 +26,11 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
+from npt.distill import step as step_module
 from npt.distill.local import MicroBatch
+from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
-from npt.step import train_step as step_module
-from npt.step.train_step import TrainStep
 from npt.train import step_recording
 from npt.train import trainer as trainer_module
 from npt.train.trainer import Trainer
@@ -265,7 +265,9 @@ def test_steps_that_the_run_does_not_reach_are_said(build) -> None:
 def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
     build, monkeypatch, strategy, late
 ) -> None:
-    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=late))
+    monkeypatch.setattr(
+        trainer_module, "student_guard", functools.partial(student_guard, late=late)
+    )
     settings = {
         "strategy": strategy,
         "regularization_lambda": 0.1,
@@ -293,7 +295,9 @@ def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
 
 
 def test_with_late_results_a_record_bears_its_windows_step(build, monkeypatch) -> None:
-    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=True))
+    monkeypatch.setattr(
+        trainer_module, "student_guard", functools.partial(student_guard, late=True)
+    )
     seen: list[tuple[str, ...]] = []
     act_before(
         monkeypatch,
