@@ -110,7 +110,7 @@ def train(count: int, steps: int) -> list[list[float]]:
         for batch in islice(batches, WINDOW):
             with guard.micro_batch(ids=batch.sample_ids) as micro:
                 micro.loss, micro.tokens, micro.report = forward_backward(model, heads, batch)
-        outcome = guard.step()
+        (outcome,) = guard.step()
         for refusal in outcome.refused:
             print(f"refused: {refusal}")
         sums, counts = torch.tensor(outcome.reports).reshape(-1, 2, count).sum(dim=0)

@@ -77,13 +77,13 @@ class Guard:
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
         rates: learning rate of each applied step, the last one stays, in place of a scheduler.
-            Every parameter is then stepped, whether a backward reached it or not.
+            Every parameter is then stepped, whether a backward reached it or not, and `step`
+            returns a list: the outcomes that have become known.
         draws: `Seeded(seed)` gives every micro-batch random numbers of its own, by its ids; default
             torch's, drawn again after a refusal.
-        late: `step` returns a list of the outcomes that have become known. On a GPU, with a fused
-            Adam or AdamW, the host then waits for none of its flags, and outcomes come a window or
-            more later. Needs rates and seeded draws. None reads late only where flags would make
-            the host wait, True everywhere.
+        late: on a GPU, with a fused Adam or AdamW, the host waits for none of its flags, and
+            outcomes come a window or more later. Needs rates and seeded draws; default on CUDA if
+            there are both.
         settings: those of `GuardSettings`.
 
     Attributes:
@@ -105,18 +105,22 @@ class Guard:
         *,
         rates: Sequence[float] | None = None,
         draws: Seeded | None = None,
-        late: bool | None = False,
+        late: bool | None = None,
         **settings: Any,
     ):
         self.settings = GuardSettings(**settings)
         optimizer, prepared = unwrapped(optimizer, self.settings.loss == "share")
         scaler = prepared if scaler is None else scaler
-        self.lists = late is not False
-        if self.lists and (rates is None or draws is None or scheduler or scaler):
-            raise ConfigError(
-                "late outcomes need rates=[...] and draws=Seeded(seed), and no scheduler or scaler,"
-                " which must know what became of a window"
-            )
+        self.lists = rates is not None  # `step` returns one
+        if self.lists and (scheduler is not None or scaler is not None):
+            raise ConfigError("rates take the place of a scheduler, and know no scaler; leave them")
+        if draws is None or not self.lists:
+            if late:
+                raise ConfigError(
+                    "late outcomes need rates=[...] and draws=Seeded(seed): nothing else may have"
+                    " to know at once what became of a window"
+                )
+            late = False
         self.scheduler = _stepped_blindly(scheduler)
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
@@ -229,7 +233,7 @@ class Guard:
             fingerprint: of the window's data, compared between processes, below 2^24.
 
         Returns:
-            The window's `Outcome`; with `late` a list of those that have become known.
+            The window's `Outcome`; with `rates` a list of those that have become known.
 
         Raises:
             TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step,

@@ -127,7 +127,7 @@ class Outcome:
         applied: the optimizer and the scheduler stepped; not if no parameter got a gradient.
         steps: applied so far, including this one.
         tokens: of the survivors; their number if none were given.
-        rate: learning rate of the step, NaN if the optimizer's groups have theirs.
+        rate: learning rate of the step, None if the optimizer's groups have theirs.
         loss: mean per token of the survivors (for `share` their sum), None without survivors; 0 if
             no loss was told.
         grad_norm: before clipping, None without survivors.
@@ -148,17 +148,17 @@ class Outcome:
     applied: bool
     steps: int
     tokens: int = 0
-    rate: float = 0.0
+    rate: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
-    places: list[int] = field(default_factory=list)
-    reports: list[list[float]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list, compare=False)
+    reports: list[list[float]] = field(default_factory=list, compare=False)
     refused: tuple[Refusal, ...] = ()
-    findings: tuple[Any, ...] = ()
+    findings: tuple[Any, ...] = field(default=(), compare=False)
     longest: int = 0
     limits: tuple[float, float] = (math.inf, math.inf)
-    snapshot: Snapshot | None = None
-    update: Any = None
+    snapshot: Snapshot | None = field(default=None, compare=False)
+    update: Any = field(default=None, compare=False)
     halts: dict[int, int] = field(default_factory=dict)
 
     def bad_in_a_row(self, before: int, places: Iterable[int] | None = None) -> tuple[int, int]:
@@ -344,7 +344,8 @@ def read_record(
         refusals = gathered(refusals, Refusal, processes)
     refusals.sort(key=lambda r: r.micro_batch or 0)
     scalars = dict(zip(SCALARS, values, strict=True))
-    outcome.tokens, outcome.rate = int(scalars["tokens"]), scalars["rate"]
+    outcome.tokens = int(scalars["tokens"])
+    outcome.rate = None if math.isnan(scalars["rate"]) else scalars["rate"]
     if outcome.places if shared is None else shared.survivors:
         outcome.loss, outcome.grad_norm = scalars["loss"], scalars["norm"]
         outcome.applied = bool(scalars["applied"])

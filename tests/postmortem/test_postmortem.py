@@ -83,7 +83,7 @@ def situation(
             "gradients": step.window,
             "fill": step.forward_backward,
             "window": window,
-            "result": Outcome(12, len(window), False, 12, 0, 0.0, None, None, refusals=refusals),
+            "result": Outcome(12, len(window), False, 12, refused=tuple(refusals)),
             "reason": "3 refusals in a row",
             "step": 12,
             "total_steps": 20,

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import npt
+from npt import manifest as manifest_module
 from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.step import student_guard
@@ -32,7 +33,6 @@ from npt.guard.window import GradientWindow
 from npt.manifest import verify_checkpoint, write_manifest
 from npt.random_state import random_state
 from npt.runs import checkpoint as checkpoint_module
-from npt.runs import manifest as manifest_module
 from npt.runs.checkpoint import (
     OPTIMIZER_TENSORS,
     checkpoints,
