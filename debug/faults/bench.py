@@ -245,7 +245,7 @@ class Outcome:
 
     @property
     def rates(self) -> list[float]:
-        return [r.rate for r in self.results if r.applied]
+        return [r.rate for r in self.results if r.applied and r.rate is not None]
 
     @property
     def steps(self) -> int:

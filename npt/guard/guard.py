@@ -117,8 +117,8 @@ class Guard:
         if draws is None or not self.lists:
             if late:
                 raise ConfigError(
-                    "late outcomes need rates=[...] and draws=Seeded(seed): nothing else may have"
-                    " to know at once what became of a window"
+                    "late outcomes need rates=[...] and draws=Seeded(seed): nothing else may"
+                    " need to know at once what became of a window"
                 )
             late = False
         self.scheduler = _stepped_blindly(scheduler)
