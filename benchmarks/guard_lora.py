@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -75,19 +74,14 @@ def measure(pairs: int, rows: int, length: int) -> dict[str, Any]:
     """Return the figures over so many pairs of steps, after one of each that is not counted."""
     ids = torch.randint(0, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
     without = plain(ids)
-    under, guard = guarded(ids)
+    under, _ = guarded(ids)
     ratios = []
     for pair in range(pairs + 1):
         steps = (under, without) if pair % 2 else (without, under)
         times = {step: seconds(step) for step in steps}
         ratios.append(times[under] / times[without])
     low, middle, high = statistics.quantiles(ratios[1:])
-    memory = guard.memory()
-    return {
-        "ratio": round(middle, 4),
-        "quartiles": [round(low, 4), round(high, 4)],
-        "memory": asdict(memory),
-    }
+    return {"ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
 
 
 def main() -> None:

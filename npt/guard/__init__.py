@@ -15,7 +15,6 @@ more than torch.
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import Finding
 from npt.guard.guard import Guard, MicroBatch
-from npt.guard.memory import Memory
 from npt.guard.outcome import Outcome, Refusal
 from npt.guard.postmortem import Postmortem, read_postmortem
 from npt.guard.replay import replay
@@ -27,7 +26,6 @@ __all__ = [
     "Finding",
     "Guard",
     "GuardSettings",
-    "Memory",
     "MicroBatch",
     "Outcome",
     "Postmortem",

@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
-from npt.guard.following import Counts, Following
+from npt.guard.following import Following
 from npt.guard.forensics import Finding, Forensics, Kept, weights_of
-from npt.guard.memory import Memory, memory_of
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
+from npt.guard.outcome import Counts, MicroBatchRecord, Outcome, Refusal
 from npt.guard.parallel import share_buffers, unsynchronised, whole
 from npt.guard.parameters import Guarded, Trainable
 from npt.guard.postmortem import Situation, tried_postmortem
@@ -183,7 +182,7 @@ class Guard:
             offset: of its samples in the data, for seeded draws: samples may come again.
             place: in the window over all processes; default the next of this process.
         """
-        self._guarded.follow(self.window)
+        self._follow()
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         before, buffers = self.draws.begin(), self._buffers.copy()
@@ -240,7 +239,7 @@ class Guard:
                 and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
         """
-        self._guarded.follow(self.window)
+        self._follow()
         step = self.counts.windows + 1
         if self.settings.trace and not self.update.late:
             self._findings += self._forensics.trace(
@@ -319,10 +318,6 @@ class Guard:
         """All that were made, of as many refusals as `trace` says."""
         return self._forensics.findings
 
-    def memory(self) -> Memory:
-        """Return the bytes that this guard needs, before its first step too."""
-        return memory_of(self.window)
-
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
         return self.update.first_bad()
@@ -358,6 +353,11 @@ class Guard:
             self.window.gradients.scale(micro.tokens)
             micro.loss = micro.loss * micro.tokens
         return self.window.add(micro, ids)
+
+    def _follow(self) -> None:
+        """Guard parameters too that have joined; with rates they stay what they are."""
+        if not self.lists:
+            self._guarded.follow(self.window)
 
     @contextmanager
     def _own_place(self, place: int | None) -> Iterator[None]:

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -179,6 +180,33 @@ class Outcome:
             run = run + 1 if index in bad else 0
             longest = max(longest, run)
         return longest, run
+
+
+@dataclass
+class Counts:
+    """Windows, steps and refusals of a run so far. in_a_row: refusals since the last survivor."""
+
+    windows: int = 0
+    steps: int = 0
+    refused: int = 0
+    in_a_row: int = 0
+
+    def add(self, outcome: Outcome, processes: ProcessGroup | None = None) -> int:
+        """Count a window; return the longest run of refusals up to its end.
+
+        processes: whose numbers of micro-batches may differ; every one of them calls this.
+        """
+        longest = 0
+        if outcome.refused:  # the same on all processes
+            places = None
+            if processes is not None:
+                places = chain(*processes.gather_json(outcome.places))
+            longest, self.in_a_row = outcome.bad_in_a_row(self.in_a_row, places)
+        elif outcome.applied:
+            self.in_a_row = 0
+        self.windows, self.steps = self.windows + 1, outcome.steps
+        self.refused += len(outcome.refused)
+        return longest
 
 
 @dataclass

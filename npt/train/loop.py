@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from npt.adapters.converted import is_sharded
-from npt.data.batch import Batch
+from npt.data.batch import Batch, find_fault
 from npt.data.loader import Loaded, Position, Prefetcher
-from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.stages import Stage, stage_at, stages_of
-from npt.distill.step import add_batch, forward_backward, summed
+from npt.distill.step import forward_backward, summed
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError
@@ -157,17 +156,20 @@ class Loop:
         model, processes = self.context.model, self.context.processes
         if index % processes.size != processes.index:
             return True
-        config, splitter = self.stage.config, self.splitter
+        arguments = (model, self.strategy, batch, self.stage.config, self.splitter)
         observe = None if self.recording is None else partial(self.recording.observe, index=index)
-
-        def compute(batch: Batch) -> MicroBatch:
-            return summed(model, self.strategy, batch, config, splitter, observe)
-
-        again = partial(forward_backward, model, self.strategy, batch, config, splitter)
-        message = None
+        ids, again, message = batch.sample_ids, partial(forward_backward, *arguments), None
         try:
+            fault = find_fault(batch, model.config.vocab_size)
+            if fault is not None:
+                self.guard.refuse(fault, ids, index)
+                return True
             try:
-                add_batch(self.guard, batch, compute, model.config.vocab_size, index, again)
+                with self.guard.micro_batch(
+                    batch.tokens, ids, batch, again, offset=batch.offset, place=index
+                ) as micro:
+                    sums = summed(*arguments, observe)
+                    micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
             except (RuntimeError, MemoryError) as error:
                 # Processes that share a base stay in step: one that stopped inside a layer would
                 # not.

@@ -9,7 +9,6 @@ import torch
 
 from faults.bench import Setting, Student
 from faults.runs import looped
-from npt.distill import step as step_module
 from npt.distill.strategies import drive
 from npt.distributed.processes import ProcessGroup
 from npt.guard.window import FAILED, GradientWindow
@@ -49,7 +48,7 @@ def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -
     student = Student(Setting(size=1))
     loop, _ = looped(student, [])
     batch = student.setting.batch((0, 0))
-    monkeypatch.setattr(step_module, "find_fault", broken)
+    monkeypatch.setattr(loop_module, "find_fault", broken)
     with pytest.raises(IndexError, match="another shape"):
         loop._add(batch, 0)
     loop.context.processes = loop.guard.window.processes = ProcessGroup(0, 2)

@@ -26,11 +26,11 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill import step as step_module
 from npt.distill.local import MicroBatch
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
+from npt.train import loop as step_module
 from npt.train import step_recording
 from npt.train import trainer as trainer_module
 from npt.train.trainer import Trainer
