@@ -35,7 +35,6 @@ from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.modulation import measure_modulation
 from npt.postmortem import restore
 from npt.postmortem.replay import replay
-from npt.postmortem.replay_batch import replay_batch
 from npt.random_state import named_draws, random_state
 from npt.train.loop import Loop
 from npt.train.smoke import smoke_test
@@ -285,4 +284,3 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     assert (trace.loss, trace.grad_norm) == tuple(
         recorded[trace.sample_ids][key] for key in ("loss", "grad_norm")
     )
-    assert replay_batch(folder, trace.micro_batch).loss == trace.loss
