@@ -252,6 +252,7 @@ class Guard:
                 self._buffers.restore(self._before, keep=self.window.applied)
             self.draws.forget()
             self._before = None
+            share_buffers(self._model)
             return self._known(outcomes)
         held = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         with self._window_or_nothing(), Following(self.window, held) as following:
@@ -401,7 +402,7 @@ class Guard:
             if outcome.halts:
                 self._forensics.forget(outcome.index)
                 continue
-            outcome.longest = self.counts.add(outcome)
+            outcome.longest = self.counts.add(outcome, self.window.processes)
             if self.settings.trace and outcome.refused:
                 step = self.counts.windows
                 with weights_of(outcome.snapshot, self.update):

@@ -162,21 +162,20 @@ class Outcome:
     update: Any = field(default=None, compare=False)
     halts: dict[int, int] = field(default_factory=dict)
 
-    def bad_in_a_row(self, before: int, places: Iterable[int] | None = None) -> tuple[int, int]:
+    def bad_in_a_row(self, before: int, places: Iterable[int]) -> tuple[int, int]:
         """Return the longest run of refusals up to this window's end, and the one still open there.
 
         A micro-batch that counted ends a run; in a window refused as a whole, none counted.
 
         Args:
             before: the length of the run that was open when the window began.
-            places: of the micro-batches that counted, on all processes; default all that were not
-                refused. Processes whose numbers of micro-batches differ need it.
+            places: of the micro-batches that counted, on all processes.
         """
         if not self.applied:
             return before + len(self.refused), before + len(self.refused)
         bad = {r.micro_batch for r in self.refused if r.micro_batch is not None}
         longest = run = before
-        for index in range(self.micro_batches) if places is None else sorted({*places, *bad}):
+        for index in sorted({*places, *bad}):
             run = run + 1 if index in bad else 0
             longest = max(longest, run)
         return longest, run
@@ -191,16 +190,11 @@ class Counts:
     refused: int = 0
     in_a_row: int = 0
 
-    def add(self, outcome: Outcome, processes: ProcessGroup | None = None) -> int:
-        """Count a window; return the longest run of refusals up to its end.
-
-        processes: whose numbers of micro-batches may differ; every one of them calls this.
-        """
+    def add(self, outcome: Outcome, processes: ProcessGroup) -> int:
+        """Count a window; return the longest run of refusals up to its end."""
         longest = 0
-        if outcome.refused:  # the same on all processes
-            places = None
-            if processes is not None:
-                places = chain(*processes.gather_json(outcome.places))
+        if outcome.refused:  # the same on all processes, whose numbers of micro-batches may differ
+            places = chain(*processes.gather_json(outcome.places))
             longest, self.in_a_row = outcome.bad_in_a_row(self.in_a_row, places)
         elif outcome.applied:
             self.in_a_row = 0

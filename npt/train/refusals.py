@@ -66,7 +66,7 @@ class Refusals:
         if not outcome.refused:
             return
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(traced, *context.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*context.processes.gather_json(traced)):
             self._diagnoses += 1
             context.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             context.say(f"  diagnosis: {message}")

@@ -185,7 +185,7 @@ def test_a_nan_on_the_second_device_is_refused_without_a_trace(
     (refusal,) = (event for event in events if event["event"] == "refusal")
     assert refusal["kind"] == "gradient" and "model.layers.3.npt.A" in refusal["detail"]
     (diagnosis,) = (event for event in events if event["event"] == "diagnosis")
-    assert diagnosis["message"] == "no bad number in adapters, base or logits now"
+    assert diagnosis["message"].startswith("computed again, all was finite")
     assert all(torch.isfinite(value).all() for value in found.values())
 
 

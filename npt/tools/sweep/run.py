@@ -53,7 +53,6 @@ class Course:
     refused: Counter[str] = field(default_factory=Counter)
     applied: int = 0
     tokens: int = 0
-    in_a_row: int = 0
     reason: str | None = None
     detail: str | None = None
     fault: Row = field(default_factory=dict)
@@ -70,13 +69,12 @@ class Course:
         self.refused.update(refusal.kind for refusal in result.refused)
         self.applied += result.applied
         self.tokens += result.tokens
-        longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
         most = self.settings.probe.divergence_factor
         first = next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
         if result.refused:
             self.detail = str(result.refused[-1])
-        if longest >= self.settings.training.max_consecutive_bad:
-            self.reason = f"{longest} refusals in a row"
+        if result.longest >= self.settings.training.max_consecutive_bad:
+            self.reason = f"{result.longest} refusals in a row"
         elif not faulted and loss is not None and first is not None and loss > most * first:
             self.reason, self.detail = "loss", f"loss {loss:.4g} after {first:.4g} at the start"
 
