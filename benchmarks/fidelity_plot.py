@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from typing import Any
 from npt.errors import ConfigError, NPTError
 from npt.files import write_text
 from npt.report import charts
-from npt.report.pages import style
 from real_tables import QUANTIZATION_ROW
 
 RESULTS = Path(__file__).parent / "results"
@@ -121,7 +119,7 @@ def plot(models: Sequence[Measured]) -> str:
         for place, measured in enumerate(models):
             _paint(axes, measured, COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)])
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.06), ncols=len(models))
-    return own_file(str(made.svg), HEIGHT, WIDTH)
+    return own_file(made.svg, HEIGHT, WIDTH)
 
 
 def _paint(axes: Any, measured: Measured, colour: str, marker: str) -> None:
@@ -167,20 +165,9 @@ def short_count(value: float) -> str:
 
 
 def own_file(svg: str, height: float, width: float) -> str:
-    """Return a page's chart as a file of its own, with the page's colours."""
-    blocks = re.findall(
-        r"^:root \{.*?\}$|^@media \(prefers-color-scheme.*?^\}$", style(), re.M | re.S
-    )
-    rules = "\n".join(blocks).replace("<", "")
-    size = (
-        f'xmlns="http://www.w3.org/2000/svg" width="{SHOWN * width:g}" height="{SHOWN * height:g}"'
-    )
-    opening = re.sub(r' width="[^"]*"', "", svg[: svg.index(">")]).replace(
-        "<svg", f"<svg {size}", 1
-    )
-    ground = '<rect width="100%" height="100%" fill="var(--paper)"/>'
-    text = f"<style>\n{rules}\nsvg {{ font-family: system-ui, sans-serif }}\n</style>"
-    return f"{opening}>{text}{ground}{svg[svg.index('>') + 1 :]}\n"
+    """Return a page's chart as a file that is shown larger."""
+    size = 'width="{:g}" height="{:g}"'
+    return svg.replace(size.format(width, height), size.format(SHOWN * width, SHOWN * height), 1)
 
 
 def main(argv: list[str] | None = None) -> int:

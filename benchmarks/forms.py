@@ -190,7 +190,7 @@ def plot(found: Mapping[str, Any]) -> str:
         sides[1].set_xlabel("trainable parameters")
         sides[0].set_title("KL(teacher, student), nats", color=charts.SOFT, loc="left")
         sides[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
-    return own_file(str(made.svg), HEIGHT, WIDTH)
+    return own_file(made.svg, HEIGHT, WIDTH)
 
 
 def numbers(kind: Callable[[str], float]) -> Callable[[str], list[Any]]:
