@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 import torch
+from slow_modulation import modulate_reference
 from torch.testing import assert_close
 
 from npt.adapters.layer import NPTAdapter
-from npt.adapters.modulation import modulate_reference
 from npt.config import MODULATIONS, PRODUCTS, TARGETS, NPTConfig
 
 D, F, R = 12, 20, 4

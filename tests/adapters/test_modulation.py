@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slow_modulation import modulate_reference
 from torch.testing import assert_close
 
 from npt.adapters.modulation import (
     MULTIPLIERS,
     modulate,
-    modulate_reference,
     modulation_energy,
     multiplier,
     multiplier_range,

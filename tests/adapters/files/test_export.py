@@ -21,6 +21,7 @@ import pytest
 import torch
 from families import MAKE, save_base
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +31,7 @@ from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.files import export as exporting
 from npt.adapters.files.adapter_files import CONFIG_NAME
 from npt.adapters.files.export import CODE, CODE_FILES, write_export
+from npt.base import shards
 from npt.base.linear import quantized_linears
 from npt.base.recipe import ENTRY
 from npt.cli.main import main
@@ -92,9 +94,7 @@ def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return run_forked(
-            Path(command[2]).read_text(), command[2:], Path(env["HF_MODULES_CACHE"]), tmp_path
-        )
+        return run_forked(command[3], command[3:], Path(env["HF_MODULES_CACHE"]), tmp_path)
 
     monkeypatch.setattr(exporting.subprocess, "run", run)
 
@@ -350,7 +350,7 @@ def test_what_was_loaded_is_saved_by_transformers_and_loads_again(base, tmp_path
     torch.save(found, tmp_path / "pickled")  # its classes are found by name
     found.save_pretrained(tmp_path / "again")
     for file in CODE_FILES:
-        assert (tmp_path / "again" / file).read_text() == (CODE / file).read_text()
+        assert (tmp_path / "again" / file).read_text() == (CODE / file).read_text()  # of a Llama
     again = loaded(tmp_path / "again")
     assert_same(again, model)
     assert all(
@@ -390,19 +390,18 @@ def test_hidden_states_gradients_and_checkpointing_work_as_usual(base, tmp_path)
 
 def test_weights_come_in_several_files_and_no_two_are_held_at_once(base, tmp_path, monkeypatch):
     model, tokenizer = student(base)
-    limit = 30_000
-    monkeypatch.setattr(exporting, "SHARD_BYTES", limit)
-    sizes, save = [], exporting.save_file
+    limit, sizes = 30_000, []
+    monkeypatch.setattr(shards, "SHARD_BYTES", limit)
 
     def counted(tensors: dict[str, torch.Tensor], *arguments: Any, **named: Any) -> None:
         sizes.append((len(tensors), sum(t.nbytes for t in tensors.values())))
-        save(tensors, *arguments, **named)
+        save_file(tensors, *arguments, **named)
 
-    monkeypatch.setattr(exporting, "save_file", counted)
+    monkeypatch.setattr(shards, "save_file", counted)
     found = exported(model, tokenizer, tmp_path / "out")
     assert len(sizes) > 5 and all(size <= limit or count == 1 for count, size in sizes)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) == len(sizes)
-    assert not list((tmp_path / "out").glob("part-*"))
+    assert not list((tmp_path / "out").glob("*.part"))
     assert_same(found, model)
 
 
@@ -513,7 +512,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("where", "error"),
         [
-            ("save_file", SafetensorError("No space left on device")),
+            ("write_shards", SafetensorError("No space left on device")),
             ("write_json", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         ],
     )

@@ -139,7 +139,7 @@ def test_a_revision_is_loaded_and_a_wrong_one_is_named(hub: Hub, folder, load_mo
         lambda: npt.push_to_hub(folder, "me/adapter", revision="nowhere"),
     ):
         with pytest.raises(
-            HubError, match=r"the repository has no such revision; check --revision"
+            HubError, match=r"RevisionNotFoundError: .*; check the name, the revision"
         ):
             call()
 
@@ -166,11 +166,7 @@ class TestRefused:
     def test_a_repository_that_is_not_there(self, hub, load_model):
         model = load_model()
         with pytest.raises(
-            HubError,
-            match=(
-                r"there is no folder me/nothing, and the hub has no such repository, or it is"
-                r" private; check the name"
-            ),
+            HubError, match=r"there is no folder me/nothing, and .* RepositoryNotFoundError: "
         ):
             npt.load_adapter(model, "me/nothing")
         assert not is_attached(model)
@@ -178,13 +174,13 @@ class TestRefused:
     def test_a_private_one_without_a_token(self, hub, folder, load_model, monkeypatch):
         npt.push_to_hub(folder, "me/adapter", private=True)
         monkeypatch.delenv("HF_TOKEN")
-        with pytest.raises(HubError, match="or it is private"):
+        with pytest.raises(HubError, match=r"RepositoryNotFoundError: .*your login"):
             npt.load_adapter(load_model(), "me/adapter")
 
     def test_a_push_without_a_right_to_it(self, hub, folder):
         hub.refuse = 403
         with pytest.raises(
-            HubError, match=r"me/adapter: the hub answers 403: .*; log in with `hf auth login`"
+            HubError, match=r"me/adapter is not pushed to: HfHubHTTPError: .*403.*`hf auth login`"
         ):
             npt.push_to_hub(folder, "me/adapter")
         assert hub.files == {}
@@ -198,7 +194,7 @@ class TestRefused:
             lambda: npt.push_to_hub(folder, "me/adapter"),
         ):
             with pytest.raises(
-                HubError, match=r"the hub cannot be reached: .*; check the network"
+                HubError, match=r"me/adapter.*; check the name, the revision, the network"
             ) as refusal:
                 call()
             assert "\n" not in str(refusal.value)
@@ -221,7 +217,7 @@ class TestRefused:
         ):
             npt.push_to_hub(folder, "me/adapter")
         (folder / WEIGHTS_NAME).unlink()
-        with pytest.raises(AdapterFileError, match="the adapter is incomplete"):
+        with pytest.raises(AdapterFileError, match="it is no file"):
             npt.push_to_hub(folder, "me/adapter")
         with pytest.raises(ModelError, match="no NPT adapters"):
             npt.push_to_hub(load_model(), "me/adapter")
@@ -273,7 +269,7 @@ def test_the_command_pushes_and_says_where(hub, folder, tmp_path, capsys):
 def test_the_command_says_in_one_line_that_there_is_no_network(folder, capsys):
     assert main(["push", "--adapter", str(folder), "--repo_id", "me/adapter"]) == 2
     err = capsys.readouterr().err.strip()
-    assert err.startswith("npt: error: me/adapter: the hub cannot be reached") and "\n" not in err
+    assert err.startswith("npt: error: me/adapter is not pushed to: ") and "\n" not in err
 
 
 def test_the_command_refuses_a_folder_without_an_adapter(tmp_path, capsys):
