@@ -30,12 +30,11 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
                 " 3,5,7"
             )
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last >= num_layers:
+        if last < first:
+            raise ConfigError(f"--layers has the range {part.strip()}; write {last}-{first}")
+        if last >= num_layers:
             raise ConfigError(
-                f"--layers names layer {max(first, last)}, but the model has layers 0 to"
-                f" {num_layers - 1}"
-                if last >= first
-                else f"--layers has the range {part.strip()}; write {last}-{first}"
+                f"--layers names layer {last}, but the model has layers 0 to {num_layers - 1}"
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))

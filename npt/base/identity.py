@@ -117,14 +117,12 @@ class BaseIdentity:
         complete = None not in (source, packed_on, self.packed_on)
         if complete and source == self.source and packed_on != self.packed_on:
             differing.discard("codes")  # packed from the same checkpoint on another kind of device
-        return (
-            ", ".join(
-                f"{what} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
-                for name, what in PARTS.items()
-                if name in differing
-            )
-            or None
-        )
+        described = [
+            f"{what} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
+            for name, what in PARTS.items()
+            if name in differing
+        ]
+        return ", ".join(described) or None
 
 
 def base_hash(model: PreTrainedModel) -> str:

@@ -53,11 +53,9 @@ def check_placement(name: str, model: PreTrainedModel) -> None:
                 f"{name} is not all on the GPUs: {key} was left to the host or the disk; load it in"
                 " 4 bit, or take more GPUs"
             )
-        layer = ".".join(key.split(".")[:3])
-        if layer.startswith("model.layers.") and devices.setdefault(
-            layer, str(tensor.device)
-        ) != str(tensor.device):
+        layer, device = ".".join(key.split(".")[:3]), str(tensor.device)
+        if layer.startswith("model.layers.") and devices.setdefault(layer, device) != device:
             raise ModelError(
-                f"{name}: device_map puts {layer} on {devices[layer]} and {tensor.device}; a layer"
+                f"{name}: device_map puts {layer} on {devices[layer]} and {device}; a layer"
                 " must stay in one piece"
             )

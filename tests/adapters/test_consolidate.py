@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounded import round_otherwise
 from safetensors.torch import load_file, save_file
 from token_students import IDS, student
 from torch.testing import assert_close
@@ -155,19 +154,6 @@ def test_updates_stack_and_come_off_in_reverse_to_the_same_bits(stacked, alphas,
 def stacked(load_model):
     model = student(load_model)
     return model, logits(model)
-
-
-def test_two_updates_are_the_second_behind_the_first(load_model):
-    model = student(load_model)
-    one, two = first(model, 0.5, 1), first(model, 0.7, 3)
-    npt.consolidate(model, one)
-    npt.consolidate(model, two)
-    for place in one.rows:
-        scale, bias = rows_of(product_of(model.model.layers[place[0]], place[1]))
-        (s1, b1), (s2, b2) = one.rows[place], two.rows[place]
-        assert_close(scale, s2 * s1)
-        assert_close(bias, s2 * b1 + b2)
-    assert npt.consolidated(model) == (one, two)
 
 
 @settings(max_examples=50, deadline=None)
@@ -403,13 +389,6 @@ class TestFiles:
             npt.load_adapter(other, folder)
         assert str(folder) in str(refusal.value)
         assert torch.equal(logits(other), before) and npt.consolidated(other) == ()
-
-    def test_a_base_equal_but_for_rounding_is_the_same(self, load_model, made, tmp_path):
-        folder = npt.save_adapter(made, tmp_path / "adapter")
-        other = load_model()
-        round_otherwise(other)
-        npt.load_adapter(other, folder)
-        assert len(npt.consolidated(other)) == 2
 
     def test_another_base_can_be_taken(self, load_model, made, tmp_path):
         other = load_model("fp4")

@@ -152,16 +152,6 @@ def test_hidden_states_come_out_of_every_layer(load_model, batch, layers):
 
 
 @torch.no_grad()
-def test_layers_below_the_converted_ones_see_the_bases_input(load_model, batch):
-    base, model = load_model(), converted(load_model, layers="3")
-    teacher, student = (
-        m(batch.input_ids, output_hidden_states=True).hidden_states for m in (base, model)
-    )
-    assert all(torch.equal(teacher[i], student[i]) for i in range(4))
-    assert not torch.equal(teacher[4], student[4])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_padding_does_not_change_the_logits_of_valid_tokens(load_model, batch, residual, side):

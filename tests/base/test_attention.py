@@ -360,17 +360,6 @@ def test_the_name_is_in_no_file_and_no_hash(load_model, tmp_path) -> None:
     )
 
 
-def test_generation_is_that_of_transformers_sdpa(load_model, batch) -> None:
-    model = load_model(None)
-    found = []
-    for name in (SDPA, "sdpa"):
-        model.set_attn_implementation(name)
-        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-        for mask in (batch.attention_mask.flip(1), torch.ones_like(batch.attention_mask)):
-            found.append(model.generate(batch.input_ids, attention_mask=mask, **options))
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-
-
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_base_is_loaded_with_the_attention_that_was_asked_for(load_model, name) -> None:
     model = load_model(None, attn_implementation=name)

@@ -81,12 +81,6 @@ def test_every_part_that_differs_is_named(load_model) -> None:
     )
 
 
-@pytest.mark.parametrize(("one", "other"), [("nf4", "fp4"), ("nf4", None)])
-def test_another_quantisation_is_another_base(load_model, one, other) -> None:
-    record = npt.base_identity(load_model(one)).as_record()
-    assert "4-bit codes" in str(npt.base_identity(load_model(other)).mismatch(record))
-
-
 def test_a_record_without_parts_is_compared_by_every_byte(load_model) -> None:
     model = load_model("nf4")
     record = {"base_hash": npt.base_hash(model)}
@@ -128,13 +122,6 @@ def test_is_the_same_on_a_gpu_and_brought_to_the_host_in_chunks(
     ]
     assert found == expected
     assert len(copied) > len(list(model.parameters())) and max(copied) <= 4096
-
-
-def test_chunks_of_a_transposed_tensor_are_its_bytes(monkeypatch) -> None:
-    monkeypatch.setattr(identity_module, "CHUNK", 64)
-    tensor = torch.arange(600.0).reshape(20, 30).t()
-    found = b"".join(map(bytes, identity_module._chunks(tensor)))
-    assert found == tensor.contiguous().numpy().tobytes()
 
 
 class TestCodes:

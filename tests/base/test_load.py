@@ -231,10 +231,6 @@ class TestRefused:
 
 
 class TestBaseHash:
-    @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
-    def test_is_the_same_at_every_load(self, load_model, quantization):
-        assert npt.base_hash(load_model(quantization)) == npt.base_hash(load_model(quantization))
-
     def test_tells_quantisations_and_dtypes_apart(self, load_model):
         models = [
             load_model("nf4"),
@@ -430,34 +426,3 @@ def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(
     assert npt.base_hash(model) == npt.base_hash(expected)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert Bnb4BitHfQuantizer.get_quantize_ops is ops  # the next base is packed where it stays
-
-
-def test_a_weight_is_packed_on_the_named_device_and_brought_back(monkeypatch):
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-
-    from npt.base.load import _packing_on
-
-    seen = []
-
-    def convert(self, input_dict, *arguments, **named):
-        seen.extend(value.device.type for value in input_dict.values())
-        return {name: torch.zeros(3) for name in input_dict}
-
-    monkeypatch.setattr(Bnb4bitQuantize, "convert", convert)
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    with _packing_on(torch.device("meta")):  # a device that every machine has
-        op = Bnb4BitHfQuantizer.get_quantize_ops(None)
-        result = op.convert({"weight": [torch.zeros(2)]}, model=None)
-    assert seen == ["meta"] and result["weight"].device.type == "cpu"
-
-
-def test_what_packs_elsewhere_is_undone_when_loading_fails(tmp_path, llama_folder, load_model):
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    before = Bnb4BitHfQuantizer.get_quantize_ops
-    shutil.copytree(llama_folder, tmp_path / "broken")
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ModelError):
-        npt.load_base(str(tmp_path / "broken"), quantization="nf4", device="cpu", pack_on="cpu")
-    assert Bnb4BitHfQuantizer.get_quantize_ops is before

@@ -106,12 +106,6 @@ def test_a_model_is_pushed_as_its_folder_would_be_with_its_updates(hub: Hub, loa
     assert torch.equal(logits(other), logits(model))
 
 
-def test_pushing_again_replaces_the_files(hub: Hub, folder, load_model):
-    npt.push_to_hub(folder, "me/adapter")
-    npt.push_to_hub(student(load_model, rank=4), "me/adapter")
-    assert json.loads(hub.files["me/adapter"][CONFIG_NAME])["npt"]["rank"] == 4
-
-
 def test_only_the_files_of_an_adapter_travel_either_way(hub: Hub, folder, load_model, tmp_path):
     (folder / "secret.txt").write_text("mine")
     npt.push_to_hub(folder, "me/adapter")
@@ -170,12 +164,6 @@ class TestRefused:
         ):
             npt.load_adapter(model, "me/nothing")
         assert not is_attached(model)
-
-    def test_a_private_one_without_a_token(self, hub, folder, load_model, monkeypatch):
-        npt.push_to_hub(folder, "me/adapter", private=True)
-        monkeypatch.delenv("HF_TOKEN")
-        with pytest.raises(HubError, match=r"RepositoryNotFoundError: .*your login"):
-            npt.load_adapter(load_model(), "me/adapter")
 
     def test_a_push_without_a_right_to_it(self, hub, folder):
         hub.refuse = 403
@@ -270,8 +258,3 @@ def test_the_command_says_in_one_line_that_there_is_no_network(folder, capsys):
     assert main(["push", "--adapter", str(folder), "--repo_id", "me/adapter"]) == 2
     err = capsys.readouterr().err.strip()
     assert err.startswith("npt: error: me/adapter is not pushed to: ") and "\n" not in err
-
-
-def test_the_command_refuses_a_folder_without_an_adapter(tmp_path, capsys):
-    assert main(["push", "--adapter", str(tmp_path), "--repo_id", "me/adapter"]) == 5
-    assert "holds no adapter_config.json" in capsys.readouterr().err

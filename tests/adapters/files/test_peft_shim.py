@@ -123,30 +123,12 @@ def test_what_does_not_go_with_it_is_refused(load_model, folder):
     assert torch.equal(logits(model), before) and list(model.peft_config) == ["default"]
 
 
-def test_other_methods_are_not_touched(load_model, tmp_path):
-    model = peft.get_peft_model(
-        load_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
-    model.save_pretrained(tmp_path / "lora")
-    assert torch.equal(
-        logits(peft.PeftModel.from_pretrained(load_model(), tmp_path / "lora")), logits(model)
-    )
-
-
 def test_nothing_is_registered_unless_it_is_asked_for(load_model, folder, monkeypatch):
     monkeypatch.delitem(peft.PEFT_TYPE_TO_TUNER_MAPPING, "NPT")
     npt.load_adapter(load_model(), folder)
     assert "NPT" not in peft.PEFT_TYPE_TO_TUNER_MAPPING
     with pytest.raises((KeyError, ValueError)):
         peft.get_peft_model(load_model(), peft.PeftConfig.from_pretrained(folder))
-
-
-def test_registering_twice_is_registering_once():
-    from peft import PEFT_TYPE_TO_TUNER_MAPPING
-
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING["NPT"]
-    npt.register_peft()
-    assert PEFT_TYPE_TO_TUNER_MAPPING["NPT"] is tuner
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
