@@ -104,14 +104,12 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
             f"token ids of one text are needed, [T] or [1, T] whole numbers; they are {row.dtype}"
             f" of shape {list(row.shape)}"
         )
-    row = row.to(torch.int64)
-    vocabulary = model.config.vocab_size
-    if not bool(((row >= 0) & (row < vocabulary)).all()):
+    last = model.config.vocab_size - 1
+    if int(row.min()) < 0 or int(row.max()) > last:
         raise ConfigError(
-            f"the text has token ids outside 0 to {vocabulary - 1}; is this the tokenizer of the"
-            " model?"
+            f"the text has token ids outside 0 to {last}; is this the tokenizer of the model?"
         )
-    return row.to(next(model.parameters()).device)
+    return row.to(next(model.parameters()).device, torch.int64)
 
 
 def token_index(ids: Tensor, token: int) -> int:

@@ -81,7 +81,7 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     from npt.adapters.converted import adapter_parameters
     from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
     from npt.adapters.fit import resolve_layers
-    from npt.adapters.token_modulation import as_row, modulation_of, token_index
+    from npt.adapters.token_modulation import modulation_of
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
     from npt.tools.editing.edit_metrics import Before, encode_fact, largest_alpha, print_retention
@@ -93,7 +93,6 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
-    token = token_index(as_row(model, list(ids)), given["token"])
     config = given["adapter"].config
     layers = resolve_layers(given["layers"] or config.layers, model.config.num_hidden_layers)
     # At the same cost the additions to the residual stream alone recall most.
@@ -106,7 +105,7 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
         "adapter_hash": adapter_hash(model),
         **student.other,
     }
-    modulation = modulation_of(model, ids, token)
+    modulation = modulation_of(model, ids, given["token"])
     make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
     make(max_alpha)  # refuse what cannot work before measuring
     heldout_data = own_heldout(data)
@@ -139,12 +138,12 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     updates = len(npt.consolidated(model))
     if given["json"]:
         choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
-        figures = {**retention.as_dict(), "heldout": heldout, "output": given["output"]}
+        figures = {**retention, "heldout": heldout, "output": given["output"]}
         print_json({**choice, **figures})
         return
     bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
     console.say(
-        f"token {token} ({tokenizer.decode([modulation.token_id])!r}), layers"
+        f"token {modulation.token} ({tokenizer.decode([modulation.token_id])!r}), layers"
         f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; update"
         f" {updates} is in {given['output']}"
     )

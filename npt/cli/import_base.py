@@ -21,7 +21,7 @@ def import_base(given: dict[str, Any]) -> int:
         return 0
     console.say(
         f"wrote {done.folder}: {done.parameters:,} parameters in {done.dtype},"
-        f" {done.size / 1e6:,.1f} MB; relative rounding error {done.rounding:.1e}"
+        f" {done.size / 1e6:,.1f} MB"
     )
     if done.quantized:
         console.say(

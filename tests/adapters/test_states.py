@@ -84,18 +84,6 @@ def test_adapters_resized_inside_a_context_leave_it_as_students(load_model) -> N
     assert all(layer.npt.config.rank == len(layer.npt.A) for _, layer in npt_layers(model))
 
 
-def test_calibrating_inside_a_context_leaves_it_as_it_was(load_model, tokenizer) -> None:
-    model = student(load_model)
-    before = state(model)
-    texts = [
-        {"input_ids": [3 + (7 * number + step * step) % 120 for step in range(24)]}
-        for number in range(40)
-    ]
-    with npt.adapters_disabled(model):
-        npt.calibrate(model, tokenizer, texts, tokens=600, rank_budget=6)
-    assert state(model) == before
-
-
 @pytest.mark.parametrize("attached_by", ["model", "view"])
 @pytest.mark.parametrize("detached_by", ["model", "view"])
 def test_a_view_is_its_model_where_adapters_come_and_go(

@@ -22,12 +22,8 @@ from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 _ROTATED = ("llama", "smollm3")
 """Architectures whose rows of q and k llama.cpp interleaves within each head."""
-
-_PIECE = 1 << 24  # numbers that are rounded at once
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,7 @@ class Conversion:
     Attributes:
         file, folder: the paths.
         quantization: that the file was quantised to.
-        dtype: of the weights, fp16 or bf16.
-        rounding: ||rounded - w|| / ||w|| of the tensor with the largest.
+        dtype: of the weights: bf16 if the file is BF16, else fp16.
         parameters: tied ones once.
         size: of the weights in bytes.
     """
@@ -47,7 +42,6 @@ class Conversion:
     folder: str
     quantization: str
     dtype: str
-    rounding: float
     parameters: int
     size: int
 
@@ -85,16 +79,18 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
     """Write the model in a file to `folder`, all or nothing; raises ModelError."""
     config, tokenizer = configuration_of(file), tokenizer_of(file)
     weights = _weights(file, config)
-    dtype, rounding = _choose_dtype(file, weights)
-    config.dtype = DTYPES[dtype]
-    setattr(config, ORIGIN, {**getattr(config, ORIGIN), "dtype": dtype, "rounding": rounding})
+    name, dtype = (
+        ("bf16", torch.bfloat16) if file.quantization == "BF16" else ("fp16", torch.float16)
+    )
+    config.dtype = dtype
+    setattr(config, ORIGIN, {**getattr(config, ORIGIN), "dtype": name})
     ends = end_ids(file)
     generation = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=ends if len(ends) > 1 else config.eos_token_id,
         pad_token_id=config.pad_token_id,
     )
-    values = ((name, _value(file, *weight).to(DTYPES[dtype])) for name, weight in weights.items())
+    values = ((key, _value(file, *weight, dtype)) for key, weight in weights.items())
     try:
         with new_folder(folder) as temporary:
             for part in (config, generation, tokenizer):
@@ -105,9 +101,7 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
             f"{file.path} cannot be written in 16 bit to {folder}: {first_line(error)}; make room,"
             " or choose another place (for a base: TMPDIR)"
         ) from error
-    return Conversion(
-        str(file.path), str(folder), file.quantization, dtype, rounding, size // 2, size
-    )
+    return Conversion(str(file.path), str(folder), file.quantization, name, size // 2, size)
 
 
 def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, torch.Size, int]]:
@@ -145,8 +139,10 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, t
     return weights
 
 
-def _value(file: GGUFFile, stored: Any, shape: torch.Size, heads: int) -> Tensor:
-    """Return a tensor in fp32, its rows in transformers' order."""
+def _value(
+    file: GGUFFile, stored: Any, shape: torch.Size, heads: int, dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor in 16 bit, its rows in transformers' order; ModelError unless finite."""
     from gguf import dequantize
 
     try:
@@ -156,35 +152,13 @@ def _value(file: GGUFFile, stored: Any, shape: torch.Size, heads: int) -> Tensor
             f"holds {stored.name} in {stored.tensor_type.name}, which gguf cannot unpack; take a"
             " newer gguf or another file"
         ) from error
-    value = torch.from_numpy(unpacked.reshape(shape).copy())
+    value = torch.from_numpy(unpacked.reshape(shape).copy()).to(dtype)
+    if not torch.isfinite(value).all():
+        raise file.refusal(
+            f"holds numbers in {stored.name} that are not finite in {dtype}; fetch it again or take"
+            " another"
+        )
     if not heads:
         return value
     # from pairs (x, y) next to one another to all x of a head, then all y
     return value.view(heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
-
-
-def _choose_dtype(
-    file: GGUFFile, weights: dict[str, tuple[Any, torch.Size, int]]
-) -> tuple[str, float]:
-    """Return the dtype of 16 bit that rounds the weights less, and its error: fp16 unless numbers
-    are too large or too small for it.
-
-    Raises:
-        ModelError: a number is not finite.
-    """
-    worst = dict.fromkeys(DTYPES, 0.0)
-    for stored, shape, heads in weights.values():
-        squares, errors = 0.0, dict.fromkeys(DTYPES, 0.0)
-        for piece in _value(file, stored, shape, heads).view(-1).split(_PIECE):
-            if not torch.isfinite(piece).all():
-                raise file.refusal(
-                    f"holds numbers in {stored.name} that are not finite; fetch it again or take"
-                    " another"
-                )
-            squares += float(piece.double().square().sum())
-            for name, dtype in DTYPES.items():
-                errors[name] += float((piece.to(dtype).double() - piece).square().sum())
-        if squares > 0:
-            worst = {name: max(worst[name], (errors[name] / squares) ** 0.5) for name in DTYPES}
-    best = min(worst, key=worst.__getitem__)  # the first of equals, fp16
-    return best, worst[best]

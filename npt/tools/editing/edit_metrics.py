@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,42 +60,9 @@ class Fact:
     scored: int
 
 
-@dataclass(frozen=True)
-class Recall:
-    """Log-probability of the fact, summed over its tokens, in nats."""
-
-    tokens: int
-    before: float
-    after: float
-    in_context: float
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
-
-
-@dataclass(frozen=True)
-class Retention:
-    """By stream: recall, and figures of the model after against the model before on held-out
-    text.
-    """
-
-    recall: dict[str, Recall]
-    forgetting: dict[str, Figures]
-
-    def as_dict(self) -> dict[str, Any]:
-        keys = ("tokens", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")
-        return {
-            "recall": {stream: {**asdict(r), "gain": r.gain} for stream, r in self.recall.items()},
-            "forgetting": {
-                stream: {
-                    "perplexity_before": f.perplexity / f.perplexity_ratio,
-                    "perplexity_after": f.perplexity,
-                    **{key: getattr(f, key) for key in keys},
-                }
-                for stream, f in self.forgetting.items()
-            },
-        }
+Retention = dict[str, dict[str, dict[str, Any]]]
+"""`recall` and `forgetting` by stream: log-probability of the fact, the sum of its tokens, in nats,
+and figures of the model after against the model before on held-out text."""
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
@@ -158,11 +125,27 @@ class Before:
 
     def against(self, model: PreTrainedModel) -> Retention:
         """Return the model as it is now against the model as it was."""
-        recall = {}
+        recall, forgetting = {}, {}
         for stream, (alone, in_context) in self._recall.items():
             after = log_probability(model, self.fact.alone, self.fact.scored, stream)
-            recall[stream] = Recall(self.fact.scored, alone, after, in_context)
-        return Retention(recall, {stream: self.forgetting(model, stream) for stream in STREAMS})
+            recall[stream] = {
+                "tokens": self.fact.scored,
+                "before": alone,
+                "after": after,
+                "in_context": in_context,
+                "gain": after - alone,
+            }
+            f = self.forgetting(model, stream)
+            forgetting[stream] = {
+                "tokens": f.tokens,
+                "perplexity_before": f.perplexity / f.perplexity_ratio,
+                "perplexity_after": f.perplexity,
+                "perplexity_ratio": f.perplexity_ratio,
+                "perplexity_ratio_se": f.perplexity_ratio_se,
+                "kl": f.kl,
+                "kl_se": f.kl_se,
+            }
+        return {"recall": recall, "forgetting": forgetting}
 
 
 def largest_alpha(
@@ -232,18 +215,21 @@ def print_retention(retention: Retention, console: Console, text: str = "held-ou
     """Print the fact's log-probability and the divergence on other text, before and after, of each
     stream. text: what the other text is.
     """
-    tokens = retention.recall["student"].tokens
-    lines = [f"Recall: log-probability of the fact without its context, {tokens} tokens, in nats"]
-    lines += [
-        f"  {stream}: {r.before:.3f} before, {r.after:.3f} after ({r.gain:+.3f});"
-        f" {r.in_context:.3f} in context"
-        for stream, r in retention.recall.items()
-    ]
-    count = retention.forgetting["student"].tokens
-    lines.append(f"Forgetting: change on {count:,} {text} tokens (± standard error)")
-    lines += [
-        f"  {stream}: KL {f.kl:.4f} ± {f.kl_se:.4f} nats, perplexity ratio"
-        f" {f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}"
-        for stream, f in retention.forgetting.items()
-    ]
-    say(console, *lines)
+    recall, forgetting = retention["recall"], retention["forgetting"]
+    say(
+        console,
+        "Recall: log-probability of the fact without its context,"
+        f" {recall['student']['tokens']} tokens, in nats",
+        *(
+            f"  {stream}: {r['before']:.3f} before, {r['after']:.3f} after ({r['gain']:+.3f});"
+            f" {r['in_context']:.3f} in context"
+            for stream, r in recall.items()
+        ),
+        f"Forgetting: change on {forgetting['student']['tokens']:,} {text} tokens (± standard"
+        " error)",
+        *(
+            f"  {stream}: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats, perplexity ratio"
+            f" {f['perplexity_ratio']:.4f} ± {f['perplexity_ratio_se']:.4f}"
+            for stream, f in forgetting.items()
+        ),
+    )

