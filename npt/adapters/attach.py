@@ -39,6 +39,16 @@ class AttachReport:
     trainable_parameters: int
     base_parameters: int
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttachReport:
+        """Return that of a model that has adapters."""
+        trainable = sum(p.numel() for p in adapter_parameters(model).values())
+        # a packed weight stores two in a byte
+        states = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
+        everything = sum(p.numel() if s is None else s.shape.numel() for p, s in states)
+        layers = tuple(index for index, _ in npt_layers(model))
+        return cls(layers, len(decoder_layers(model)), trainable, everything - trainable)
+
     def __str__(self) -> str:
         return (
             f"converted {len(self.layers)} of {self.num_layers} layers"
@@ -84,12 +94,6 @@ def attach(
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
             adapters[index] = NPTAdapter(form, *sizes, generator).to(device_of(layers[index]))
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
-    # a packed weight stores two in a byte
-    states = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
-    base = sum(
-        parameter.numel() if state is None else state.shape.numel()
-        for parameter, state in zip(model.parameters(), states, strict=True)
-    )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for index, adapter in adapters.items():
@@ -98,8 +102,7 @@ def attach(
         _become(layer, NPT_FORMS[type(layer)])
     setattr(model, STATE, Attached(config, trainable_before))
     vars(model)["save_pretrained"] = _refuse_to_save
-    trainable = sum(parameter.numel() for parameter in adapter_parameters(model).values())
-    return AttachReport(chosen, len(layers), trainable, base)
+    return AttachReport.of(model)
 
 
 def detach(model: PreTrainedModel) -> None:

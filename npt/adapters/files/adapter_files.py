@@ -145,7 +145,8 @@ class StoredAdapter:
     one meanwhile.
 
     Attributes:
-        name, folder: as asked for, and where it is.
+        name: as asked for.
+        folder: its own.
         config: of the adapters.
         record: the content of `adapter_config.json`.
     """

@@ -87,6 +87,7 @@ class Exported:
     largest: float
 
     def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
         return asdict(self)
 
 

@@ -51,6 +51,7 @@ class Conversion:
         return self.quantization not in PLAIN
 
     def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
         return asdict(self)
 
 

@@ -157,35 +157,32 @@ def test_where_the_base_lies_on_this_disk_is_not_told(hub: Hub, load_model, tmp_
 
 
 class TestRefused:
-    def test_a_repository_that_is_not_there(self, hub, load_model):
+    @pytest.mark.parametrize(
+        ("how", "load", "message"),
+        [
+            ("no repository", True, r"no folder me/adapter, and .* RepositoryNotFoundError: "),
+            (
+                "no right",
+                False,
+                r"me/adapter is not pushed to: HfHubHTTPError: .*403.*hf auth login",
+            ),
+            ("offline", True, "me/adapter.*; check the name, the revision, the network"),
+            ("offline", False, "me/adapter is not pushed to: .*the network"),
+            ("no network", True, "me/adapter.*; check the name, the revision, the network"),
+            ("no network", False, "me/adapter is not pushed to: .*the network"),
+        ],
+    )
+    def test_whatever_the_hub_answers_is_one_line(
+        self, hub, folder, load_model, monkeypatch, how, load, message
+    ):
+        hub.refuse = 403 if how == "no right" else hub.refuse
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
+        if how in ("offline", "no network"):
+            monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         model = load_model()
-        with pytest.raises(
-            HubError, match=r"there is no folder me/nothing, and .* RepositoryNotFoundError: "
-        ):
-            npt.load_adapter(model, "me/nothing")
-        assert not is_attached(model)
-
-    def test_a_push_without_a_right_to_it(self, hub, folder):
-        hub.refuse = 403
-        with pytest.raises(
-            HubError, match=r"me/adapter is not pushed to: HfHubHTTPError: .*403.*`hf auth login`"
-        ):
-            npt.push_to_hub(folder, "me/adapter")
-        assert hub.files == {}
-
-    @pytest.mark.parametrize("offline", [True, False])
-    def test_no_network(self, hub, folder, load_model, monkeypatch, offline):
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-        for call in (
-            lambda: npt.load_adapter(load_model(), "me/adapter"),
-            lambda: npt.push_to_hub(folder, "me/adapter"),
-        ):
-            with pytest.raises(
-                HubError, match=r"me/adapter.*; check the name, the revision, the network"
-            ) as refusal:
-                call()
-            assert "\n" not in str(refusal.value)
+        with pytest.raises(HubError, match=message) as refusal:
+            npt.load_adapter(model, "me/adapter") if load else npt.push_to_hub(folder, "me/adapter")
+        assert "\n" not in str(refusal.value) and not is_attached(model) and hub.files == {}
 
     def test_a_poisoned_or_incomplete_adapter_before_anything_is_sent(
         self, hub, folder, load_model
