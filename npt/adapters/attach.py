@@ -83,9 +83,9 @@ def attach(
             f"{type(model).__name__} has no {', '.join(missing)}; load it for causal language"
             " modelling"
         )
-    for index, layer in enumerate(layers):
-        check_layer(index, layer)
     chosen = check_fit(config, model.config)
+    for index in chosen:
+        check_layer(index, layers[index])
     _check_forwards(layers)
     sizes = model.config.hidden_size, model.config.intermediate_size
     adapters = {}

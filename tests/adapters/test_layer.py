@@ -115,20 +115,6 @@ def test_generating_with_the_cache_gives_the_same_tokens_as_without(load_model, 
     assert torch.equal(with_cache, without)
 
 
-def test_generating_from_left_padded_prompts_equals_each_prompt_alone(load_model):
-    model = converted(load_model)
-    prompts = [[5, 60, 17, 44], [90, 33], [7, 8, 9]]
-    mask = torch.tensor([[0] * (4 - len(p)) + [1] * len(p) for p in prompts])
-    ids = torch.tensor([[2] * (4 - len(p)) + p for p in prompts])
-    together = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 4:]
-    for row, prompt in enumerate(prompts):
-        one = torch.tensor([prompt])
-        alone = model.generate(
-            one, attention_mask=torch.ones_like(one), max_new_tokens=6, do_sample=False
-        )[0, len(prompt) :]
-        assert together[row, : len(alone)].tolist() == alone.tolist()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("layers", ["all", "1-2"])
 def test_hidden_states_come_out_of_every_layer(load_model, batch, layers):

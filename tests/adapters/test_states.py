@@ -171,21 +171,6 @@ class TestWithoutGradients:
                 parameter.grad is not None for parameter in adapter_parameters(model).values()
             )
 
-    def test_a_calibration_there_is_the_one_outside(self, load_model, tokenizer) -> None:
-        texts = [
-            {"input_ids": [3 + (7 * number + step * step) % 120 for step in range(24)]}
-            for number in range(40)
-        ]
-        found = []
-        for context in (contextlib.nullcontext, torch.inference_mode, torch.no_grad):
-            model = student(load_model)
-            with context():
-                npt.calibrate(model, tokenizer, texts, tokens=600)
-            found.append(adapter_parameters(model))
-        for other in found[1:]:
-            assert not any(parameter.is_inference() for parameter in other.values())
-            assert all(torch.equal(found[0][name], parameter) for name, parameter in other.items())
-
 
 # --- contexts
 # --------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.runs.resume import changed_settings
 from npt.tools.sweep.settings import Settings
-from npt.train.preparation import run_record
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2
 
@@ -129,42 +128,6 @@ def test_outputs_and_gradients_are_fp32s_to_bf16s_rounding(load_model, batch) ->
     with torch.no_grad():
         logits = [model(batch.input_ids).logits for model in models]
     assert float((logits[1] - logits[0]).norm()) < 0.05 * float(logits[0].norm())
-
-
-def test_it_trains_and_what_it_trained_evaluates_under_fp32(tmp_path) -> None:
-    text = [{"text": "one two three four five six seven eight nine ten " * 20}] * 4
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu", compute_dtype="bf16")
-    fp32, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    assert npt.base_hash(model) == npt.base_hash(fp32)
-    npt.attach(model, npt.NPTConfig(rank=4, additive_scale=1.0), seed=0)
-    config = npt.TrainConfig(
-        max_steps=6,
-        num_epochs=6,
-        batch_size=2,
-        learning_rate=1e-2,
-        log_steps=1,
-        eval_samples=1,
-        output_dir=str(tmp_path / "run"),
-        smoke_test=False,
-    )
-    trainer = npt.Trainer(model, tokenizer, text, config, data_config=npt.DataConfig(max_length=32))
-    trained = trainer.train()
-    assert trained.refused == 0 and {p.dtype for p in adapter_parameters(model).values()} == {
-        torch.float32
-    }
-    record = run_record(trainer.setup, trainer.data, trainer.base)
-    assert (
-        record["settings"]["compute_dtype"] == "bf16"
-        and "bfloat16" in record["precision"]["compute_dtype"]
-    )
-    npt.save_adapter(model, tmp_path / "adapter")
-    npt.load_adapter(fp32, tmp_path / "adapter")
-    before, after = (
-        npt.evaluate(m, tokenizer, text, max_length=32, max_samples=1) for m in (model, fp32)
-    )
-    assert after.student.kl < 0.75 * after.floor.kl  # it has learnt, and fp32 sees it
-    # of two distances, each from its own rounded teacher
-    assert after.student.kl == pytest.approx(before.student.kl, rel=0.2)
 
 
 def test_where_it_means_nothing_it_is_refused(load_model) -> None:

@@ -102,18 +102,14 @@ def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded:
         needs = "torch, transformers, accelerate and bitsandbytes"
         code = settings["quantization_config"]["bnb_4bit_quant_type"]
         stored = f"4 bit ({code} of bitsandbytes), as in training"
-    ranks, local = sorted(set(form["ranks"].values())), not _on_hub(base)
+    local = not _on_hub(base)
     base = Path(base).name if local else base
     rows = {
         "base": base,
         "layers in NPT form": (
             f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}"
         ),
-        "rank": " to ".join(map(str, dict.fromkeys((ranks[0], ranks[-1])))),
         "targets": ", ".join(form["targets"]),
-        "terms": ", ".join(term for term in ("multiplicative", "additive") if form[term]),
-        "attention in the residual stream": "yes" if form["keep_residual"] else "no",
-        "layers with consolidated rows": ", ".join(form["rows"]) or "none",
         "base on disk": stored,
         "computes in": settings["dtype"],
     }
