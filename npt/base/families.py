@@ -95,10 +95,10 @@ def missing_parts(module: nn.Module, parts: Iterable[str]) -> list[str]:
     """Return those of the dotted names that lead nowhere from `module`."""
 
     def follow(name: str) -> Any:
-        found: Any = module
+        part: Any = module
         for step in name.split("."):
-            found = getattr(found, step, None)
-        return found
+            part = getattr(part, step, None)
+        return part
 
     return [name for name in parts if follow(name) is None]
 
@@ -115,9 +115,9 @@ def check_layer(index: int, layer: nn.Module) -> None:
             f"layer {index} is {kind_of(layer)} and has no {', '.join(missing)}; it cannot be"
             " converted"
         )
-    known = [family.layer for family in FAMILIES.values()]
-    if type(layer) not in known:
-        names = ", ".join(c.__name__ for c in known)
+    classes = [family.layer for family in FAMILIES.values()]
+    if type(layer) not in classes:
+        names = ", ".join(c.__name__ for c in classes)
         raise ModelError(
             f"layer {index} is {kind_of(layer)}, which may put its parts together differently; only"
             f" {names} are known"

@@ -163,12 +163,12 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
             elif key.partition(".weight.")[0] + ".weight" in packed:
                 part = None  # statistics, which bitsandbytes names as if they were below the weight
             digests = [strict] if part is None else [strict, part]
-            place = (tensor.device, tensor.data_ptr())
-            if place in seen and tensor.numel() > 0:
+            memory = (tensor.device, tensor.data_ptr())
+            if memory in seen and tensor.numel() > 0:
                 for digest in digests:
-                    digest.update(f"{key} is {seen[place]};".encode())
+                    digest.update(f"{key} is {seen[memory]};".encode())
                 continue
-            seen[place] = key
+            seen[memory] = key
             strict.update(f"{key} {form};".encode())
             if part is not None:
                 part.update(f"{key} {own_form};".encode())

@@ -115,8 +115,8 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
 
 def origin_of(config: Any) -> dict[str, Any] | None:
     """Return what is known of the GGUF file that a model was read from; None if it was not."""
-    found = getattr(config, ORIGIN, None)
-    return found if isinstance(found, dict) else None
+    origin = getattr(config, ORIGIN, None)
+    return origin if isinstance(origin, dict) else None
 
 
 def describe_origin(config: Any) -> str | None:
@@ -146,10 +146,10 @@ def _biases(file: GGUFFile) -> dict[str, bool]:
     """Return the settings for biases, which Qwen2 has none of: its own are fixed."""
     if file.architecture == "qwen2":
         return {}
-    found = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    biases = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
     if file.architecture != "qwen3":
-        found["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    return found
+        biases["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    return biases
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:
@@ -157,22 +157,22 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
     name = file.architecture
     theta = _decimal(file.get(f"{name}.rope.freq_base", float, 10000.0))
     kind = file.get(f"{name}.rope.scaling.type", str, "none")
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind in ("linear", "yarn"):
         factor = _decimal(file.get(f"{name}.rope.scaling.factor", float))
-        found |= {"rope_type": kind, "factor": factor}
+        parameters |= {"rope_type": kind, "factor": factor}
     elif kind != "none":
         raise file.refusal(f"scales rotary embeddings by {shown(kind)}, which is not known")
     if kind == "yarn":
         length = _count(file, "rope.scaling.original_context_length")
-        found["original_max_position_embeddings"] = length
+        parameters["original_max_position_embeddings"] = length
     if ROPE_FACTORS in file.tensors:
         factor = float(_factors(file).max())
         if kind != "none":
             raise file.refusal(f"scales rotary embeddings by {kind} and by {ROPE_FACTORS} as well")
         if factor != 1:
-            found |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    return found
+            parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return parameters
 
 
 def _factors(file: GGUFFile) -> torch.Tensor:

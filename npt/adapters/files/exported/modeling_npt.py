@@ -159,8 +159,8 @@ class NPTModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        found = super().from_pretrained(*args, **kwargs)
-        model = found[0] if isinstance(found, tuple) else found
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, parameter in model.named_parameters():
             # Beside 4-bit weights transformers leaves the others as they are stored, whatever dtype
             # was asked for.
@@ -175,7 +175,7 @@ class NPTModel(PreTrainedModel):
                 # On such CPUs a 4-bit layer would compute in bf16 from its first forward on,
                 # whatever it was told.
                 module.support_avx512bf16_for_cpu = False
-        return found
+        return loaded
 
     def save_pretrained(self, *args, **kwargs):
         # the names are the original ones; of 4-bit weights transformers can do no other
