@@ -246,15 +246,6 @@ class TestAttach:
             ),
             (of_a_users_own, "layer 0 is an Own, which may put its parts together differently"),
         ],
-        ids=[
-            "no language model",
-            "another architecture",
-            "fused products",
-            "the same parts put together differently",
-            "no head",
-            "a missing part",
-            "a layer that somebody derived",
-        ],
     )
     def test_an_unconvertible_model_is_refused_by_name_and_unchanged(self, make, message):
         model = make()

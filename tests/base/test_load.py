@@ -202,22 +202,6 @@ class TestRefused:
                 SOME_WEIGHT,
             ),
         ],
-        ids=[
-            "no configuration",
-            "configuration not JSON",
-            "configuration empty",
-            "no layers where they belong",
-            "fused products",
-            "another family of the same names",
-            "configuration of a wrong type",
-            "no tokenizer",
-            "no weights",
-            "weights corrupt",
-            "weights truncated",
-            "a tensor missing",
-            "two tensors missing",
-            "a tensor misshapen",
-        ],
     )
     @QUANTIZATIONS
     def test_a_folder_that_is_damaged_in_one_line_naming_it(

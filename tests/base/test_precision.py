@@ -73,14 +73,6 @@ class TestAudit:
             ),
             (lambda m: setattr(m.weight, "quant_state", None), r"computes in not quantised yet"),
         ],
-        ids=[
-            "compute dtype",
-            "no compute dtype",
-            "compute dtype open",
-            "CPU repacking",
-            "backward dtype",
-            "not packed",
-        ],
     )
     def test_names_the_one_4bit_layer_that_would_compute_otherwise(self, model, spoil, message):
         audit_precision(model)

@@ -13,7 +13,6 @@ from npt.base.gguf.configuration import ORIGIN_ENTRY
 from npt.base.identity import PARTS
 from npt.base.recipe import Recipe
 
-_HERE = ", in this folder,"  # before code for the folder of the card
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     undefined=StrictUndefined,
@@ -24,11 +23,9 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def card(
-    record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None, repo_id: str | None = None
-) -> str:
+def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
     """Return the model card of a saved adapter from its `adapter_config.json` and the run's
-    `fidelity.json`, with code for its folder or for USER/NAME on a hub.
+    `fidelity.json`, with code for its folder.
     """
     name, recipe, origin = (
         record["base_model_name_or_path"],
@@ -53,18 +50,11 @@ def card(
         figures=_fidelity(fidelity or {}),
         knows_base=recipe is not None,
         loaded=loaded,
-        adapter="." if repo_id is None else repo_id,
-        where=_HERE if repo_id is None else "",
     )
 
 
 def _on_hub(name: str) -> bool:
     return is_hub_id(name) and not Path(name).exists()
-
-
-def for_hub(card: str, repo_id: str) -> str:
-    """Return a card with code for a repository of the hub, not for its folder."""
-    return card.replace('"."', f'"{repo_id}"').replace(_HERE, "")
 
 
 def _fidelity(fidelity: Mapping[str, Any]) -> list[list[str]]:

@@ -22,7 +22,7 @@ from npt.adapters.files.adapter_files import (
     find_adapter,
     save_adapter,
 )
-from npt.adapters.files.card import card, for_hub
+from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import HISTORY_NAME
 from npt.adapters.files.hub import is_hub_id, on_hub
 from npt.errors import AdapterFileError, ConfigError
@@ -115,7 +115,6 @@ def _write_card(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) 
             if file.is_file():
                 kept = read_json(file, AdapterFileError)
                 write_json(file, kept | {"base_model_name_or_path": Path(name).name})
-    if local or fidelity is not None or not path.is_file():
-        write_text(path, card(record, fidelity, repo_id))
-    else:
-        write_text(path, for_hub(path.read_text(encoding="utf-8"), repo_id))
+    kept = path.is_file() and fidelity is None and not local
+    text = path.read_text(encoding="utf-8") if kept else card(record, fidelity)
+    write_text(path, text.replace('"."', f'"{repo_id}"'))
