@@ -63,7 +63,7 @@ def set_rows(module: Any, rows: Rows | None) -> None:
     """
     check_row_scalable(module)
     if isinstance(module, RowScaled):
-        module.__class__ = type(module).__bases__[1]  # type: ignore[assignment]
+        module.__class__ = type(module).__bases__[1]
         del module.row_scale, module.row_bias
     if rows is not None:
         scale, bias = (part.to(module.weight.device, torch.float32) for part in rows)

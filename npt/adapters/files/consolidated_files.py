@@ -59,7 +59,8 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Update, ...
         )
     entries = read_json(path, AdapterFileError).get("updates")
     history = [_places(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
-    layers, shapes = decoder_layers(model), {}
+    layers = decoder_layers(model)
+    shapes: dict[str, tuple[int, ...]] = {}
     for number, (places, _) in enumerate(history):
         for index, target in places:
             if not 0 <= index < len(layers):

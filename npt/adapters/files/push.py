@@ -113,8 +113,8 @@ def _write_card(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) 
         record |= {"base_model_name_or_path": Path(name).name}
         for file in (folder / CONFIG_NAME, folder / HISTORY_NAME):
             if file.is_file():
-                kept = read_json(file, AdapterFileError)
-                write_json(file, kept | {"base_model_name_or_path": Path(name).name})
+                entries = read_json(file, AdapterFileError)
+                write_json(file, entries | {"base_model_name_or_path": Path(name).name})
     kept = path.is_file() and fidelity is None and not local
     text = path.read_text(encoding="utf-8") if kept else card(record, fidelity)
     write_text(path, text.replace('"."', f'"{repo_id}"'))

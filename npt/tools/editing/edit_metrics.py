@@ -125,7 +125,8 @@ class Before:
 
     def against(self, model: PreTrainedModel) -> Retention:
         """Return the model as it is now against the model as it was."""
-        recall, forgetting = {}, {}
+        recall: dict[str, dict[str, Any]] = {}
+        forgetting: dict[str, dict[str, Any]] = {}
         for stream, (alone, in_context) in self._recall.items():
             after = log_probability(model, self.fact.alone, self.fact.scored, stream)
             recall[stream] = {
