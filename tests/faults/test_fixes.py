@@ -131,9 +131,9 @@ Sabotage = Callable[[pytest.MonkeyPatch, Base], Any]
 
 
 def multiplier(form: Callable[[torch.Tensor], torch.Tensor]) -> Sabotage:
-    sound = modulation.MULTIPLIERS["sigmoid"]
-    other = replace(sound, function=lambda u, bound: form(u))
-    return lambda patch, base: patch.setitem(modulation.MULTIPLIERS, "sigmoid", other)
+    return lambda patch, base: patch.setitem(
+        modulation.MULTIPLIERS, "sigmoid", lambda u, bound: form(u)
+    )
 
 
 def after_init(change: Callable[[NPTAdapter], None]) -> Sabotage:
