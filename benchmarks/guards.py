@@ -56,9 +56,6 @@ class Bench:
         self.config = npt.TrainConfig()
         self.parameters = adapter_parameters(model)
 
-    def optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.parameters.values(), lr=1e-4, fused=True)
-
     def strategy(self, batch: Batch) -> MicroBatch:
         return STRATEGIES["local"](self.model, batch.to(self.device), self.config)
 
@@ -79,7 +76,7 @@ class Bench:
         return step
 
     def plain(self) -> Callable[[list[Batch]], None]:
-        optimizer = self.optimizer()
+        optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-4, fused=True)
 
         def step(window: list[Batch]) -> None:
             tokens = 0

@@ -58,7 +58,6 @@ NOT_RUN = {
     r"python debug/debug_nan\.py": "tests/faults/test_tracer_demo.py",
     r"python debug/inject_fault\.py .*--trainer": "tests/faults/test_row_cases.py",
     r"python debug/inject_fault\.py (?!.*--trainer)": "tests/faults/test_campaign.py",
-    r"python debug/verify_fixes\.py": "tests/faults/test_fixes.py",
     r"python debug/compare_precision\.py": "tests/precision/test_headroom.py",
     r"python debug/compare_trainers\.py": "tests/guard/test_clean_runs.py",
     r"python benchmarks/gpu_check\.py .*--device cpu": "tests/benchmarks/test_gpu_check.py",
@@ -72,10 +71,9 @@ NOT_RUN = {
     r"python benchmarks/next_words\.py": "tests/benchmarks/test_next_words.py",
     r"npt evaluate .*next_word": "tests/benchmarks/test_next_words.py",
     r"python benchmarks/fill\.py": "tests/benchmarks/test_fill.py",
-    r"python benchmarks/fidelity_plot\.py": "tests/benchmarks/test_fidelity_plot.py",
     r"python notebooks/execute\.py": "tests/notebooks/test_notebooks.py",
     r"python docs/generate\.py": "tests/test_site.py",
-    r"python benchmarks/(masking|recording|neighbour)\.py": MEASURES,
+    r"python benchmarks/(masking|recording)\.py": MEASURES,
     r"python -m npt\.demo\.build": MEASURES,
 }
 """Commands that their program parses here, and no more: why, or which test runs such ones."""

@@ -228,7 +228,7 @@ def heat(
         key = made.figure.colorbar(image, cax=made.axes(height + 52, 8), orientation="horizontal")
         key.set_ticks([low, high], labels=[number(low, 2), number(high, 2)])
         key.minorticks_off()
-        key.outline.set_visible(False)  # type: ignore[operator]
+        key.outline.set_visible(False)
     return made
 
 

@@ -242,8 +242,9 @@ def _add_metrics(record: RunRecord, line: Mapping[str, Any]) -> None:
     if steps and step <= steps[-1]:
         place = bisect_left(steps, step)
         record.repeated += len(steps) - place
-        for cells in (steps, *columns.values()):
-            del cells[place:]
+        del steps[place:]
+        for column in columns.values():
+            del column[place:]
     for key in [key for key in line if key not in columns]:
         if len(columns) < LAYERS and (_PLAIN.fullmatch(key) or _LAYER.fullmatch(key)):
             columns[key] = array("d", [math.nan] * len(steps))
