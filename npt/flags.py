@@ -69,6 +69,11 @@ RETIRED = {
     "save_strategy": "--save_steps says how often",
     "eval_strategy": "--eval_steps says how often",
     "evaluation_strategy": "--eval_steps says how often",
+    "smooth_l1_beta": "the loss smooth_l1 is squared up to 1",
+    "cosine_weight": "the loss cosine is half NMSE, half 1 - cos",
+    "jsd_weight": "the loss jsd is of the even mixture",
+    "layer_weights": "every layer counts alike",
+    "token_weighting": "every token counts alike",
 }
 """Flags that do not exist, and what to use instead."""
 

@@ -229,23 +229,6 @@ BAD_VALUES = [
         {"logit_loss": "tv"},
         "--logit_loss is 'tv'; choose from kl, reverse_kl, jsd, cross_entropy",
     ),
-    (
-        TrainConfig,
-        {"token_weighting": "loss"},
-        "--token_weighting is 'loss'; choose from none, disagreement",
-    ),
-    *[
-        (TrainConfig, {"cosine_weight": v}, f"--cosine_weight is {v}; it is a share, from 0 to 1")
-        for v in (-0.1, 1.1, NAN)
-    ],
-    *[
-        (
-            TrainConfig,
-            {"jsd_weight": v},
-            f"--jsd_weight is {v}; it is a share between 0 and 1, both left out",
-        )
-        for v in (0.0, 1.0, NAN)
-    ],
     *[
         (
             TrainConfig,
@@ -254,16 +237,6 @@ BAD_VALUES = [
         )
         for v in (0.0, -1.0, 1e-4, 1e4, NAN, INF)
     ],
-    (
-        TrainConfig,
-        {"smooth_l1_beta": 2.0},
-        "--smooth_l1_beta 2.0 means nothing without --loss smooth_l1; add it or drop the other",
-    ),
-    (
-        TrainConfig,
-        {"cosine_weight": 0.1},
-        "--cosine_weight 0.1 means nothing without --loss cosine",
-    ),
     (
         TrainConfig,
         {"logit_loss": "jsd"},
@@ -279,26 +252,6 @@ BAD_VALUES = [
         {**LOGITS, "logit_loss": "cross_entropy", "logit_temperature": 2.0},
         "--logit_temperature 2.0 means nothing without",
     ),
-    (
-        TrainConfig,
-        {**LOGITS, "jsd_weight": 0.1},
-        "--jsd_weight 0.1 means nothing without --logit_loss jsd",
-    ),
-    (
-        TrainConfig,
-        {"layer_weights": "cubic"},
-        "--layer_weights is 'cubic'; choose from uniform, linear, or give numbers like 1,2,4",
-    ),
-    (TrainConfig, {"layer_weights": "1,,2"}, "--layer_weights is '1,,2'; choose from"),
-    (TrainConfig, {"layer_weights": ""}, "--layer_weights is ''; choose from"),
-    *[
-        (
-            TrainConfig,
-            {"layer_weights": v},
-            f"--layer_weights is {v}; weights are finite numbers above 0",
-        )
-        for v in ("1,0", "1,-2", "nan,1", "1,inf", "0")
-    ],
     (
         TrainConfig,
         {"scheduler_type": "step"},
@@ -337,7 +290,7 @@ BAD_VALUES = [
     ],
     *[
         (TrainConfig, {name: value}, f"--{name} is {value}; it must be a positive number")
-        for name in ("learning_rate", "max_grad_norm", "smooth_l1_beta")
+        for name in ("learning_rate", "max_grad_norm")
         for value in (0.0, -1.0, NAN, INF)
     ],
     *[
@@ -378,11 +331,6 @@ BAD_VALUES = [
         TrainConfig,
         {"hidden_weight": 0, "loss": "mse", **LOGITS},
         "--loss mse means nothing without a --hidden_weight above 0",
-    ),
-    (
-        TrainConfig,
-        {"hidden_weight": 0, "layer_weights": "linear", **LOGITS},
-        "--layer_weights linear means nothing without a --hidden",
     ),
     *[
         (TrainConfig, {"hidden_weight": v}, f"--hidden_weight is {v}; it must be a finite number")
@@ -438,7 +386,6 @@ WRONG_TYPES = [
     (BaseConfig, {"quant_type": None}, "--quant_type is None"),
     (DataConfig, {"max_length": 2.5}, "--max_length is 2.5"),
     (DataConfig, {"max_length": None}, "--max_length is None"),
-    (TrainConfig, {"layer_weights": 2}, "--layer_weights is 2"),
     (TrainConfig, {"batch_size": 2.5}, "--batch_size is 2.5"),
     (TrainConfig, {"batch_size": None}, "--batch_size is None"),
     (TrainConfig, {"batch_size": "4"}, "--batch_size is 4"),
@@ -584,24 +531,7 @@ def test_settings_at_their_bounds_are_accepted():
         max_steps=None,
     )
     TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)
-    TrainConfig(loss="cosine", cosine_weight=0.0)
-    TrainConfig(loss="cosine", cosine_weight=1.0)
-    TrainConfig(**LOGITS, logit_loss="jsd", jsd_weight=1e-3, logit_temperature=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("uniform", None),
-        ("linear", None),
-        ("1, 2,0.5", (1.0, 2.0, 0.5)),
-        ([3, 1], (3.0, 1.0)),
-        ((2.5,), (2.5,)),
-        ("4", (4.0,)),
-    ],
-)
-def test_layer_weights_are_a_word_or_a_list(given, expected):
-    assert TrainConfig(layer_weights=given).layer_weight_list == expected
+    TrainConfig(**LOGITS, logit_loss="jsd", logit_temperature=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
-from npt.config.texts import joined
+from npt.config.field import Bound, Need, Settings, at_least, setting
 from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
@@ -17,7 +15,6 @@ STRATEGIES = ["local", "propagated", "end_to_end"]
 LOSSES = ["nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine"]
 """`register_loss` adds to them."""
 LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
-LAYER_WEIGHTS = ("uniform", "linear")
 # beyond them fp32 has overflowing logits, or divergences that are all rounding
 _TEMPERATURES = (1e-3, 1e3)
 
@@ -40,31 +37,6 @@ class Objective(Settings):
     )
     loss: str = _objective(
         "nmse", "hidden-state loss per valid token", choices=LOSSES, need=_HIDDEN
-    )
-    smooth_l1_beta: float = _objective(
-        1.0,
-        "of the loss smooth_l1: errors up to this count squared, larger ones linearly",
-        bound=POSITIVE,
-        need=Need(lambda c: c.loss == "smooth_l1", "--loss smooth_l1"),
-    )
-    cosine_weight: float = _objective(
-        0.5,
-        "of the loss cosine: share of 1 - cos, the rest being NMSE",
-        bound=SHARE,
-        need=Need(lambda c: c.loss == "cosine", "--loss cosine"),
-    )
-    layer_weights: str = _objective(
-        "uniform",
-        "weight of each converted layer's loss: uniform, linear (grows with depth), or a list"
-        " 1,2,4",
-        read=joined,
-        need=_HIDDEN,
-    )
-    token_weighting: str = _objective(
-        "none",
-        "disagreement: tokens on which the student is further off weigh more, 1 on average, 1/2 at"
-        " least",
-        choices=("none", "disagreement"),
     )
     hidden_weight: float = _objective(
         1.0,
@@ -97,12 +69,6 @@ class Objective(Settings):
             "a --logit_kl_weight above 0 and kl, reverse_kl or jsd as --logit_loss",
         ),
     )
-    jsd_weight: float = _objective(
-        0.5,
-        "of the logit loss jsd: the teacher's share of the mixture",
-        bound=Bound(lambda value: 0 < value < 1, "it is a share between 0 and 1, both left out"),
-        need=Need(_in_divergence("jsd"), "--logit_loss jsd"),
-    )
 
     def check(self) -> None:
         """Refuse losses that no strategy computes, and nothing to train on."""
@@ -118,10 +84,6 @@ class Objective(Settings):
                 " which computes no logits; use --strategy end_to_end"
             )
         self._check_hidden_weight(driven)
-        if not all(weight > 0 and math.isfinite(weight) for weight in self.layer_weight_list or ()):
-            raise ConfigError(
-                f"--layer_weights is {self.layer_weights}; weights are finite numbers above 0"
-            )
 
     def _check_hidden_weight(self, driven: Sequence[str]) -> None:
         if self.hidden_weight:
@@ -177,16 +139,3 @@ class Objective(Settings):
                 " to 1"
             )
         return tuple(found)
-
-    @property
-    def layer_weight_list(self) -> tuple[float, ...] | None:
-        """The weight of each converted layer; None if `layer_weights` is a word."""
-        if self.layer_weights in LAYER_WEIGHTS:
-            return None
-        try:
-            return tuple(float(weight) for weight in self.layer_weights.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"--layer_weights is {self.layer_weights!r}; choose from"
-                f" {', '.join(LAYER_WEIGHTS)}, or give numbers like 1,2,4"
-            ) from None

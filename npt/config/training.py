@@ -219,5 +219,5 @@ class TrainConfig(Tracking, Output, Guards, Memory, Optimiser, Calibration, Obje
 
 def unset_of_end_to_end() -> dict[str, Any]:
     """Return the defaults of the settings that `end_to_end` alone has a use for."""
-    names = ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")
+    names = ("logit_kl_weight", "logit_loss", "logit_temperature")
     return {name: getattr(TrainConfig, name) for name in (*names, "gradient_checkpointing")}

@@ -7,13 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import consolidated
-from npt.adapters.converted import (
-    adapter_parameters,
-    attached_config,
-    is_attached,
-    is_sharded,
-    npt_layers,
-)
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached, is_sharded
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name
 from npt.base.identity import base_hash
@@ -21,7 +15,6 @@ from npt.base.load import COMPUTE
 from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import OWN_HELDOUT
-from npt.distill.hidden_losses import layer_weights
 from npt.errors import ConfigError, DataError
 from npt.runs.trackers import check_trackers
 from npt.step.guarded_update import EXACT
@@ -96,7 +89,6 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
         check_samples_shown(config)
     check_trackers(config)
     check_length(data.max_length, model.config)
-    layer_weights(config, len(npt_layers(model)))  # a list has one weight per layer
     return adapter
 
 

@@ -565,8 +565,6 @@ def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monke
             "labels",
             "valid_index",
             "scored_index",
-            "document_lengths",
-            "scored_lengths",
         )
         assert len(threads) % len(names) == 0  # every tensor of every batch, once
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)

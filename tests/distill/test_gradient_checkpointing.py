@@ -42,12 +42,7 @@ FORMS = (
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"logit_kl_weight": 0.7, "regularization_lambda": 0.3},
-    {
-        "loss": "nmse_update",
-        "layer_weights": "linear",
-        "token_weighting": "disagreement",
-        "logit_kl_weight": 0.5,
-    },
+    {"loss": "nmse_update", "logit_kl_weight": 0.5},
 )
 
 

@@ -70,20 +70,12 @@ def test_without_stages_there_is_one_of_the_settings_as_they_are() -> None:
 
 
 def test_a_loss_on_the_logits_is_of_the_stages_that_have_logits() -> None:
-    config = staged(
-        0.5,
-        0.25,
-        0.25,
-        logit_kl_weight=0.5,
-        logit_loss="jsd",
-        jsd_weight=0.3,
-        logit_temperature=2.0,
-    )
+    config = staged(0.5, 0.25, 0.25, logit_kl_weight=0.5, logit_loss="jsd", logit_temperature=2.0)
     weights = [
-        (stage.config.strategy, stage.config.logit_kl_weight, stage.config.jsd_weight)
+        (stage.config.strategy, stage.config.logit_kl_weight, stage.config.logit_temperature)
         for stage in stages_of(config, 8)
     ]
-    assert weights == [("local", 0.0, 0.5), ("propagated", 0.0, 0.5), ("end_to_end", 0.5, 0.3)]
+    assert weights == [("local", 0.0, 1.0), ("propagated", 0.0, 1.0), ("end_to_end", 0.5, 2.0)]
 
 
 def test_shares_of_an_unknown_number_of_steps_are_refused() -> None:
