@@ -74,6 +74,7 @@ RETIRED = {
     "jsd_weight": "the loss jsd is of the even mixture",
     "layer_weights": "every layer counts alike",
     "token_weighting": "every token counts alike",
+    "stages": "a run has one --strategy; a second run continues with another by --adapter",
 }
 """Flags that do not exist, and what to use instead."""
 

@@ -324,11 +324,6 @@ BAD_VALUES = [
     ),
     (
         TrainConfig,
-        {"hidden_weight": 0, "stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
-        "--hidden_weight is 0, but --strategy local",
-    ),
-    (
-        TrainConfig,
         {"hidden_weight": 0, "loss": "mse", **LOGITS},
         "--loss mse means nothing without a --hidden_weight above 0",
     ),
@@ -340,29 +335,6 @@ BAD_VALUES = [
         TrainConfig,
         {"logit_kl_weight": 0.5},
         "--logit_kl_weight is 0.5 with --strategy local, which computes no logits",
-    ),
-    (
-        TrainConfig,
-        {"stages": "local:0.5,propagated:0.5", "logit_kl_weight": 1.0},
-        "--logit_kl_weight is 1.0 with --strategy local,propagated, which computes no logits",
-    ),
-    *[
-        (
-            TrainConfig,
-            {"stages": v},
-            f"--stages is {v!r}; write strategies with shares, like local:0.7,end_to_end:0.3",
-        )
-        for v in ("", "local", "local:", "local:half", "local:0.5;end_to_end:0.5", "local:0.5,")
-    ],
-    *[
-        (TrainConfig, {"stages": f"local:{v}"}, f"--stages gives local a share of {float(v)}")
-        for v in ("0", "-1", "2", "nan", "inf")
-    ],
-    (TrainConfig, {"stages": "local:0.5"}, "--stages has shares that sum to 0.5"),
-    (
-        TrainConfig,
-        {"stages": "local:1", "strategy": "propagated"},
-        "--strategy is propagated and --stages is local:1",
     ),
     (
         BaseConfig,

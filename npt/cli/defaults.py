@@ -128,7 +128,7 @@ def with_defaults(
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for a student that is near its teacher from the first step on."""
-    objective = {"stages", "loss", *_WHOLE}
+    objective = {"loss", *_WHOLE}
     whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
     form = dict(_NEAR)
     if flags.get("adapter") is not None:

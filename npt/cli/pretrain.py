@@ -76,8 +76,7 @@ def pretrain(given: dict[str, Any]) -> int:
     processes = join_processes(training.rank_timeout)
     try:
         with processes.member():
-            strategies = [name for name, _ in training.stage_shares]
-            _check_placing(base, strategies, processes.size, settings.adapter.init)
+            _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
             console.say(*found.said, *chosen.said)
             checked = _check(processes, settings)
@@ -146,7 +145,7 @@ def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
     return form
 
 
-def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
+def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
     """Refuse ways to place the base that do not suit the processes or the strategy."""
     if processes > 1 and base.device_map is not None:
         raise ConfigError(
@@ -168,11 +167,10 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
             f"--teacher_precision {base.teacher_precision} loads a whole unquantised model, but"
             " --shard_base shares the base out; drop one of the two"
         )
-    other = next((strategy for strategy in strategies if strategy != "local"), None)
-    if base.shard_base and other is not None:
+    if base.shard_base and strategy != "local":
         raise ConfigError(
-            f"--strategy {other} does not go with --shard_base, which has one layer of the base at"
-            " a time; take --strategy local"
+            f"--strategy {strategy} does not go with --shard_base, which has one layer of the base"
+            " at a time; take --strategy local"
         )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from npt.config.field import INT_MAX, POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
 from npt.config.objective import Objective
@@ -202,22 +201,8 @@ class TrainConfig(Tracking, Output, Guards, Memory, Optimiser, Calibration, Obje
 
     def check(self) -> None:
         """Refuse to keep less of a graph that is one layer's."""
-        driven = [name for name, _ in self.stage_shares]
-        if self.gradient_checkpointing and "end_to_end" not in driven:
+        if self.gradient_checkpointing and self.strategy != "end_to_end":
             raise ConfigError(
-                f"--gradient_checkpointing with --strategy {','.join(driven)}, which keeps one"
-                " layer's graph at a time, saves nothing; use --strategy end_to_end or drop it"
+                f"--gradient_checkpointing with --strategy {self.strategy}, which keeps one layer's"
+                " graph at a time, saves nothing; use --strategy end_to_end or drop it"
             )
-
-    def in_stage(self, strategy: str) -> TrainConfig:
-        """Return these settings for the stage of one strategy, without what others alone take."""
-        if self.stages is None:
-            return self
-        unset = {} if strategy == "end_to_end" else unset_of_end_to_end()
-        return replace(self, strategy=strategy, stages=None, **unset)
-
-
-def unset_of_end_to_end() -> dict[str, Any]:
-    """Return the defaults of the settings that `end_to_end` alone has a use for."""
-    names = ("logit_kl_weight", "logit_loss", "logit_temperature")
-    return {name: getattr(TrainConfig, name) for name in (*names, "gradient_checkpointing")}

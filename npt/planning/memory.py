@@ -166,19 +166,13 @@ class Workload:
             return ranks
         return dict.fromkeys(ranks, -(-budget // len(ranks)))
 
-    @property
-    def stages(self) -> dict[str, TrainConfig]:
-        """The settings of each stage by its strategy."""
-        return {name: self.training.in_stage(name) for name, _ in self.training.stage_shares}
-
     def plan(self, samples: int | None = None, evaluated: int | None = None) -> MemoryPlan:
         """Return the memory of the run, by default with all samples of a micro-batch at once, and
         as many evaluated.
         """
         samples = self.training.batch_size if samples is None else samples
         evaluated = min(samples if evaluated is None else evaluated, self.training.eval_samples)
-        stages = [self._micro_batch(stage, samples) for stage in self.stages.values()]
-        terms = [*self._held(), *max(stages, key=lambda stage: sum(term.bytes for term in stage))]
+        terms = [*self._held(), *self._micro_batch(self.training, samples)]
         terms += [*self._evaluation(evaluated), *self._start()]
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
         for phase, rows in (("micro-batch", samples), ("evaluation", evaluated)):

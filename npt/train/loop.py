@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from npt.data.loader import Loaded, Position, Prefetcher
 from npt.distill.local import MicroBatch
-from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity
@@ -58,8 +57,6 @@ class Loop:
     ):
         self.context, self.step, self.total_steps = context, step, total_steps
         self.config, self.actions = context.config, actions
-        self.stages = stages_of(context.config, total_steps)
-        self.stage = self.stages[0]  # of the next step
         wanted = self.config.trace_steps is not None or self.config.trace_every is not None
         self.recording: StepRecording | None = None
         if wanted and context.processes.main:
@@ -72,12 +69,12 @@ class Loop:
         self.best = math.inf
         self.last_evaluation: int | None = None
         self.halts: dict[int, int] = {}  # processes that stopped, and why
-        self._metrics = StepMetrics(context, self.stages)
+        self._metrics = StepMetrics(context)
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # committed, not accounted for; None: data ended
         self._known: deque[WindowResult[MicroBatch]] = deque()  # their results, as far as known
         self._accepted: Window | None = None  # the last window without a refusal
-        self._refused: tuple[Window, WindowResult[MicroBatch], Stage] | None = None
+        self._refused: tuple[Window, WindowResult[MicroBatch]] | None = None
         self._epoch = 0
         self._ended = False  # the data are used up, or a process stopped
         step.interrupted = lambda: context.stop.number
@@ -102,7 +99,6 @@ class Loop:
             window = self._safely(partial(next, coming, None))
             if window is None and context.stop.number is not None and step.failure is None:
                 step.window.halt(context.stop.number)
-            step.config = self.stage.config
             if self.recording is not None:
                 self.recording.open(self._coming_step)
             self._open[step.window.committed] = window
@@ -151,7 +147,7 @@ class Loop:
             **self.divergence.state(),
             "epoch": self._epoch,
             "last_evaluation": self.last_evaluation,
-            "strategy": self.stage.config.strategy,
+            "strategy": self.config.strategy,
             "best_kl": self.best if math.isfinite(self.best) else None,
             "position": self.position.as_dict(),
         }
@@ -174,10 +170,8 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self._metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None
-        self.stage = stage_at(self.stages, self.steps)
-        # another number of steps, or other shares of them
-        if state["strategy"] != self.stage.config.strategy:
-            self._begin_stage()
+        if state["strategy"] != self.config.strategy:
+            self._change_strategy()
 
     @property
     def _wants_more(self) -> bool:
@@ -193,7 +187,7 @@ class Loop:
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
-        if step == c.max_steps or any(step == stage.start for stage in self.stages):
+        if step == c.max_steps:
             return True
         shown = c.sample_steps if self.actions.show is not None else None
         return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, shown))
@@ -244,7 +238,7 @@ class Loop:
             self.position = window.position
             longest = self.refusals.add(window, result, self.steps + 1)
             if result.refusals:
-                self._refused = window, replace(result, snapshot=None, update=None), self.stage
+                self._refused = window, replace(result, snapshot=None, update=None)
             reason = self.refusals.excess(longest, self.micro_batches)
             if reason is not None:
                 self._give_up(window, result, reason)
@@ -259,7 +253,7 @@ class Loop:
         of the last one after it.
         """
         self.refusals.report_epoch(self._epoch)
-        before, stage = self.steps, self.stage
+        before = self.steps
         later = [*self._known, *self.step.window.flush()]
         self._known.clear()
         for known in (result, *later):
@@ -270,8 +264,7 @@ class Loop:
             self.position = self.position if after is None or known.halts else after.position
             self.micro_batches += known.micro_batches
             self.refusals.by_kind.update(refusal.kind for refusal in known.refusals)
-        self.stage = stage_at(self.stages, self.steps)
-        last = (window, result, stage)
+        last = (window, result)
         if not result.refusals and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
         counters = {"tokens": self.tokens, "micro_batches": self.micro_batches}
@@ -287,9 +280,6 @@ class Loop:
             metrics = self._metrics.line(result, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
         self.context.display.step(self.steps, metrics, self.refusals.total)
-        self.stage = stage_at(self.stages, self.steps)
-        if self.stage.start == self.steps:
-            self._begin_stage()
         since = time.perf_counter()
         self._safely(partial(self.divergence.after_step, self.steps, result.loss or 0.0))
         self._safely(self._evaluate_if_due)
@@ -300,10 +290,10 @@ class Loop:
         # looking, evaluating, showing and saving is not training
         self._metrics.since += time.perf_counter() - since
 
-    def _begin_stage(self) -> None:
-        """Change the strategy; its losses must not be measured by those of the one before."""
-        self.divergence.begin_stage()
-        strategy = self.stage.config.strategy
+    def _change_strategy(self) -> None:
+        """Begin another strategy: its losses must not be measured by those of the one before."""
+        self.divergence.forget_losses()
+        strategy = self.config.strategy
         if self.step.window.spikes is not None:
             self.step.window.spikes = SpikeGuard(self.config.spike_sigmas)
         self.context.folder.event("stage", step=self.steps, strategy=strategy)

@@ -9,7 +9,6 @@ from typing import Any
 from npt.data.batch import Batch
 from npt.diagnostics.diagnose import diagnose
 from npt.distill.local import MicroBatch
-from npt.distill.stages import Stage
 from npt.errors import TooManyRefusalsError
 from npt.postmortem.write import Situation, write_postmortem
 from npt.step.gradient_window import HISTORY
@@ -88,7 +87,7 @@ class Refusals:
     def stop(
         self,
         reason: str,
-        last: tuple[Window, WindowResult[MicroBatch], Stage],
+        last: tuple[Window, WindowResult[MicroBatch]],
         accepted: Window | None,
         steps: tuple[int, int, int | None],
         counters: dict[str, int],
@@ -97,14 +96,13 @@ class Refusals:
 
         Args:
             reason: of the stop.
-            last: the last window with a refusal, its result and stage.
+            last: the last window with a refusal, and its result.
             accepted: the last window without one.
             steps: applied by now, before that window, and planned.
             counters: of the run.
         """
-        context, (window, result, stage), (now, before, total) = self._context, last, steps
+        context, (window, result), (now, before, total) = self._context, last, steps
         self._gather_history()
-        self._step.config = stage.config
         situation = Situation(
             model=context.model,
             gradients=self._step.window,
@@ -115,7 +113,7 @@ class Refusals:
             reason=reason,
             step=now if result.snapshot is None else before,
             total_steps=total,
-            config=stage.config,
+            config=context.config,
             counters={
                 "steps": now,
                 **counters,

@@ -81,10 +81,10 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
             " npt.unconsolidate first"
         )
     if is_sharded(model):
-        others = [name for name, _ in config.stage_shares if name != "local"]
-        if others:
+        if config.strategy != "local":
             raise ConfigError(
-                f"--strategy {others[0]} does not support a sharded base; use --strategy local"
+                f"--strategy {config.strategy} does not support a sharded base; use --strategy"
+                " local"
             )
         check_samples_shown(config)
     check_trackers(config)

@@ -153,7 +153,7 @@ class RunSetup:
     @property
     def deterministic(self) -> bool:
         """True if every step gives the same bits again, backward of attention included."""
-        return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
+        return self.config.strategy != "end_to_end" or repeats_exactly(self.model)
 
     def say(self, line: str) -> None:
         """Print a line on the main process."""

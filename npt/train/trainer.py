@@ -20,7 +20,6 @@ from npt.config import DataConfig, TrainConfig
 from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
-from npt.distill.stages import stages_of
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
@@ -134,7 +133,6 @@ class Trainer:
             check_trainable(attached_config(model), named, teacher is not None)
             self.setup.check()
             self.data = RunData(self.setup, data)
-            self.stages = stages_of(config, self.data.total_steps)
             self.memory = MemoryFit(self.setup)
         self.calibration: Calibration | None = None
         self.evaluate = RunEvaluator(self.setup, self.data, self.memory)
@@ -213,8 +211,7 @@ class Trainer:
         # A resumed run has passed the smoke test, and may next meet a batch that it will refuse.
         preparation = Preparation(setup, self.data, self.memory)
         if setup.config.smoke_test and resumed is None:
-            for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
-                setup.say(preparation.smoke_test(config))
+            setup.say(preparation.smoke_test(setup.config))
         if resumed is None and setup.adapter_config.init == "calibrated":
             self.calibration = preparation.calibrate()
             if self.calibration is not None:

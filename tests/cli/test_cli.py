@@ -244,22 +244,6 @@ BAD = {
         ["--safe_mode", "--modulation", "both"],
         ["safe_mode", "both"],
     ),
-    "stages that do not sum to 1": (
-        ["--stages", "local:0.7,end_to_end:0.7"],
-        ["stages", "1.4", "sum to 1"],
-    ),
-    "a stage without a step": (
-        ["--stages", "local:0.9,propagated:0.1", "--max_steps", "2"],
-        ["stages", "propagated", "none of 2 steps"],
-    ),
-    "a stage that is none": (
-        ["--stages", "global:1"],
-        ["stages", "'global'", "local, propagated, end_to_end"],
-    ),
-    "stages and a strategy": (
-        ["--stages", "local:1", "--strategy", "end_to_end"],
-        ["--stages is local:1", "--strategy"],
-    ),
     "a teacher of the base's own precision": (
         ["--teacher_precision", "fp32", "--no_use_quantization"],
         ["teacher_precision"],
@@ -432,7 +416,7 @@ def test_bad_placing_for_several_processes_is_refused_before_loading(
     base: BaseConfig, strategy: str, init: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        _check_placing(base, [strategy], 2, init)
+        _check_placing(base, strategy, 2, init)
 
 
 def test_more_than_one_percent_refusals_are_said_in_the_last_line(

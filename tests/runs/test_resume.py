@@ -77,11 +77,10 @@ KINDS: dict[str, dict[str, Any]] = {
         },
         "data_settings": {"streaming": True, "packing": True},
     },
-    "stages, each with its own strategy": {
+    "propagated, with spikes refused": {
         "data": lambda: with_faults(records(14)),
         "settings": {
-            "stages": "local:0.3,propagated:0.4,end_to_end:0.3",
-            "logit_kl_weight": 0.5,
+            "strategy": "propagated",
             "gradient_accumulation_steps": 2,
             "batch_size": 1,
             "save_steps": 3,

@@ -20,7 +20,6 @@ from npt.data.batch import Batch, Sample, collate
 from npt.data.report import no_sample
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
-from npt.distill.stages import stages_of
 from npt.errors import NPTError
 from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.heldout import evaluation_samples
@@ -60,7 +59,6 @@ def check_design(design: Design) -> None:
             layers = check_fit(s.adapter, config, s.data.max_length)
             check_calibration(s.adapter, None, len(layers), config.hidden_size)
             check_trainable(s.adapter, s.data, s.base.teacher_precision is not None)
-            stages_of(s.training, s.training.max_steps)
         except NPTError as error:
             place = trial.places[0]
             arm = f", arm {place.arm}" if place.arm else ""
