@@ -75,6 +75,9 @@ RETIRED = {
     "layer_weights": "every layer counts alike",
     "token_weighting": "every token counts alike",
     "stages": "a run has one --strategy; a second run continues with another by --adapter",
+    "max_refused_share": "a run stops when more than a fifth of its micro-batches was refused",
+    "spike_sigmas": "--skip_spikes refuses beyond ten robust standard deviations",
+    "sample_steps": "npt generate --compare shows texts, the report multipliers at their bounds",
 }
 """Flags that do not exist, and what to use instead."""
 

@@ -58,15 +58,6 @@ BAD_VALUES = [
         {"modulation": "none"},
         "--modulation is 'none'; choose from both, additive, multiplicative",
     ),
-    (TrainConfig, {"sample_steps": 0, "use_wandb": True}, "--sample_steps is 0"),
-    (
-        TrainConfig,
-        {"sample_steps": 5},
-        (
-            "--sample_steps 5 means nothing without --use_wandb or --use_tensorboard; add it or"
-            " drop the other"
-        ),
-    ),
     (NPTConfig, {"residual": "drop"}, "--residual is 'drop'; choose from modulate, keep"),
     (NPTConfig, {"init": "zero"}, "--init is 'zero'; choose from random, calibrated"),
     *[

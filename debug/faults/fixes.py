@@ -76,14 +76,9 @@ def verify(
     config = base.config
     # What checks plant must not end a run, and nothing of it is anybody else's to see.
     quiet = replace(
-        config,
-        eval_steps=None,
-        save_steps=None,
-        skip_spikes=False,
-        max_consecutive_bad=100,
-        max_refused_share=1.0,
+        config, eval_steps=None, save_steps=None, skip_spikes=False, max_consecutive_bad=100
     )
-    untracked = replace(quiet, use_wandb=False, use_tensorboard=False, sample_steps=None)
+    untracked = replace(quiet, use_wandb=False, use_tensorboard=False)
     chosen = replace(base, config=untracked)
     found = []
     device = next(base.model.parameters()).device

@@ -181,7 +181,7 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
     from npt.runs.trackers import check_trackers
-    from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
+    from npt.train.run_checks import check_replay, check_trainable
     from npt.train.sources import check_sources
 
     base, adapter, data, training, start, _ = settings
@@ -199,8 +199,6 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
-    if base.shard_base:
-        check_samples_shown(training)
     if training.max_memory_bytes is not None:
         place, size = processes.device, processes.size
         workload = Workload.of(

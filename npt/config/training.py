@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import INT_MAX, POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
+from npt.config.field import INT_MAX, POSITIVE, Bound, Settings, at_least, setting
 from npt.config.objective import Objective
 from npt.config.texts import joined_or_number, parse_bytes, parse_steps
 from npt.errors import ConfigError
@@ -90,6 +90,7 @@ class Memory(Settings):
         " predicted to fit",
         read=joined_or_number,
     )
+
     rank_timeout: float = _memory(
         600.0,
         "seconds that one of several processes waits for the others before it gives up",
@@ -116,14 +117,10 @@ class Guards(Settings):
     max_consecutive_bad: int = _guards(
         10, "stop after this many refusals in a row", bound=at_least(1)
     )
-    max_refused_share: float = _guards(
-        0.2, "stop when more than this share of the micro-batches was refused", bound=SHARE
-    )
     skip_spikes: bool = _guards(
-        False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones"
-    )
-    spike_sigmas: float = _guards(
-        10.0, "how far: median + this many robust standard deviations", bound=POSITIVE
+        False,
+        "refuse finite steps whose loss or gradient norm lies ten robust standard"
+        " deviations above the accepted ones",
     )
     stop_on_divergence: bool = _guards(
         False,
@@ -181,16 +178,6 @@ class Tracking(Settings):
     use_tensorboard: bool = _trackers(False, "log to TensorBoard, below the run folder")
     run_name: str | None = _trackers(
         None, "name of the run in Weights & Biases (WANDB_NAME, else its folder's)"
-    )
-    sample_steps: int | None = _trackers(
-        None,
-        "steps between texts of student and teacher, and shares of multipliers at their bounds, in"
-        " the trackers",
-        bound=at_least(1),
-        need=Need(
-            lambda config: config.use_wandb or config.use_tensorboard,
-            "--use_wandb or --use_tensorboard",
-        ),
     )
 
 

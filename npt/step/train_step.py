@@ -93,7 +93,7 @@ class TrainStep:
             self.update,
             config.max_grad_norm,
             rates,
-            spikes=SpikeGuard(config.spike_sigmas) if config.skip_spikes else None,
+            spikes=SpikeGuard() if config.skip_spikes else None,
             processes=processes,
         )
         self.interrupted: Callable[[], int | None] = lambda: None

@@ -189,8 +189,7 @@ class Loop:
         c = self.config
         if step == c.max_steps:
             return True
-        shown = c.sample_steps if self.actions.show is not None else None
-        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, shown))
+        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
 
     def _safely(self, act: Callable[[], T]) -> T | None:
         """Do an act that may fail on this process alone, which then stops at the next commit."""
@@ -283,11 +282,9 @@ class Loop:
         since = time.perf_counter()
         self._safely(partial(self.divergence.after_step, self.steps, result.loss or 0.0))
         self._safely(self._evaluate_if_due)
-        if self.actions.show is not None and c.sample_steps and self.steps % c.sample_steps == 0:
-            self._safely(partial(self.actions.show, self.steps))
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-        # looking, evaluating, showing and saving is not training
+        # looking, evaluating and saving is not training
         self._metrics.since += time.perf_counter() - since
 
     def _change_strategy(self) -> None:
@@ -295,7 +292,7 @@ class Loop:
         self.divergence.forget_losses()
         strategy = self.config.strategy
         if self.step.window.spikes is not None:
-            self.step.window.spikes = SpikeGuard(self.config.spike_sigmas)
+            self.step.window.spikes = SpikeGuard()
         self.context.folder.event("stage", step=self.steps, strategy=strategy)
         self.context.say(f"step {self.steps}: {strategy} from here on")
 

@@ -17,8 +17,11 @@ from npt.step.train_step import TrainStep
 from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import RunContext, Window
 
+REFUSED_SHARE = 0.2
+"""A run stops when more of its micro-batches were refused."""
+
 SHARE_COUNTS_FROM = 50
-"""Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
+"""Micro-batches before the share counts: of fewer it says little."""
 
 DIAGNOSES = 5
 """Refusals of a run that are diagnosed; later ones have the same cause as a rule."""
@@ -68,13 +71,12 @@ class Refusals:
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None: `longest` run of bad ones of `micro_batches`."""
-        c = self._context.config
-        if longest >= c.max_consecutive_bad:
-            return f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})"
-        if micro_batches < SHARE_COUNTS_FROM or self.total <= c.max_refused_share * micro_batches:
+        most = self._context.config.max_consecutive_bad
+        if longest >= most:
+            return f"{longest} refusals in a row (--max_consecutive_bad {most})"
+        if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
             return None
-        share = f"{self.total} of {micro_batches} micro-batches refused"
-        return f"{share} (--max_refused_share {c.max_refused_share:g})"
+        return f"{self.total} of {micro_batches} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def report_epoch(self, epoch: int) -> None:
         """Report an epoch that has ended, if something was refused in it."""

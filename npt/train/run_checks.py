@@ -54,15 +54,6 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         )
 
 
-def check_samples_shown(config: TrainConfig) -> None:
-    """Refuse to show texts of a student whose base is shared among processes."""
-    if config.sample_steps is not None:
-        raise ConfigError(
-            f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it,"
-            " or --shard_base"
-        )
-
-
 def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -> NPTConfig:
     """Refuse a model that cannot be trained with these settings; return its adapters' form.
 
@@ -80,13 +71,10 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
             "a run does not record the updates that were consolidated into its base; call"
             " npt.unconsolidate first"
         )
-    if is_sharded(model):
-        if config.strategy != "local":
-            raise ConfigError(
-                f"--strategy {config.strategy} does not support a sharded base; use --strategy"
-                " local"
-            )
-        check_samples_shown(config)
+    if is_sharded(model) and config.strategy != "local":
+        raise ConfigError(
+            f"--strategy {config.strategy} does not support a sharded base; use --strategy local"
+        )
     check_trackers(config)
     check_length(data.max_length, model.config)
     return adapter

@@ -280,7 +280,6 @@ class Trainer:
             self.evaluate,
             lambda: saves.save(loop),
             lambda fidelity: saves.save_best(loop, fidelity),
-            writer.shows() if c.sample_steps else None,
             writer.looks(),
         )
         loop = Loop(context, step, total, actions)

@@ -294,7 +294,6 @@ BAD = {
     "a split that is none": (["--dataset_split", "foo"], ["foo", "train, heldout"]),
     "a configuration of the built-in text": (["--dataset_config", "x"], ["dataset_config", "x"]),
     "a seed beyond 31 bits": (["--seed", "99999999999999999999"], ["seed", "99999999999999999999"]),
-    "a share beyond 1": (["--max_refused_share", "2"], ["max_refused_share", "2"]),
     "a temperature without logits": (
         ["--logit_temperature", "2"],
         ["logit_temperature", "logit_kl_weight"],

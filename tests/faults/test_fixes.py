@@ -85,7 +85,6 @@ def failing(
                 save_steps=1,
                 log_steps=7,
                 max_consecutive_bad=1,
-                max_refused_share=0.0,
                 skip_spikes=True,
             ),
         ),

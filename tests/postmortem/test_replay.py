@@ -9,6 +9,7 @@ import math
 import random
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay
 from npt.postmortem.replay_batch import replay_batch
 from npt.runs.manifest import write_manifest
+from npt.step.spikes import SpikeGuard
 from npt.step.window_result import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
@@ -188,10 +190,9 @@ def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None
     assert found.count(fresh=True) == (FRESH, FRESH)
 
 
-def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder) -> None:
-    made = trainer(
-        tiny_folder, good(60), skip_spikes=True, spike_sigmas=1.5, gradient_accumulation_steps=2
-    )
+def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder, monkeypatch) -> None:
+    monkeypatch.setattr("npt.step.train_step.SpikeGuard", partial(SpikeGuard, 1.5))
+    made = trainer(tiny_folder, good(60), skip_spikes=True, gradient_accumulation_steps=2)
     found = replay(stop(made))
     assert places(found.bundle.refusals) == places(found.found) == [("spike", None)]
     # value and limit, digit by digit

@@ -90,13 +90,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "replayed samples mixed in, spikes refused": {
         "data": lambda: records(14),
         "replay": lambda: with_faults(records(12, seed=3)),
-        "settings": {
-            "num_epochs": 2,
-            "batch_size": 2,
-            "skip_spikes": True,
-            "spike_sigmas": 1.5,
-            "save_steps": 4,
-        },
+        "settings": {"num_epochs": 2, "batch_size": 2, "skip_spikes": True, "save_steps": 4},
     },
     "a stream that is read once, end to end": {
         "data": lambda: (record for record in records(12)),
@@ -140,6 +134,8 @@ def nothing(number: int, batch: Batch) -> None:
 @pytest.fixture(autouse=True)
 def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MINIMUM", 4)
+    early = functools.partial(spikes.SpikeGuard, 1.5)
+    monkeypatch.setattr("npt.step.train_step.SpikeGuard", early)
 
 
 # --- interrupted anywhere, taken up again
