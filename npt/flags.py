@@ -78,6 +78,7 @@ RETIRED = {
     "max_refused_share": "a run stops when more than a fifth of its micro-batches was refused",
     "spike_sigmas": "--skip_spikes refuses beyond ten robust standard deviations",
     "sample_steps": "npt generate --compare shows texts, the report multipliers at their bounds",
+    "rank_budget": "--adapter_rank is the mean of the ranks that a calibrated start gives out",
 }
 """Flags that do not exist, and what to use instead."""
 

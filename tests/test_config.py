@@ -40,7 +40,6 @@ BAD_VALUES = [
     (NPTConfig, {"ranks": (4, 1.5)}, "--ranks is (4, 1.5)"),
     (NPTConfig, {"ranks": "4,,5"}, "--ranks is '4,,5'; write whole numbers like 8,16,32"),
     (TrainConfig, {"calibration_tokens": 0}, "--calibration_tokens is 0"),
-    (TrainConfig, {"rank_budget": 0}, "--rank_budget is 0"),
     (
         NPTConfig,
         {"targets": "gate,side"},

@@ -46,7 +46,7 @@ _EMBEDDED: dict[str, dict[str, Any]] = {
     },
     "random": {"max_steps": 600},
 }
-_INSTEAD = {"adapter_rank": ("ranks", "rank_budget"), "max_steps": ("num_epochs", "num_samples")}
+_INSTEAD = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
 """By default, flags that say the same in another way."""
 
 
@@ -121,8 +121,8 @@ def with_defaults(
         form = {"targets"} - flags.keys()
         chosen |= {name: before[name] for name in form | chosen.keys() if name in before}
         return Chosen({**flags, **chosen})
-    wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
-    fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
+    solves = asked == AUTO and chosen.get("init") == "calibrated"
+    fallback = solves and "calibration_tokens" not in flags
     return Chosen({**flags, **chosen}, tuple(said), fallback)
 
 

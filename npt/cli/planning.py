@@ -118,8 +118,8 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     else:
         config = llama_config(parse_shape(name), data.max_length)
         config.dtype = torch.bfloat16
-    layers = check_fit(adapter, config, data.max_length)
-    check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
+    check_fit(adapter, config, data.max_length)
+    check_calibration(adapter)
     check_trainable(adapter, None, base.teacher_precision is not None)
     if given["measure"] and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here to --measure on")

@@ -54,9 +54,9 @@ def pretrain(given: dict[str, Any]) -> int:
     chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
     settings = _settings(base, chosen.given, any_base)
     training, start = settings.training, settings.start
-    if start is not None and (idle is not None or training.rank_budget is not None):
+    if start is not None and idle is not None:
         raise ConfigError(
-            f"--{idle or 'rank_budget'} is about a calibrated start, but --adapter {start} is the"
+            f"--{idle} is about a calibrated start, but --adapter {start} is the"
             " start; drop one of the two"
         )
     if idle is not None and settings.adapter.init != "calibrated":
@@ -192,9 +192,9 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     config = read_config(base.model_name)
     if base.teacher_precision is not None:
         check_teacher(base.model_name, config)
-    layers = check_fit(adapter, config, data.max_length)
+    check_fit(adapter, config, data.max_length)
     if not resumes and start is None:
-        check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
+        check_calibration(adapter)
     check_sources(data)
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)

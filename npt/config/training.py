@@ -32,12 +32,6 @@ class Calibration(Settings):
         "of init calibrated: tokens of the training data that the start is fitted to",
         bound=at_least(1),
     )
-    rank_budget: int | None = _start(
-        None,
-        "of init calibrated: ranks of all layers together, given to the layers that are worth most;"
-        " default adapter_rank for each layer",
-        bound=at_least(1),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

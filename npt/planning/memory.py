@@ -154,17 +154,13 @@ class Workload:
 
     @property
     def approximate(self) -> bool:
-        """A budget of ranks is still to be spent, by the calibration."""
-        budget = self.training.rank_budget is not None and self.adapter.ranks is None
-        return budget or self.adapter.spends_ranks
+        """The ranks are still to be given out, by the calibration."""
+        return self.adapter.spends_ranks
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Of each converted layer; of a budget to be spent an even share each, rounded up."""
-        budget, ranks = self.training.rank_budget, self.shape.converted(self.adapter)
-        if budget is None or self.adapter.ranks is not None:
-            return ranks
-        return dict.fromkeys(ranks, -(-budget // len(ranks)))
+        """Of each converted layer."""
+        return self.shape.converted(self.adapter)
 
     def plan(self, samples: int | None = None, evaluated: int | None = None) -> MemoryPlan:
         """Return the memory of the run, by default with all samples of a micro-batch at once, and

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, at_random_start, set_adapters
-from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name, repeats_exactly
 from npt.base.identity import BaseIdentity
 from npt.base.load import COMPUTE
@@ -98,9 +98,8 @@ class RunSetup:
         # before an exchange that only some settings bring: it would be paired with another one
         self.processes.agree(self._shared_settings())
         self.resumed = self._find_resumed()
-        if self.checkpoint is None and (at_random_start(self.model) or config.rank_budget):
-            layers, width = len(npt_layers(self.model)), self.model.config.hidden_size
-            check_calibration(self.adapter_config, config.rank_budget, layers, width)
+        if self.checkpoint is None and at_random_start(self.model):
+            check_calibration(self.adapter_config)
         self.folder_path = Path(self.processes.first(lambda: str(self._choose_folder())))
         self.changed: Mapping[str, tuple[Any, Any]] = {}
         if self.checkpoint is not None:

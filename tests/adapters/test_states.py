@@ -92,7 +92,7 @@ def test_calibrating_inside_a_context_leaves_it_as_it_was(load_model, tokenizer)
         for number in range(40)
     ]
     with npt.adapters_disabled(model):
-        npt.calibrate(model, tokenizer, texts, tokens=600, rank_budget=6)
+        npt.calibrate(model, tokenizer, texts, tokens=600)
     assert state(model) == before
 
 

@@ -252,14 +252,6 @@ BAD = {
         ["--calibration_tokens", "700", "--init", "random"],
         ["calibration_tokens", "700", "--init calibrated"],
     ),
-    "a budget without a calibrated start": (
-        ["--rank_budget", "40"],
-        ["rank_budget", "40", "--init calibrated"],
-    ),
-    "a budget that starves a layer": (
-        ["--init", "calibrated", "--rank_budget", "3"],
-        ["rank_budget", "3", "4 converted layers"],
-    ),
     "ranks of other layers": (["--ranks", "4,5"], ["--ranks has 2 ranks (4,5)", "4 layers"]),
     "ranks that are none": (["--ranks", "4,x"], ["ranks", "4,x"]),
     "a rank of its own beyond D": (["--ranks", "4,4,4,193"], ["ranks", "193", "192"]),

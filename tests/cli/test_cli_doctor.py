@@ -212,19 +212,13 @@ def test_the_embedded_model_is_planned_by_its_name(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
 
 
-def test_a_budget_of_ranks_is_planned_and_said_to_be_approximate(
+def test_ranks_that_the_start_gives_out_are_said_to_be_approximate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calibrated = ["--layers", "1,3,4", "--init", "calibrated"]
-    small, large = (
-        plan_of(capsys, *calibrated, "--rank_budget", budget) for budget in ("9", "100")
-    )
-    assert (small["ranks"], large["ranks"]) == ([3, 3, 3], [34, 34, 34])
-    assert (
-        small["ranks_are_approximate"]
-        and small["memory"]["peak_bytes"] < large["memory"]["peak_bytes"]
-    )
-    assert main([*PLAN, *calibrated, "--rank_budget", "9"]) == 0
+    calibrated = ["--layers", "1,3,4", "--init", "calibrated", "--adapter_rank", "3"]
+    plan = plan_of(capsys, *calibrated)
+    assert plan["ranks"] == [3, 3, 3] and plan["ranks_are_approximate"]
+    assert main([*PLAN, *calibrated]) == 0
     assert "ranks are planned as if they were even" in capsys.readouterr().out
 
 
@@ -299,14 +293,6 @@ BAD_PLANS = {
     "a safe mode that is none": (
         ["--plan", "--safe_mode", "--modulation", "multiplicative"],
         ["--safe_mode", "multiplicative"],
-    ),
-    "a budget that nothing spends": (
-        ["--plan", "--rank_budget", "20"],
-        ["--rank_budget", "--init calibrated"],
-    ),
-    "a budget that is too small": (
-        ["--plan", "--init", "calibrated", "--layers", "all", "--rank_budget", "2"],
-        ["--rank_budget is 2"],
     ),
     "a shape beyond all bounds": (
         ["--plan", "--shape", f"64,160,{10**30},4,2,500"],

@@ -56,8 +56,8 @@ def check_design(design: Design) -> None:
                 check_source(s.data)
                 seen.add(s.data)
             config = read_config(s.base.model_name)
-            layers = check_fit(s.adapter, config, s.data.max_length)
-            check_calibration(s.adapter, None, len(layers), config.hidden_size)
+            check_fit(s.adapter, config, s.data.max_length)
+            check_calibration(s.adapter)
             check_trainable(s.adapter, s.data, s.base.teacher_precision is not None)
         except NPTError as error:
             place = trial.places[0]

@@ -69,7 +69,7 @@ LEFT_OUT = {
         ("rank_timeout", "a study's run is one process"),
         ("use_wandb", "the record of a study's runs is its table"),
         ("share_embeddings", "it does nothing"),
-        ("ranks rank_budget", "a study's runs have one rank for all layers"),
+        ("ranks", "a study's runs have one rank for all layers"),
         ("seed", "write seeds: [0, 1] instead"),
     )
     for name in names.split()
