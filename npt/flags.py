@@ -79,6 +79,11 @@ RETIRED = {
     "spike_sigmas": "--skip_spikes refuses beyond ten robust standard deviations",
     "sample_steps": "npt generate --compare shows texts, the report multipliers at their bounds",
     "rank_budget": "--adapter_rank is the mean of the ranks that a calibrated start gives out",
+    "init_std_a": "A starts with standard deviation 0.02",
+    "init_std_b": "B starts with standard deviation 0.001",
+    "init_std_m": "M starts at 0",
+    "init_a": "A starts normal, with standard deviation 0.02",
+    "padding_side": "rows are padded on the right; the side changes nothing",
 }
 """Flags that do not exist, and what to use instead."""
 

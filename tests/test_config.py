@@ -17,7 +17,7 @@ DOCUMENTED = set(
     model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
     use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings
     strategy loss dataset_name dataset_config dataset_split text_column prompt_column
-    completion_column streaming num_samples max_length packing padding_side replay_dataset
+    completion_column streaming num_samples max_length packing replay_dataset
     replay_ratio dataset_mix hidden_weight batch_size gradient_accumulation_steps learning_rate
     weight_decay regularization_lambda num_epochs max_steps warmup_steps scheduler_type
     max_grad_norm max_consecutive_bad seed output_dir log_steps eval_steps save_steps
@@ -71,17 +71,11 @@ BAD_VALUES = [
         (NPTConfig, {"additive_scale": v}, f"--additive_scale is {v}; it must be a positive number")
         for v in (0.0, -0.1, NAN, INF)
     ],
-    *[
-        (NPTConfig, {n: v}, f"--{n} is {v}; it must be a finite")
-        for n in ("init_std_a", "init_std_b", "init_std_m")
-        for v in (-0.1, NAN, INF)
-    ],
     (
         NPTConfig,
         {"mult_form": "tanh"},
         "--mult_form is 'tanh'; choose from sigmoid, half_sigmoid, one_plus_tanh, unbounded",
     ),
-    (NPTConfig, {"init_a": "xavier"}, "--init_a is 'xavier'; choose from normal, kaiming"),
     (
         NPTConfig,
         {"mult_form": "unbounded", "modulation": "additive"},
@@ -89,23 +83,8 @@ BAD_VALUES = [
     ),
     (
         NPTConfig,
-        {"init_std_m": 0.1, "modulation": "additive"},
-        "--init_std_m 0.1 means nothing without --modulation both",
-    ),
-    (
-        NPTConfig,
         {"mult_form": "one_plus_tanh", "mult_bound": 0.3},
         "--mult_bound 0.3 means nothing without --mult_form sigmoid",
-    ),
-    (
-        NPTConfig,
-        {"init_a": "kaiming", "init_std_a": 0.1},
-        "--init_std_a 0.1 means nothing without --init_a normal",
-    ),
-    (
-        NPTConfig,
-        {"residual": "keep", "init_std_m": 0.1},
-        "--residual keep starts equal to its base",
     ),
     (
         NPTConfig,
@@ -134,7 +113,6 @@ BAD_VALUES = [
         )
         for v in (0, -1)
     ],
-    (DataConfig, {"padding_side": "both"}, "--padding_side is 'both'; choose from right, left"),
     (
         DataConfig,
         {"completion_column": "a"},
@@ -481,7 +459,7 @@ def test_quantisation_is_a_switch_and_a_code():
 
 
 def test_settings_at_their_bounds_are_accepted():
-    NPTConfig(rank=1, mult_bound=1e-6, additive_scale=1e-9, init_std_a=0.0, init_std_b=0.0)
+    NPTConfig(rank=1, mult_bound=1e-6, additive_scale=1e-9)
     DataConfig(max_length=2, num_samples=1)
     TrainConfig(
         warmup_steps=0,

@@ -29,7 +29,7 @@ from faults.check import (
 from faults.transient_faults import scaled
 from npt.adapters.attach import detach
 from npt.adapters.converted import adapters_disabled
-from npt.adapters.layer import NPTAdapter
+from npt.adapters.layer import STD_A, STD_B, NPTAdapter
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import audit_precision
 from npt.config import STREAM
@@ -116,14 +116,14 @@ def start(base: Base) -> str:
         raise Wrong("M is not 0 at the start")
     said = []
     good = True
-    std_b = 0.0 if config.residual == "keep" else config.init_std_b
+    std_b = 0.0 if config.residual == "keep" else STD_B
     # next to the stream the products start unchanged
     drawn = [STREAM] if STREAM in config.targets else list(config.targets)
     others = [b for x in adapters for target, b in x.B.items() if target not in drawn]
     if any(bool(weight.any()) for weight in others):
         raise Wrong("B of the products is not 0 at the start, next to that of the stream")
     groups = {
-        "A": (config.init_std_a, [adapter.A for adapter in adapters]),
+        "A": (STD_A, [adapter.A for adapter in adapters]),
         "B": (std_b, [adapter.B[target] for adapter in adapters for target in drawn]),
     }
     for name, (std, tensors) in groups.items():

@@ -33,7 +33,7 @@ _NEAR: dict[str, Any] = {
 }
 """Of a student that is near its teacher from the first step on. Larger rates lose the start, and at
 this rate M and B of the products lose it as well (docs/results/real-model.md)."""
-_OF_PRODUCTS = {"mult_bound", "mult_form", "init_std_m"}
+_OF_PRODUCTS = {"mult_bound", "mult_form"}
 """Flags that the stream alone would leave without effect, as it would --modulation."""
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
@@ -159,9 +159,6 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
     targets = words(flags.get("targets", STREAM))
     if STREAM not in targets:
         return f"--targets {','.join(targets)}, without stream"
-    for name in ("init_std_a", "init_std_b", "init_std_m", "init_a"):
-        if name in flags:
-            return f"--{name}, which is of a random start"
     return None
 
 

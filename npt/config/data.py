@@ -53,7 +53,6 @@ class DataConfig(Settings):
         False,
         "put short documents side by side into rows of max_length, attention kept inside each",
     )
-    padding_side: str = _rows("right", "side on which rows are padded", choices=("right", "left"))
     replay_dataset: str | None = _data(None, "second data set, mixed in against forgetting")
     replay_ratio: float | None = _data(
         None,

@@ -190,7 +190,6 @@ class RunData:
         loader = Loader(
             samples,
             config.batch_size,
-            side=setup.data_config.padding_side,
             epochs=config.num_epochs,
             endless=config.max_steps is not None,
             others=[

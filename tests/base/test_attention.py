@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from simulated_cuda import simulated_cuda, to_cuda
+from students import enlarge
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -301,7 +302,8 @@ def test_a_strategy_on_a_simulated_device_has_the_cpus_gradients(
     kernel, load_model, strategy, form
 ) -> None:
     model = load_model()
-    npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, init_std_a=0.3, init_std_b=0.3))
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+    enlarge(model, a=15, b=300)
     given = rows(form)
     config = npt.TrainConfig(strategy=strategy)
     model.config._attn_implementation = "sdpa"
@@ -325,6 +327,7 @@ def test_only_the_repeated_heads_reach_a_kernel_of_linear_memory(load_model, nam
     """Gradients go through torch's own kernel if it tells of none whose splits can be set."""
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+    enlarge(model, a=15, b=300)
     model.config._attn_implementation = name
     with simulated_cuda() as simulation:
         drive(
@@ -383,7 +386,8 @@ def test_eager_attention_computes_the_same(load_model) -> None:
     found = []
     for name in ("sdpa", "eager"):
         model = load_model(attn_implementation=name)
-        npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, init_std_a=0.3, init_std_b=0.3))
+        npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+        enlarge(model, a=15, b=300)
         sums = drive(model, batch, npt.TrainConfig(strategy="end_to_end"))
         found.append(
             torch.stack([sums.loss, *(p.grad.norm() for p in adapter_parameters(model).values())])

@@ -484,8 +484,6 @@ def test_packed_prompts_and_replayed_text_are_trained_and_measured(
     folder = tmp_path / "run"
     mixed = [
         "--packing",
-        "--padding_side",
-        "left",
         "--replay_dataset",
         "builtin",
         "--replay_ratio",

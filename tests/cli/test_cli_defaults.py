@@ -57,7 +57,6 @@ class TestStart:
             ({"residual": "keep"}, "--residual keep"),
             ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
             ({"targets": "gate,up"}, "--targets gate,up, without stream"),
-            ({"init_a": "kaiming"}, "--init_a"),
         ],
         ids=str,
     )

@@ -90,9 +90,7 @@ def failing(
         ),
         (
             None,
-            NPTConfig(
-                rank=4, layers="2", modulation="multiplicative", init_std_a=1.0, init_std_b=0.0
-            ),
+            NPTConfig(rank=4, layers="2", modulation="multiplicative"),
             TrainConfig(max_grad_norm=1e3),
         ),
     ],
@@ -548,12 +546,10 @@ def test_a_mask_without_rows_cannot_be_checked_and_counts_as_failed(monkeypatch,
     )
 
 
-def test_adapters_that_cannot_learn_are_not_waved_through(load_model) -> None:
-    dead = Base(
-        load_model("nf4"),
-        NPTConfig(rank=4, layers="1", init_std_a=0.0, init_std_b=0.0),
-        TrainConfig(),
-    )
+def test_adapters_that_cannot_learn_are_not_waved_through(load_model, monkeypatch) -> None:
+    monkeypatch.setattr("npt.adapters.layer.STD_A", 0.0)
+    monkeypatch.setattr("npt.adapters.layer.STD_B", 0.0)
+    dead = Base(load_model("nf4"), NPTConfig(rank=4, layers="1"), TrainConfig())
     bad, said = failing(
         dead,
         [

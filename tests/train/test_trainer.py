@@ -907,7 +907,7 @@ def test_a_run_on_the_logits_alone_reports_no_hidden_states(build, real_reports)
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
     results = {}
     for packing in (False, True):
-        options = {"packing": packing, "padding_side": "left"}
+        options = {"packing": packing}
         trainer = build(
             texts(24),
             folder=f"run-{packing}",

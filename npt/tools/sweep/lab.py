@@ -119,10 +119,8 @@ class Lab:
         assert training.max_steps is not None
         size, k = training.batch_size, training.gradient_accumulation_steps
         samples = self._samples(base, settings, training.max_steps * k * size)
-        side = settings.data.padding_side
         batches = [
-            replace(collate(samples[i : i + size], side=side), offset=i)
-            for i in range(0, len(samples), size)
+            replace(collate(samples[i : i + size]), offset=i) for i in range(0, len(samples), size)
         ]
         return [batches[i : i + k] for i in range(0, len(batches), k)]
 

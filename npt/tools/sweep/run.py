@@ -226,7 +226,7 @@ class _Student:
         """Measure the student on held-out samples."""
         samples, _ = self.lab.heldout(self.base, self.settings)
         first = samples[: self.settings.training.batch_size]
-        batch = collate(first, side=self.settings.data.padding_side)
+        batch = collate(first)
         return inspect_student(self.model, batch.to(self.model.device))
 
     def fidelity(self) -> Row:
