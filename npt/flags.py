@@ -84,6 +84,7 @@ RETIRED = {
     "init_std_m": "M starts at 0",
     "init_a": "A starts normal, with standard deviation 0.02",
     "padding_side": "rows are padded on the right; the side changes nothing",
+    "dataset_mix": "--replay_dataset mixes in a second data set; write more of them into one file",
 }
 """Flags that do not exist, and what to use instead."""
 

@@ -18,7 +18,7 @@ DOCUMENTED = set(
     use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings
     strategy loss dataset_name dataset_config dataset_split text_column prompt_column
     completion_column streaming num_samples max_length packing replay_dataset
-    replay_ratio dataset_mix hidden_weight batch_size gradient_accumulation_steps learning_rate
+    replay_ratio hidden_weight batch_size gradient_accumulation_steps learning_rate
     weight_decay regularization_lambda num_epochs max_steps warmup_steps scheduler_type
     max_grad_norm max_consecutive_bad seed output_dir log_steps eval_steps save_steps
     save_total_limit resume use_wandb use_tensorboard run_name smoke_test trace_steps
@@ -122,57 +122,6 @@ BAD_VALUES = [
         DataConfig,
         {"prompt_column": "a", "completion_column": "a"},
         "--prompt_column and --completion_column are both 'a'; they are two",
-    ),
-    *[
-        (
-            DataConfig,
-            {"dataset_mix": f"a:1,b:{v}"},
-            f"--dataset_mix gives 'b' the weight {v}; weights are finite numbers above 0",
-        )
-        for v in (0, -0.5, NAN, INF)
-    ],
-    (
-        DataConfig,
-        {"dataset_mix": "a,b:1"},
-        "--dataset_mix names 'a' without a weight; write sources with weights, like a.jsonl:0.7",
-    ),
-    (DataConfig, {"dataset_mix": ""}, "--dataset_mix names '' without a weight"),
-    (DataConfig, {"dataset_mix": "a:1,b:2,"}, "--dataset_mix names '' without a weight"),
-    (
-        DataConfig,
-        {"dataset_mix": r"C:\data\x.txt,b:1"},
-        r"--dataset_mix gives 'C' the weight '\\data\\x.txt', which is no number",
-    ),
-    (
-        DataConfig,
-        {"dataset_mix": "a:1,b:"},
-        "--dataset_mix gives 'b' the weight '', which is no number",
-    ),
-    (DataConfig, {"dataset_mix": "a:1,a:2"}, "--dataset_mix names 'a' twice; add its weights up"),
-    (
-        DataConfig,
-        {"dataset_mix": "a:1"},
-        "--dataset_mix names one source, 'a'; use --dataset_name, or add another",
-    ),
-    (
-        DataConfig,
-        {"dataset_mix": "a:1,b:1e9"},
-        "--dataset_mix gives 'a' a share of 1e-09; 1e-06 is the least, leave it out",
-    ),
-    (
-        DataConfig,
-        {"dataset_mix": "a:1,b:1", "dataset_name": "c"},
-        "--dataset_mix does not go with --dataset_name c; name the source",
-    ),
-    (
-        DataConfig,
-        {"dataset_mix": "a:1,b:1", "dataset_config": "c"},
-        "--dataset_mix does not go with --dataset_config c; write it after",
-    ),
-    (
-        DataConfig,
-        {"dataset_mix": "a:1,b:1", "replay_dataset": "c"},
-        "--dataset_mix does not go with --replay_dataset c; name it in",
     ),
     *[
         (

@@ -14,7 +14,6 @@ from typing import Any
 
 from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.config.texts import words
-from npt.errors import ConfigError
 from npt.flags import read_yaml, shown_default
 from npt.presets import presets
 from npt.train.sources import DATASETS, named
@@ -63,18 +62,13 @@ class Chosen:
 
 def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the flags over the settings of the file in --config, if any, without those that are
-    ignored. A data set replaces the file's mixture, and the other way round.
+    ignored.
     """
     if "config" not in given:
         return dict(given)
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
     written = read_yaml(given["config"], SETTINGS, extra)
-    lost = set(ignored)
-    if "dataset_mix" in given:
-        lost.add("dataset_name")
-    if "dataset_name" in given:
-        lost.add("dataset_mix")
-    return {**{name: value for name, value in written.items() if name not in lost}, **given}
+    return {**{name: value for name, value in written.items() if name not in ignored}, **given}
 
 
 def with_defaults(
@@ -163,26 +157,18 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
 
 
 def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
-    return flags.get("dataset_mix") is None and flags.get("dataset_name", BUILTIN) == BUILTIN
+    return flags.get("dataset_name", BUILTIN) == BUILTIN
 
 
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
     """Return the flags with a data set: short names written out; if none is named, the embedded
     text for the embedded model alone.
-
-    Raises:
-        ConfigError: a data set and a mixture.
     """
-    name, mixed = given.get("dataset_name"), given.get("dataset_mix")
-    if name is not None and mixed is not None:
-        raise ConfigError(
-            f"--dataset_name is {name} and --dataset_mix {mixed}; name that data set in the"
-            " mixture, or drop one of the two"
-        )
+    name = given.get("dataset_name")
     short = None if name is None else named(name)
     if short is not None:
         return Chosen({**short, **{f: v for f, v in given.items() if f != "dataset_name"}})
-    if name is not None or mixed is not None or model_name == EMBEDDED:
+    if name is not None or model_name == EMBEDDED:
         return Chosen(dict(given))
     web_text = DATASETS["slimpajama"]
     said = (

@@ -39,7 +39,7 @@ from npt.step.schedule import kind_of_run
 from npt.step.splitting import MicroBatchSplitter
 from npt.train.run_checks import check_model, check_window, teacher_record
 
-MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
+MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset")
 """Settings in which the processes of a run may differ: paths on their machines."""
 
 
@@ -198,7 +198,6 @@ class RunSetup:
                 "a base of hash": base.strict,
                 "adapters of hash": adapters,
                 **facts,
-                "shares of a mixture": [share for _, share in self.data_config.mix],
                 "a checkpoint of step": None if self.checkpoint is None else self.checkpoint.step,
                 "a device of kind": self.device.type,
                 **{f"version of {name}": version for name, version in versions().items()},

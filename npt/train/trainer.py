@@ -38,7 +38,6 @@ from npt.train.run_data import RunData
 from npt.train.run_evaluation import RunEvaluator
 from npt.train.run_setup import RunOptions, RunSetup
 from npt.train.run_writer import RunWriter
-from npt.train.sources import mixture_line
 
 
 @dataclass(frozen=True)
@@ -219,8 +218,6 @@ class Trainer:
         note = self.memory.note()
         if note is not None:
             setup.say(note)
-        if setup.data_config.dataset_mix is not None:
-            setup.say(mixture_line(setup.data_config))
         setup.say(self.data.note())
         self.initial = self.evaluate() if resumed is None else resumed.initial
         self.record = run_record(setup, self.data, self.base) | {

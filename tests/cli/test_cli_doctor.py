@@ -317,3 +317,13 @@ def test_the_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "doctor" in capsys.readouterr().out
+
+
+def test_replayed_data_are_read_by_columns_of_their_own(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, first, second in (("q.jsonl", "q", "a"), ("x.jsonl", "id", "text")):
+        rows = ({first: f"ab{i}", second: f"cd{i}"} for i in range(9))
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = ["--prompt_column", "q", "--completion_column", "a", "--replay_dataset", "x.jsonl"]
+    assert main(["doctor", "--data", "q.jsonl", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replay"]["records"] == 9

@@ -53,7 +53,7 @@ LEFT_OUT = {
     for names, why in (
         ("device_map shard_base", "a study's base lies on one device of one process"),
         (
-            "dataset_mix replay_dataset replay_ratio streaming",
+            "replay_dataset replay_ratio streaming",
             "a study's runs read the beginning of one data set",
         ),
         (
