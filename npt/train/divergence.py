@@ -61,7 +61,7 @@ class Divergence:
         """Continue from what `state` returned; checkpoints of earlier versions say nothing."""
         self._first = list(state.get("first_losses", []))
 
-    def begin_stage(self) -> None:
+    def forget_losses(self) -> None:
         """Forget the losses: another strategy has others."""
         self._first, self._last = [], deque(maxlen=FEW)
         self._causes.pop("loss", None)

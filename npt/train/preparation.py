@@ -63,7 +63,6 @@ class Preparation:
                 setup.tokenizer,
                 self._data.start_samples,
                 config.calibration_tokens,
-                rank_budget=config.rank_budget,
                 batch_size=splitter.samples,
                 seed=config.seed,
                 console=setup.console,

@@ -7,13 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from npt.adapters.consolidate import consolidated
-from npt.adapters.converted import (
-    adapter_parameters,
-    attached_config,
-    is_attached,
-    is_sharded,
-    npt_layers,
-)
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached, is_sharded
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name
 from npt.base.identity import base_hash
@@ -21,7 +15,6 @@ from npt.base.load import COMPUTE
 from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.source import OWN_HELDOUT
-from npt.distill.hidden_losses import layer_weights
 from npt.distill.step import check_unfrozen
 from npt.errors import ConfigError, DataError
 from npt.guard.update import EXACT
@@ -61,15 +54,6 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         )
 
 
-def check_samples_shown(config: TrainConfig) -> None:
-    """Refuse to show texts of a student whose base is shared among processes."""
-    if config.sample_steps is not None:
-        raise ConfigError(
-            f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it,"
-            " or --shard_base"
-        )
-
-
 def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -> NPTConfig:
     """Refuse a model that cannot be trained with these settings; return its adapters' form.
 
@@ -87,16 +71,12 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
             "a run does not record the updates that were consolidated into its base; call"
             " npt.unconsolidate first"
         )
-    if is_sharded(model):
-        others = [name for name, _ in config.stage_shares if name != "local"]
-        if others:
-            raise ConfigError(
-                f"--strategy {others[0]} does not support a sharded base; use --strategy local"
-            )
-        check_samples_shown(config)
+    if is_sharded(model) and config.strategy != "local":
+        raise ConfigError(
+            f"--strategy {config.strategy} does not support a sharded base; use --strategy local"
+        )
     check_trackers(config)
     check_length(data.max_length, model.config)
-    layer_weights(config, len(npt_layers(model)))  # a list has one weight per layer
     return adapter
 
 

@@ -119,8 +119,7 @@ class RunData:
                 warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if counts.unused:
                 self._setup.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
-            mixed = self._setup.data_config.dataset_mix is not None
-            if begun_again and (mixed or self._setup.config.max_steps is not None):
+            if begun_again and self._setup.config.max_steps is not None:
                 self._setup.say(f"{label}: came to its end and was begun again {begun_again} times")
 
     def count_steps(self, begun: int = 0) -> int | None:
@@ -190,7 +189,6 @@ class RunData:
         loader = Loader(
             samples,
             config.batch_size,
-            side=setup.data_config.padding_side,
             epochs=config.num_epochs,
             endless=config.max_steps is not None,
             others=[
@@ -204,8 +202,7 @@ class RunData:
 
     def _identify(self) -> dict[str, Any]:
         """Return fingerprints of the data; refuse a resumed run other data than it had."""
-        mixed = self._setup.data_config.dataset_mix is not None
-        identity = {} if mixed else {REPLAY: data_fingerprint(None)}
+        identity = {REPLAY: data_fingerprint(None)}
         identity |= {source.label: data_fingerprint(source.records) for source in self.sources}
         checkpoint = self._setup.checkpoint
         if checkpoint is not None:
@@ -220,8 +217,7 @@ class RunData:
             return position, self.count_steps(position.begun)
         if makes_start(setup.model):
             # Replayed data are there against forgetting; the start need not fit them.
-            mixed = setup.data_config.dataset_mix is not None
-            loader = self._make_loader(self.sources if mixed else self.sources[:1])
+            loader = self._make_loader(self.sources[:1])
             self.start_samples, after = _first_samples(
                 loader, setup.config.calibration_tokens, setup.model.config.vocab_size
             )

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, at_random_start, set_adapters
-from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name, repeats_exactly
 from npt.base.identity import BaseIdentity
 from npt.base.load import COMPUTE
@@ -39,7 +39,7 @@ from npt.runs.trackers import Trackers
 from npt.train.run_checks import check_model, check_window, teacher_record
 from npt.versions import versions
 
-MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
+MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset")
 """Settings in which the processes of a run may differ: paths on their machines."""
 
 
@@ -98,9 +98,8 @@ class RunSetup:
         # before an exchange that only some settings bring: it would be paired with another one
         self.processes.agree(self._shared_settings())
         self.resumed = self._find_resumed()
-        if self.checkpoint is None and (at_random_start(self.model) or config.rank_budget):
-            layers, width = len(npt_layers(self.model)), self.model.config.hidden_size
-            check_calibration(self.adapter_config, config.rank_budget, layers, width)
+        if self.checkpoint is None and at_random_start(self.model):
+            check_calibration(self.adapter_config)
         self.folder_path = Path(self.processes.first(lambda: str(self._choose_folder())))
         self.changed: Mapping[str, tuple[Any, Any]] = {}
         if self.checkpoint is not None:
@@ -153,7 +152,7 @@ class RunSetup:
     @property
     def deterministic(self) -> bool:
         """True if every step gives the same bits again, backward of attention included."""
-        return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
+        return self.config.strategy != "end_to_end" or repeats_exactly(self.model)
 
     def say(self, line: str) -> None:
         """Print a line on the main process."""
@@ -199,7 +198,6 @@ class RunSetup:
                 "a base of hash": base.strict,
                 "adapters of hash": adapters,
                 **facts,
-                "shares of a mixture": [share for _, share in self.data_config.mix],
                 "a checkpoint of step": None if self.checkpoint is None else self.checkpoint.step,
                 "a device of kind": self.device.type,
                 **{f"version of {name}": version for name, version in versions().items()},

@@ -23,7 +23,7 @@ from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
 from npt.runs.resume import plain_settings
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
-from npt.runs.trackers import Trackers, known_run, undisturbed
+from npt.runs.trackers import Trackers, known_run
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
@@ -31,7 +31,6 @@ from npt.train.memory_fit import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_report import write_report
 from npt.train.run_setup import RunSetup
-from npt.train.tracker_samples import sample_texts
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
@@ -246,32 +245,6 @@ class RunWriter:
         if not (self._setup.processes.main and self._setup.adapter_config.multiplicative):
             return None
         return partial(self._modulation, 1)
-
-    def shows(self) -> Callable[[int], None]:
-        """Return a function that logs texts and multipliers of the student at a step."""
-
-        def show(step: int) -> None:
-            if not self._trackers.active:
-                return
-            try:
-                # the loop looks at the signal itself
-                with undisturbed(), contextlib.suppress(StoppedError):
-                    layers = self._modulation(MODULATION_SAMPLES).layers
-                    self._trackers.log(
-                        {
-                            f"modulation/layers.{index}.{target}.saturated": found.saturated
-                            for index, layer in layers.items()
-                            for target, found in layer.targets.items()
-                        },
-                        step,
-                    )
-                    self._trackers.texts(sample_texts(self._setup, self._data.eval_samples), step)
-            except Exception as error:  # an observer must not end the run that it looks at
-                message = f"{type(error).__name__}: {error}"
-                said = f"no texts and multipliers for the trackers at step {step}: {message}"
-                self.warn(said[:500])
-
-        return show
 
     def end_trackers(self, status: int, record: Mapping[str, Any]) -> None:
         """Close the trackers. They may wait for a network; a signal does not wait for them."""

@@ -1,4 +1,4 @@
-"""The sources of a run: one data set, one with another mixed in against forgetting, or a mixture.
+"""The sources of a run: one data set, or one with another mixed in against forgetting.
 
 The end of the first source is an epoch's end; the others are repeated. Which source a sample is of
 is drawn from the seed and the sample's number (npt/data/loader.py).
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from npt.config import DataConfig
 from npt.data.content import filled
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
-from npt.errors import ConfigError, DataError
+from npt.errors import DataError
 
 if TYPE_CHECKING:
     from npt.data.batch import Sample
     from npt.data.samples import Samples
 
 FIRST, REPLAY = "data", "replay data"
-"""The sources of a run without a mixture, as messages name them."""
+"""The sources of a run, as messages name them."""
 
 DATASETS: dict[str, dict[str, Any]] = {
     "slimpajama": {"dataset_name": "cerebras/SlimPajama-627B", "streaming": True},
@@ -61,11 +61,6 @@ def named(name: str) -> dict[str, Any] | None:
 def sources_of(config: DataConfig) -> tuple[Source, ...]:
     """Return the sources that settings name, unopened. The end of the first is an epoch's end; the
     others are repeated."""
-    if config.dataset_mix is not None:
-        return tuple(
-            Source(name, share, _in_mixture(config, name, number))
-            for number, (name, share) in enumerate(config.mix)
-        )
     plain, other = replace(config, replay_dataset=None, replay_ratio=None), config.replay_dataset
     if other is None:
         return (Source(FIRST, 1.0, plain),)
@@ -81,28 +76,10 @@ def sources_of(config: DataConfig) -> tuple[Source, ...]:
     return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second, evaluated=False)
 
 
-def _in_mixture(config: DataConfig, name: str, number: int) -> DataConfig:
-    """Return how a source of a mixture is read. A hub name may carry a configuration."""
-    one = replace(config, dataset_mix=None, num_samples=config.num_samples if number == 0 else None)
-    short = named(name)
-    if short is not None:
-        return replace(one, **{**short, "streaming": one.streaming or "streaming" in short})
-    if name in READERS or is_local(name):
-        return replace(one, dataset_name=name, dataset_split="train")
-    hub, _, configuration = name.partition(":")
-    return replace(one, dataset_name=hub, dataset_config=configuration or None)
-
-
 def check_sources(config: DataConfig) -> None:
-    """Check every source as `check_source` does, and that one of a mixture has the split."""
-    found = [source.config for source in sources_of(config)]
-    for one in found:
-        check_source(one)
-    if config.dataset_split != "train" and all(one.dataset_split == "train" for one in found):
-        raise DataError(
-            f"--dataset_split {config.dataset_split} is for hub data sets, and there is none in"
-            " --dataset_mix; drop it"
-        )
+    """Check every source as `check_source` does."""
+    for source in sources_of(config):
+        check_source(source.config)
 
 
 def open_sources(
@@ -116,12 +93,6 @@ def open_sources(
         config: names them, and how they are read.
         data, replay_data: records to take instead.
     """
-    mixed = config.dataset_mix is not None
-    if mixed and (data is not None or replay_data is not None):
-        raise ConfigError(
-            f"--dataset_mix is {config.dataset_mix!r}, but records were given as well; drop one of"
-            " the two"
-        )
     if replay_data is not None and config.replay_dataset is None:
         config = replace(config, replay_dataset=REPLAY)  # a label only: it is not opened
     given, found = {FIRST: data, REPLAY: replay_data}, []
@@ -133,13 +104,8 @@ def open_sources(
         elif iter(records) is records and not (source.label == FIRST and config.streaming):
             records = list(records)  # a generator can be read once only
         found.append(replace(source, records=records, own=own))
-    fitted = [
-        replace(s, config=fitting_columns(s.config, s.records)) if mixed or number else s
-        for number, s in enumerate(found)
-    ]
-    # a column that no source has stays, and the first record is refused for it
-    lost = all(source.config.prompt_column is None for source in fitted)
-    return found if lost and config.prompt_column is not None else fitted
+    first, *others = found
+    return [first, *(replace(s, config=fitting_columns(s.config, s.records)) for s in others)]
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
@@ -207,16 +173,6 @@ def evaluation_of(
         labels += [source.label] * len(found)
         held.append(heldout)
     return samples, labels, held
-
-
-def mixture_line(config: DataConfig) -> str:
-    """Return a mixture in words."""
-    shares = ", ".join(f"{name} {share:.3g}" for name, share in config.mix)
-    first = config.mix[0][0]
-    return (
-        f"--dataset_mix: shares of the samples {shares} (they sum to 1); an epoch ends with"
-        f" {first}, the others begin again where they end"
-    )
 
 
 def per_source(labels: Iterable[str]) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from npt.adapters.converted import npt_layers
 from npt.distill.local import REPORTED
-from npt.distill.stages import Stage, stage_at
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
@@ -24,8 +22,8 @@ class StepMetrics:
     logged_tokens: up to that line.
     """
 
-    def __init__(self, context: RunContext, stages: Sequence[Stage]):
-        self._processes, self._stages = context.processes, stages
+    def __init__(self, context: RunContext):
+        self._processes, self._config = context.processes, context.config
         self._layers = [index for index, _ in npt_layers(context.model)]
         self.since, self.logged_tokens = time.perf_counter(), 0
 
@@ -39,8 +37,7 @@ class StepMetrics:
             steps, tokens: of the run, including this step.
             refusals: of the run.
         """
-        stage = stage_at(self._stages, steps - 1)
-        config, named = stage.config, len(REPORTED)
+        config, named = self._config, len(REPORTED)
         # Read from the reports, which came with the record: the survivors' own tensors may wait in
         # a queue of newer windows.
         own = [sum(report[i] for report in result.reports) for i in range(named)]
@@ -65,8 +62,6 @@ class StepMetrics:
         if config.logit_kl_weight:
             count = total["scored"]
             metrics[f"loss_{config.logit_loss}"] = total["logit"] / count if count else math.nan
-        if len(self._stages) > 1:
-            metrics["stage"] = self._stages.index(stage)
         if not config.hidden_weight:  # hidden states were not compared
             return metrics
         means = (torch.tensor(sums[named:]) / result.tokens).tolist()

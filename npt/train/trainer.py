@@ -20,7 +20,6 @@ from npt.config import DataConfig, TrainConfig
 from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
-from npt.distill.stages import stages_of
 from npt.distill.step import check_unfrozen, student_guard
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
@@ -39,7 +38,6 @@ from npt.train.run_data import RunData
 from npt.train.run_evaluation import RunEvaluator
 from npt.train.run_setup import RunOptions, RunSetup
 from npt.train.run_writer import RunWriter
-from npt.train.sources import mixture_line
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,6 @@ class Trainer:
             check_trainable(attached_config(model), named, teacher is not None)
             self.setup.check()
             self.data = RunData(self.setup, data)
-            self.stages = stages_of(config, self.data.total_steps)
             self.memory = MemoryFit(self.setup)
         self.calibration: Calibration | None = None
         self.evaluate = RunEvaluator(self.setup, self.data, self.memory)
@@ -213,8 +210,7 @@ class Trainer:
         # A resumed run has passed the smoke test, and may next meet a batch that it will refuse.
         preparation = Preparation(setup, self.data, self.memory)
         if setup.config.smoke_test and resumed is None:
-            for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
-                setup.say(preparation.smoke_test(config))
+            setup.say(preparation.smoke_test(setup.config))
         if resumed is None and setup.adapter_config.init == "calibrated":
             self.calibration = preparation.calibrate()
             if self.calibration is not None:
@@ -222,8 +218,6 @@ class Trainer:
         note = self.memory.note()
         if note is not None:
             setup.say(note)
-        if setup.data_config.dataset_mix is not None:
-            setup.say(mixture_line(setup.data_config))
         setup.say(self.data.note())
         self.initial = self.evaluate() if resumed is None else resumed.initial
         self.record = run_record(setup, self.data, self.base) | {
@@ -278,7 +272,6 @@ class Trainer:
             self.evaluate,
             lambda: saves.save(loop),
             lambda fidelity: saves.save_best(loop, fidelity),
-            writer.shows() if c.sample_steps else None,
             writer.looks(),
         )
         loop = Loop(context, guard, setup.strategy, setup.splitter, total, actions)

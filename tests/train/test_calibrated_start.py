@@ -331,13 +331,6 @@ def test_a_stream_that_can_be_read_once_is_refused_before_it_is_read(build) -> N
         build(iter(texts(30)), eval_data=texts(2))
 
 
-def test_a_budget_means_nothing_without_a_calibrated_start(build) -> None:
-    with pytest.raises(
-        ConfigError, match="--rank_budget is 8, which means nothing without --init calibrated"
-    ):
-        build(form={"init": "random"}, rank_budget=8)
-
-
 def test_kept_residual_is_refused(build) -> None:
     with pytest.raises(ConfigError, match="residual keep"):
         build(form={"residual": "keep"})
@@ -370,23 +363,15 @@ SMALL += [
 
 
 @pytest.mark.usefixtures("short_library")
-def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(
+def test_ranks_are_given_out_by_the_command_line_and_held_to_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "pretrain",
-        *SMALL,
-        "--safe_mode",
-        "--rank_budget",
-        "12",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    arguments = ["pretrain", *SMALL, "--safe_mode", "--output_dir", str(tmp_path / "run")]
     assert main([*arguments, "--max_steps", "1"]) == 0
     said = capsys.readouterr().out
     assert said.index("Attention cut to R directions") < said.index("fidelity on")
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
-    assert sum(settings["ranks"]) == 12 and settings["modulation"] == "additive"
+    assert sum(settings["ranks"]) == 16 and settings["modulation"] == "additive"
     assert main([*arguments, "--max_steps", "2", "--resume", "auto"]) == 0
     assert "Attention cut to R directions" not in capsys.readouterr().out
     adapter = tmp_path / "run" / "checkpoints" / "step-00000002" / "adapter"

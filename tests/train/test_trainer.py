@@ -402,8 +402,8 @@ def test_the_first_loss_is_the_strategys_sum_over_its_tokens(build) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"loss": "nmse_update", "layer_weights": "linear"},
-        {"loss": "smooth_l1", "token_weighting": "disagreement"},
+        {"loss": "nmse_update"},
+        {"loss": "smooth_l1"},
         *[
             {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
             for loss in LOGIT_LOSSES
@@ -459,13 +459,6 @@ def test_a_window_that_predicts_nothing_has_no_mean_of_it(build, monkeypatch) ->
     result = build(texts(2), strategy="end_to_end", logit_kl_weight=0.5).train()
     for line in lines(result.folder, "metrics"):
         assert line["loss_kl"] is None and line["loss"] == pytest.approx(line["loss_nmse"])
-
-
-def test_weights_for_other_layers_are_refused_before_anything_is_done(build) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--layer_weights has 3 weights .* 2 layers are converted"
-    ):
-        build(layer_weights="1,2,3")
 
 
 def test_the_learning_rate_follows_the_schedule_from_its_first_step(build) -> None:
@@ -914,7 +907,7 @@ def test_a_run_on_the_logits_alone_reports_no_hidden_states(build, real_reports)
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
     results = {}
     for packing in (False, True):
-        options = {"packing": packing, "padding_side": "left"}
+        options = {"packing": packing}
         trainer = build(
             texts(24),
             folder=f"run-{packing}",
