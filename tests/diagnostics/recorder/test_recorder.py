@@ -45,12 +45,10 @@ def hooks(model: nn.Module) -> int:
     count = sum(
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)
-        + len(module._forward_hooks_with_kwargs)
-        + len(module._forward_pre_hooks_with_kwargs)
         + (getattr(module, "observer", None) is not None)
         for module in model.modules()
     )
-    return count + sum(parameter._backward_hooks is not None for parameter in model.parameters())
+    return count + sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
 def student(load_model: Callable[..., nn.Module], **config: Any) -> nn.Module:
@@ -101,7 +99,6 @@ def stack() -> Stack:
 
 
 # --- what is seen
-# --------------------------------------------------------------------------------------------------
 
 
 def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
@@ -123,20 +120,9 @@ def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
         "head out",
         "out",
     ]
-    assert [row.layer for row in rows(record).values()] == [
-        None,
-        None,
-        0,
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-        1,
-        None,
-        None,
-    ]
+    assert [row.layer for row in rows(record).values()] == [None] * 2 + [0] * 4 + [1] * 4 + [
+        None
+    ] * 2
     assert rows(record)["in"].dtype == "int64" and rows(record)["out"].shape == (2, 3, 3)
     values = {name for name in rows(record) if name != "in"}
     assert set(rows(record, "gradient")) == values | {
@@ -275,9 +261,7 @@ class Output:
     ("given", "names"),
     [
         (None, ["in"]),
-        (3, ["in"]),
         ("text", ["in"]),
-        ((), ["in"]),
         ([None, torch.ones(2)], ["in", "in.give.1", "out.1"]),
         ((torch.ones(2), torch.zeros(3), None), ["in", "in.give.0", "in.give.1", "out"]),
         (
@@ -288,9 +272,7 @@ class Output:
             Output(torch.ones(()), (torch.zeros(2),)),
             ["in", "in.give.loss", "in.give.hidden.0", "out.loss"],
         ),
-        (torch.ones(2, dtype=torch.bool), ["in", "in.give", "out"]),
         (torch.empty(0, 3), ["in", "in.give", "out"]),
-        (torch.tensor(2.0), ["in", "in.give", "out"]),
         pytest.param(object(), ["in"], id="an object"),
     ],
     ids=repr,
@@ -352,45 +334,6 @@ def test_a_parameters_gradient_is_that_of_this_pass_alone(stack) -> None:
     )
 
 
-def test_gradients_can_be_left_out(stack) -> None:
-    with Recorder(stack, gradients=False) as recorder:
-        assert all(p._backward_hooks is None for p in stack.parameters())
-        stack(IDS).sum().backward()
-    assert not rows(recorder.record(), "gradient")
-
-
-def test_layers_can_be_chosen(stack) -> None:
-    with Recorder(stack, layers=[1]) as recorder:
-        stack(IDS).sum().backward()
-    record = recorder.record()
-    assert {row.layer for row in record.rows} == {None, 1}
-    assert {"embedding out", "head out", "blocks.1 out"} <= set(rows(record))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"layers": [0, 2]}, "Stack has no layer 2; leave it out of layers"),
-        (
-            {"valid": torch.ones(3)},
-            r"valid has the shape \(3,\); it says of each token, \[B, T\], whether it counts",
-        ),
-    ],
-)
-def test_wrong_settings_are_refused_and_leave_no_hook(stack, settings, message) -> None:
-    with pytest.raises(ValueError, match=message), Recorder(stack, **settings):
-        pass
-    assert hooks(stack) == 0
-
-
-def test_a_parameter_without_gradient_has_no_row(stack) -> None:
-    stack.head.weight.requires_grad_(False)
-    with Recorder(stack) as recorder:
-        stack(IDS).sum().backward()
-    assert "head weight" not in rows(recorder.record(), "gradient")
-    assert hooks(stack) == 0
-
-
 def test_numbers_that_are_not_finite_are_counted_where_they_are(stack) -> None:
     with torch.no_grad():
         stack.blocks[1].linear.bias[0] = NAN
@@ -406,20 +349,30 @@ def test_numbers_that_are_not_finite_are_counted_where_they_are(stack) -> None:
     )
     assert rows(record)["blocks.0 out"].finite and rows(record)["head out"].nan == 18
     assert rows(record)["head out"].rms is None and rows(record)["head out"].norm is None
-
-
-def test_a_record_comes_back_from_json(stack) -> None:
-    with torch.no_grad():
-        stack.head.bias[0] = INF
-    with Recorder(stack) as recorder:
-        stack(IDS).sum().backward()
-    record = recorder.record(3)
     text = json.dumps(record.as_dict(), allow_nan=False)
     assert Record.from_dict(json.loads(text)) == record
 
 
+def test_gradients_can_be_left_out_and_frozen_parameters_have_none(stack) -> None:
+    with Recorder(stack, gradients=False) as recorder:
+        stack(IDS).sum().backward()
+    assert not rows(recorder.record(), "gradient")
+    stack.head.weight.requires_grad_(False)
+    with Recorder(stack) as recorder:
+        stack(IDS).sum().backward()
+    found = rows(recorder.record(), "gradient")
+    assert "head bias" in found and "head weight" not in found
+
+
+def test_a_mask_of_another_shape_and_a_second_entry_are_refused(stack) -> None:
+    with pytest.raises(ValueError, match=r"valid has the shape \(3,\); it says of each token"):
+        Recorder(stack, valid=torch.ones(3))
+    with Recorder(stack) as recorder, pytest.raises(RuntimeError, match="inside its block already"):
+        recorder.__enter__()
+    assert hooks(stack) == 0
+
+
 # --- contexts
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -431,15 +384,10 @@ def test_without_gradients_the_forward_rows_are_the_same(load_model, batch, cont
             model(batch.input_ids, attention_mask=batch.attention_mask)
         return rows(recorder.record())
 
-    def sizes(found: dict[str, Row]) -> dict[str, tuple[Any, ...]]:
-        return {
-            name: (row.shape, row.count, row.rms, row.update_ratio) for name, row in found.items()
-        }
-
-    full, found = sizes(record(torch.enable_grad)), sizes(record(context))
-    assert {name: found[name] for name in full} == full
-    if context is torch.no_grad:
-        assert found.keys() == full.keys()
+    full, found = record(torch.enable_grad), record(context)
+    for name, row in full.items():
+        same = found[name]
+        assert (row.shape, row.rms, row.update_ratio) == (same.shape, same.rms, same.update_ratio)
 
 
 def test_mixed_precision_is_seen_as_it_is(stack) -> None:
@@ -520,7 +468,6 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
 
 
 # --- padding
-# --------------------------------------------------------------------------------------------------
 
 
 def test_padding_is_left_out_by_the_models_mask_or_a_given_one(load_model, batch) -> None:
@@ -566,7 +513,6 @@ def test_junk_at_padding_is_nobodys_business() -> None:
 
 
 # --- NPT layers
-# --------------------------------------------------------------------------------------------------
 
 STAGES = "h a z m_gate s_gate gate m_up s_up up activation product m_down s_down mlp o".split()  # noqa: SIM905
 
@@ -713,21 +659,6 @@ def test_the_first_bad_row_is_of_the_stage_that_made_the_bad_number(
     )
 
 
-def test_saturated_multipliers_are_a_share(load_model, batch) -> None:
-    model = student(load_model)
-    adapter = npt_layers(model)[0][1].npt
-    with torch.no_grad():
-        adapter.M["up"][:64] = 1e4 * adapter.M["up"][:64].sign()
-        adapter.M["gate"].zero_()
-    with Recorder(model) as recorder, torch.no_grad():
-        model(batch.input_ids)
-    found = rows(recorder.record())
-    assert found["model.layers.1.npt m_gate"].saturation == 0.0
-    # the other half is random and moderate
-    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(0.5, abs=0.05)
-    assert found["model.layers.1.npt s_up"].saturation is None
-
-
 @pytest.mark.parametrize(
     ("form", "share"), [("half_sigmoid", 1.0), ("one_plus_tanh", 1.0), ("unbounded", 0.0)]
 )
@@ -749,7 +680,6 @@ def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, share) 
 
 
 # --- nothing is changed, nothing stays
-# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
@@ -832,26 +762,20 @@ def test_a_graph_that_outlives_the_block_is_not_watched_any_more(stack) -> None:
     assert not rows(recorder.record(), "gradient")
 
 
-def test_hooks_of_others_stay(stack) -> None:
-    seen: list[str] = []
-    stack.head.register_forward_hook(lambda *_: seen.append("forward"))
-    stack.head.weight.register_hook(lambda _: seen.append("gradient"))
-    with Recorder(stack):
-        stack(IDS).sum().backward()
-    stack(IDS).sum().backward()
-    assert seen == ["forward", "gradient"] * 2
-
-
-def test_an_observer_of_others_sees_the_same_and_stays(load_model, batch) -> None:
+def test_hooks_and_observers_of_others_see_the_same_and_stay(load_model, batch) -> None:
     model = student(load_model)
     seen: list[str] = []
     adapter = npt_layers(model)[0][1].npt
-    adapter.observer = mine = lambda found: seen.extend(found)
-    with Recorder(model), torch.no_grad():
-        model(batch.input_ids)
-    assert (
-        adapter.observer is mine and [s for s in seen if s not in ("s_stream", "stream")] == STAGES
-    )
+    adapter.observer = mine = lambda stages: seen.extend(stages)
+    model.lm_head.register_forward_hook(lambda *_: seen.append("forward"))
+    adapter.A.register_hook(lambda _: seen.append("gradient"))
+    for _ in range(2):
+        with Recorder(model):
+            model(batch.input_ids).logits.sum().backward()
+        assert adapter.observer is mine
+        stages = [s for s in seen if s not in ("s_stream", "stream")]
+        assert stages == [*STAGES, "forward", "gradient"]
+        seen.clear()
 
 
 def test_recorders_nest_and_can_be_used_again(load_model, batch) -> None:
@@ -868,15 +792,6 @@ def test_recorders_nest_and_can_be_used_again(load_model, batch) -> None:
     with torch.no_grad(), inner:
         model(batch.input_ids)
     assert inner.record() == once
-
-
-def test_a_recorder_is_not_entered_twice(stack) -> None:
-    recorder = Recorder(stack)
-    with recorder:
-        with pytest.raises(RuntimeError, match="inside its block already"):
-            recorder.__enter__()
-        stack(IDS)
-    assert hooks(stack) == 0 and len(recorder.record().rows) == 12
 
 
 def test_record_reads_what_came_since_the_last_one(stack) -> None:
