@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from npt.data.batch import Batch
-from npt.diagnostics.diagnose import diagnose
+from npt.diagnostics.guards import diagnose
 from npt.distill.local import MicroBatch
 from npt.distill.stages import Stage
 from npt.errors import TooManyRefusalsError

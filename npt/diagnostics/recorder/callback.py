@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 
 
 class RecorderCallback(TrainerCallback):
-    """Records chosen steps of a run of `transformers.Trainer`: of each the first micro-batch, on
-    the first process only.
+    """Records chosen steps of a `transformers.Trainer`: the first micro-batch of each, on the first
+    process.
 
     A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when
     training ends. Between chosen steps no hook is on the model. An error here is logged as a

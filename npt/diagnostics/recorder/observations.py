@@ -166,6 +166,8 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
     counts = {name: int(values.pop(name)) for name in ("count", "nan", "pos_inf", "neg_inf")}
     finite = counts["count"] - counts["nan"] - counts["pos_inf"] - counts["neg_inf"]
     values["absmax"] = max(abs(values["min"]), abs(values["max"]))
+    if not finite:
+        values.update(dict.fromkeys(values))
     update = None
     if entry.update is not None:
         added, before = (numbers[i][FIELDS.index("rms")] for i in entry.update)
@@ -182,5 +184,5 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
         update_ratio=update,
         source=entry.source,
         **counts,
-        **{name: value if finite else None for name, value in values.items()},
+        **values,
     )

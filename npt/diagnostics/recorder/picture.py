@@ -26,8 +26,7 @@ from npt.report.pages import render
 from npt.report.words import clean
 
 BAD = "#d01c2c"
-LISTED = 100
-"""Lines at most of each of the page's tables."""
+LISTED = 100  # non-finite tensors at most that the page lists
 
 
 def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
@@ -60,18 +59,17 @@ def _png(records: Sequence[Record]) -> bytes:
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    rows = [row for record in records for row in record.rows if _drawn(row)]
+    drawn = (row for record in records for row in record.rows if _drawn(row))
+    rows = sorted(drawn, key=lambda row: DIRECTIONS.index(row.direction))
     lines = short_names(dict.fromkeys(row.place[0] for row in rows))
     columns = list(dict.fromkeys(row.place[1] for row in rows))
     directions = [d for d in DIRECTIONS if any(row.direction == d for row in rows)]
     width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
-    across = min(len(records), 3)
-    down = math.ceil(len(records) / across)
+    across, down = min(len(records), 3), math.ceil(len(records) / 3)
     size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
     # The settings of matplotlib's user stay out, and a `$` in a name is no formula.
-    settings = {"text.parse_math": False, "font.size": 7}
-    style = matplotlib.style.context("default")
-    with style, matplotlib.rc_context(settings), warnings.catch_warnings():
+    settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 7})
+    with matplotlib.style.context("default"), settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=size, layout="constrained")
         grids = figure.subplots(

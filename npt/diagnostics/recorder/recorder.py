@@ -284,9 +284,7 @@ class Recorder:
 
 
 def _validity(inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tokens that count, from the model's own arguments; None if all do, or nothing
-    says.
-    """
+    """Return the tokens that count, by the model's arguments; None for all or if nothing says."""
     mask = inputs.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return None

@@ -36,7 +36,8 @@ class Recording:
 
     def __str__(self) -> str:
         parts = [] if self.steps is None else [f"steps {self.steps}"]
-        parts += [] if self.every is None else [f"every {self.every} steps"]
+        often = "every step" if self.every == 1 else f"every {self.every} steps"
+        parts += [] if self.every is None else [often]
         return (
             f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on"
             f" process 0 only, into {self.folder}"
@@ -68,8 +69,7 @@ class Recording:
         """Draw the run's records, if any, and return the files."""
         if not self._files:
             return []
-        # draws with a library that nothing else needs
-        from npt.diagnostics.recorder.picture import write_pictures
+        from npt.diagnostics.recorder.picture import write_pictures  # loads matplotlib
 
         last, gaps = len(self._files) - 1, PICTURED - 1 - len(self._bad)
         chosen = self._bad | {round(i * last / gaps) for i in range(gaps + 1)}

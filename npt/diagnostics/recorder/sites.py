@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MAIN_INPUTS = ("hidden_states", "inputs_embeds", "input_ids", "input", "x")
 
@@ -32,7 +33,7 @@ class Site:
     parameters: tuple[str, ...]
 
 
-def sites_of(modules: Mapping[str, nn.Module]) -> dict[str, Site]:
+def sites_of(modules: Mapping[str, Any]) -> dict[str, Site]:
     """Return a site for each module of `named_modules`, by its name."""
     sites = {}
     for name, module in modules.items():
@@ -61,12 +62,14 @@ def _parameters(kind: Any) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
 
 
-def tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses, but
-    not in caches and the like.
+def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses, and
+    the parts of a tensor made of tensors, but not those of caches and the like.
     """
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        items = ((part, getattr(value, part)) for part in value.__tensor_flatten__()[0])
+    elif isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         items = value.items()
@@ -74,9 +77,8 @@ def tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, T
         items = enumerate(value)
     elif is_dataclass(value) and not isinstance(value, type):
         items = ((f.name, getattr(value, f.name)) for f in fields(value))
-    if depth < 3:
-        for key, item in items:
-            yield from tensors(item, f"{name}.{key}" if name else str(key), depth + 1)
+    for key, item in items:
+        yield from tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def named_inputs(

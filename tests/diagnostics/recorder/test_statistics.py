@@ -163,14 +163,6 @@ def test_a_tensor_of_another_shape_is_taken_whole(shape) -> None:
     assert_matches(summarise(values, torch.zeros(2, 3, dtype=torch.bool)), values)
 
 
-def test_the_graph_and_the_tensor_are_left_alone() -> None:
-    values = torch.randn(5, requires_grad=True)
-    before = values.detach().clone()
-    found = summarise(values * 2)
-    assert not found.requires_grad and found.grad_fn is None
-    assert torch.equal(values.detach(), before) and values._version == 0
-
-
 def test_the_share_beyond_a_distance_counts_valid_positions_only() -> None:
     values = torch.tensor([[0.5, 1.49], [1.0, 9.0]])
     assert share_beyond(values, 1.0, 0.48).tolist() == [0.75]
