@@ -169,7 +169,7 @@ def test_chosen_steps_are_files_events_lines_and_pictures(build, drawn, strategy
     assert all(e["rows"] == len(found[e["step"]].rows) and e["skipped"] == [] for e in noted)
     lines = said(trainer)
     assert (
-        "recording steps 1,3-4 and every 6th step, of each the first micro-batch on process 0 only,"
+        "recording steps 1,3-4 and every 6 steps, of each the first micro-batch on process 0 only,"
         f" into {trace}" in lines
     )
     for event in noted:
