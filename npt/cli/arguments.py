@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.config import INT_MAX, BaseConfig, DataConfig
+from npt.config import INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import put
 from npt.files import to_json
 from npt.flags import add_settings, build
@@ -127,6 +127,37 @@ def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
         if given.get("use_quantization", packed) == packed:
             known |= recipe.flags
     return {**given, "adapter": adapter}, build(BaseConfig, {**known, **given})
+
+
+def check_run(
+    base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
+    *, starts: bool = True,
+) -> Any:  # fmt: skip
+    """Refuse what can be refused before weights are read; return the base's configuration.
+
+    Args:
+        starts: whether the adapter is new, and may be calibrated.
+    """
+    from npt.adapters.fit import check_fit
+    from npt.base.load import check_teacher, read_config
+    from npt.calibration.calibrate import check_calibration
+    from npt.distill.hidden_losses import layer_weights
+    from npt.runs.trackers import check_trackers
+    from npt.train.run_checks import check_replay, check_trainable
+    from npt.train.sources import check_sources
+
+    config = read_config(base.model_name)
+    if base.teacher_precision is not None:
+        check_teacher(base.model_name, config)
+    layers = check_fit(adapter, config, data.max_length)
+    if starts:
+        check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
+    check_sources(data)
+    check_trackers(training)
+    check_trainable(adapter, data, base.teacher_precision is not None)
+    check_replay(data)
+    layer_weights(training, len(layers))
+    return config
 
 
 def open_base(base: BaseConfig, **how: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.cli.arguments import add_switch, load, load_adapter, with_base
+from npt.cli.arguments import add_switch, check_run, load, load_adapter, with_base
 from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
@@ -178,29 +178,15 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
 
 def _check(processes: Any, settings: _Settings) -> _Checked:
     """Refuse what can be refused before the minutes that loading a large base takes."""
-    from npt.adapters.fit import check_fit
-    from npt.base.load import check_teacher, read_config
-    from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
-    from npt.runs.trackers import check_trackers
-    from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
-    from npt.train.sources import check_sources
+    from npt.train.run_checks import check_samples_shown
 
     base, adapter, data, training, start, _ = settings
     processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
     resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
     if resumes:
         adapter = replace(adapter, ranks=ranks)
-    config = read_config(base.model_name)
-    if base.teacher_precision is not None:
-        check_teacher(base.model_name, config)
-    layers = check_fit(adapter, config, data.max_length)
-    if not resumes and start is None:
-        check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
-    check_sources(data)
-    check_trackers(training)
-    check_trainable(adapter, data, base.teacher_precision is not None)
-    check_replay(data)
+    config = check_run(base, adapter, data, training, starts=not resumes and start is None)
     if base.shard_base:
         check_samples_shown(training)
     if training.max_memory_bytes is not None:

@@ -10,7 +10,7 @@ import pytest
 from browser import Browser
 from made_study import table
 
-from npt.tools.sweep.page import Study, page
+from npt.tools.sweep.page import page
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
@@ -18,7 +18,7 @@ def test_a_studys_page_is_shown_without_complaint(
     browser: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
     place = tmp_path / "report.html"
-    place.write_text(page(Study("made", table())), encoding="utf-8")
+    place.write_text(page({"name": "made", "parts": {}}, table()), encoding="utf-8")
     browser.complaints.clear()
     browser.open(place, width=width, dark=dark)
     assert browser.complaints == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from npt.tools.sweep.lab import Lab
+from npt.tools.sweep.run import Bases
 from npt.tools.sweep.spec import Trial, design_of
 
 
@@ -46,8 +46,8 @@ def small(llama_folder: Path, load_model: Any, tokens_file: Path) -> dict[str, A
 
 
 @pytest.fixture(scope="session")
-def lab() -> Lab:
-    return Lab("cpu")
+def bases() -> Bases:
+    return Bases("cpu")
 
 
 @pytest.fixture

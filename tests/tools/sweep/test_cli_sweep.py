@@ -72,7 +72,7 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(spec, tmp_path, capsys, mo
     assert (
         len(out) == 13
         and out[-1].startswith("12 trials in 1 parts")
-        and "forms, lr 0.001, mult_form one_plus_tanh, seed 1" in out[3]
+        and "forms, learning_rate 0.001, mult_form one_plus_tanh, seed 1" in out[3]
     )
     assert not (tmp_path / "outputs").exists()
 
