@@ -37,8 +37,7 @@ class MemoryFit:
         config = self._setup.config
         at_once = f"{self.plan.samples_at_once} of {config.batch_size} samples at once"
         peak = f"predicted peak {shown(self.plan.peak)} in the {self.plan.phase}"
-        even = ", with --rank_budget spent evenly" if self._planned_evenly else ""
-        return f"--max_memory {config.max_memory}: {at_once}, {peak}{even}"
+        return f"--max_memory {config.max_memory}: {at_once}, {peak}"
 
     def recall(self, checkpoint: Checkpoint) -> None:
         """Begin with the samples that fitted in the resumed run, under the same limit."""
@@ -116,5 +115,4 @@ class MemoryFit:
         plan = workload.fitting(limit)
         self.splitter.samples = plan.samples_at_once
         self.evaluation.samples = plan.evaluated_at_once
-        self._planned_evenly = workload.approximate
         return plan

@@ -151,7 +151,7 @@ def _trained(trainer: Trainer) -> Row:
         raise StoppedError(result.signal or 15)
     fidelity, initial = result.fidelity, trainer.initial
     kl, start = fidelity.aim.kl, initial.aim.kl
-    outcome, reason = "stable", "; ".join(result.diverged) or None
+    outcome, reason = "stable", "; ".join(result.diverged)
     if not math.isfinite(kl):
         outcome, reason = "diverged", "the student is not finite"
     elif kl > GROWN * start:
@@ -160,7 +160,7 @@ def _trained(trainer: Trainer) -> Row:
     names = ("kl", "kl_se", "perplexity_ratio", "top1", "acceptance")
     return {
         "outcome": outcome,
-        "reason": reason,
+        "reason": reason or None,
         **{name: getattr(fidelity.aim, name) for name in names},
         "kl_start": start,
         "floor_kl": fidelity.floor.kl,

@@ -180,8 +180,9 @@ class Storage:
         attempts = self._attempts()
         for key in trials:
             attempt = attempts.get(key)
-            waits = attempt is not None and attempt.state == self._states.WAITING
-            if waits and self._take(attempt._trial_id):
+            if attempt is None or attempt.state != self._states.WAITING:
+                continue
+            if self._take(attempt._trial_id):
                 return Claim(key, attempt._trial_id)
         return None
 

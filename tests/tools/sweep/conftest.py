@@ -15,7 +15,7 @@ from npt.tools.sweep.spec import Trial, design_of
 
 
 @pytest.fixture(scope="session")
-def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens_file(tmp_path_factory) -> Path:
     """80 rows of 16 tokens of the small vocabulary; one in twenty is held out by its id."""
     source = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "tokens.jsonl"

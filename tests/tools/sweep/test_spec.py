@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,83 +135,53 @@ def test_a_bisection_checks_both_ends_and_is_a_trial_of_its_own() -> None:
         design(a={"bisect": {"low": 1e-3, "high": float("inf")}})
 
 
-def part(**content: Any) -> dict[str, Any]:
-    return {"parts": {"a": content}}
+# a row is YAML in braces, and words of the refusal
+REFUSED = r"""
+parts: {} => has no parts
+part: {} => unknown entry 'part'
+parts: {a: {grid: {learning_rat: [1]}}} => no setting 'learning_rat'; did you mean learning_rate?
+settings: {adapter_rnk: 4}, parts: {a: {}} => did you mean adapter_rank?
+parts: {a: {grid: {adapter_rank: [many]}}} => adapter_rank is 'many', expected int
+parts: {a: {grid: {learning_rate: [0.001, -1.0]}}} => learning_rate -1.0, seed 0: --learning_rate is
+parts: {a: {arms: {x: {safe_mode: true, mult_form: unbounded}}}} => arm x, seed 0: --mult_form
+parts: {a: {arms: {a;b: {}}}} => arm a;b is no name
+parts: {a: {arms: {? '' : {}}}} => is no name
+parts: {a: {grid: {learning_rate: 0.001}}} => write a list of values
+parts: {a: {grid: {learning_rate: [0.001, 1e-3]}}} => has a value twice
+parts: {a: {settings: {output_dir: x}}} => output_dir is no setting of a study
+settings: {seed: 1}, parts: {a: {}} => write seeds: [0, 1] instead
+seeds: 3, parts: {a: {}} => seeds is 3
+seeds: [2147483648], parts: {a: {}} => seeds is
+parts: {a: {random: {count: 3}}} => needs a count
+parts: {a: {random: {count: 3, over: {learning_rate: {low: 1, high: 0.1}}}}} => low and high
+parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => a range above 0
+parts: {a: {settings: {adapter_rank: .inf}}} => adapter_rank is inf, expected int
+parts: {a: {random: {count: 1, over: {adapter_rank: {low: 1, high: .inf}}}}} => expected int
+parts: {a: {bisect: {setting: [learning_rate], low: 0.001, high: 1.0}}} => there is no setting
+name: '', parts: {a: {}} => which no folder can be called
+name: ../x, parts: {a: {}} => name is '../x'
+name: .., parts: {a: {}} => name is '..'
+name: "a\nb", parts: {a: {}} => which no folder can be called
+parts: {a: {bisect: {setting: loss, low: nmse, high: mse}}} => write a setting that is a number
+"""
+ROWS = dict(line.split(" => ") for line in REFUSED.strip().splitlines())
 
 
-MANY = list(range(1, 500))
-BACKWARDS = {"learning_rate": {"low": 1, "high": 0.1}}
-AT_ZERO = {"learning_rate": {"low": 0, "high": 1, "log": True}}
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no parts": ({"parts": {}}, "has no parts"),
-    "unknown entry": ({"part": {}}, "unknown entry 'part'"),
-    "unknown setting": (
-        part(grid={"learning_rat": [1]}),
-        "no setting 'learning_rat'; did you mean learning_rate?",
-    ),
-    "unknown setting of all": (
-        {"settings": {"adapter_rnk": 4}, **part()},
-        "did you mean adapter_rank?",
-    ),
-    "wrong type": (part(grid={"adapter_rank": ["many"]}), "adapter_rank is 'many', expected int"),
-    "value that cannot work": (
-        part(grid={"learning_rate": [1e-3, -1.0]}),
-        "learning_rate -1.0, seed 0: --learning_rate is",
-    ),
-    "combination that cannot work": (
-        part(arms={"x": {"safe_mode": True, "mult_form": "unbounded"}}),
-        "arm x, seed 0: --mult_form unbounded means nothing without",
-    ),
-    "arm with a semicolon": (part(arms={"a;b": {}}), "arm a;b is no name"),
-    "arm without a name": (part(arms={"": {}}), "is no name"),
-    "no list": (part(grid={"learning_rate": 1e-3}), "write a list of values"),
-    "value twice": (part(grid={"learning_rate": [1e-3, "1e-3"]}), "has a value twice"),
-    "setting of a folder": (
-        part(settings={"output_dir": "x"}),
-        "output_dir is no setting of a study",
-    ),
-    "seed among the settings": ({"settings": {"seed": 1}, **part()}, "write seeds: [0, 1] instead"),
-    "seeds no list": ({"seeds": 3, **part()}, "seeds is 3"),
-    "seed too large": ({"seeds": [2**31], **part()}, "seeds is"),
-    "too many": (
-        part(grid={"adapter_rank": MANY, "learning_rate": [i * 1e-6 for i in MANY]}),
-        "249,001",
-    ),
-    "draws of nothing": (part(random={"count": 3}), "needs a count"),
-    "range backwards": (part(random={"count": 3, "over": BACKWARDS}), "low and high"),
-    "range at zero": (part(random={"count": 1, "over": AT_ZERO}), "a range above 0"),
-    "infinite whole number": (
-        part(settings={"adapter_rank": float("inf")}),
-        "adapter_rank is inf, expected int",
-    ),
-    "infinite end of a range": (
-        part(random={"count": 1, "over": {"adapter_rank": {"low": 1, "high": float("inf")}}}),
-        "expected int",
-    ),
-    "bisection of a list": (
-        part(bisect={"setting": ["learning_rate"], "low": 1e-3, "high": 1.0}),
-        "there is no setting",
-    ),
-    "no name": ({"name": "", **part()}, "which no folder can be called"),
-    "name of a folder elsewhere": ({"name": "../x", **part()}, "name is '../x'"),
-    "name of the folder above": ({"name": "..", **part()}, "name is '..'"),
-    "name of several lines": ({"name": "a\nb", **part()}, "which no folder can be called"),
-    "name too long": ({"name": "a" * 201, **part()}, "use up to 200"),
-    "bisection of a word": (
-        part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}),
-        "write a setting that is a number",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_in_one_line_that_names_it(case: str) -> None:
-    content, said = REFUSED[case]
+@pytest.mark.parametrize("written", ROWS)
+def test_what_cannot_work_is_refused_in_one_line_that_names_it(written: str) -> None:
+    content = yaml.safe_load(f"{{{written}}}")
     content = {**content, "settings": {**SHORT, **content.get("settings", {})}}
     with pytest.raises(ConfigError) as caught:
         design_of(content, "study.yaml")
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert ROWS[written] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_slip_of_the_pen_is_no_million_trials_and_no_endless_name() -> None:
+    many = list(range(1, 500))
+    with pytest.raises(ConfigError, match="249,001"):
+        design(a={"grid": {"adapter_rank": many, "learning_rate": [i * 1e-6 for i in many]}})
+    with pytest.raises(ConfigError, match="use up to 200"):
+        design_of({"name": "a" * 201, "parts": {"a": {}}}, "study.yaml")
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,6 @@ def test_a_study_of_which_nothing_has_run_has_a_table(tmp_path) -> None:
     assert {row["outcome"] for row in read_table(tmp_path)} == {None}
 
 
-def test_the_same_rows_give_the_same_bytes(tmp_path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_table(tmp_path / name, table())
-    assert (tmp_path / "a" / CSV).read_bytes() == (tmp_path / "b" / CSV).read_bytes()
-
-
 @pytest.mark.parametrize("content", [None, b"", b"no,table\n1,2\n", b"\xff\xfe"])
 def test_a_table_that_is_missing_or_broken_is_named(tmp_path, content) -> None:
     if content is not None:

@@ -4,14 +4,10 @@ it ends.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from made_study import result
 
 from npt.errors import ConfigError, StoppedError
 from npt.tools.sweep.spec import Design, design_of
@@ -28,16 +24,14 @@ def design(small: dict[str, Any]) -> Design:
 
 
 @pytest.fixture
-def storage(tmp_path: Path, design: Design) -> Storage:
+def storage(tmp_path, design: Design) -> Storage:
     storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name)
     storage.enqueue(design.trials)
     return storage
 
 
 @pytest.fixture(scope="module")
-def finished(
-    design: Design, bases: Any, tmp_path_factory: pytest.TempPathFactory
-) -> SimpleNamespace:
+def finished(design: Design, bases: Any, tmp_path_factory) -> SimpleNamespace:
     """A study that one worker has done: its folder and storage, the worker and what it said. Nobody
     writes to it.
     """
@@ -72,22 +66,6 @@ def test_a_second_worker_finds_nothing_left_to_do(design, finished, tmp_path, ba
         design, Storage(f"sqlite:///{finished.folder / 'study.db'}", design.name), bases
     )
     assert again.work().finished == 4 and not said
-
-
-def test_two_workers_come_to_the_same_figures_as_one(design, finished, tmp_path, bases) -> None:
-    other = Storage(f"sqlite:///{tmp_path / 'other.db'}", design.name)
-    other.enqueue(design.trials)
-    for claims in (1, 9):  # the first one leaves after a trial
-        one, _ = worker(design, other, bases)
-        for _ in range(claims):
-            claim = other.claim(design.by_key)
-            if claim is not None:
-                one._run(claim, design.by_key[claim.key])
-    plain = ("kl", "outcome", "loss_last", "grad_norm_max")
-    first, second = rows_of(design, finished.storage.rows()), rows_of(design, other.rows())
-    assert [[row[name] for name in plain] for row in first] == [
-        [row[name] for name in plain] for row in second
-    ]
 
 
 def test_a_trial_that_cannot_be_computed_is_left_with_its_reason(
@@ -136,49 +114,6 @@ def test_bad_settings_fail_the_trial_and_our_faults_the_worker(
     with pytest.raises(KeyError):
         worker(design, other, bases)[0].work()
     assert other.progress(design.by_key).waiting == 4
-
-
-def test_the_outcome_is_on_record_before_heartbeats_end(
-    design, storage, tmp_path, bases, monkeypatch
-) -> None:
-    import npt.tools.sweep.worker as module
-
-    order: list[str] = []
-
-    @contextlib.contextmanager
-    def alive(claim: Any) -> Iterator[None]:
-        order.append("alive")
-        yield
-        order.append("silent")
-
-    one, _ = worker(design, storage, bases)
-    finish = storage.finish
-    monkeypatch.setattr(storage, "alive", alive)
-    monkeypatch.setattr(
-        storage, "finish", lambda *given: order.append("finished") or finish(*given)
-    )
-    monkeypatch.setattr(module, "run_trial", lambda *_: result())
-    claim = storage.claim(design.by_key)
-    one._run(claim, design.by_key[claim.key])
-    assert order == ["alive", "finished", "silent"]
-
-
-def test_a_worker_that_gets_no_trial_waits_before_it_asks_again(
-    design, tmp_path, bases, monkeypatch
-) -> None:
-    import npt.tools.sweep.worker as module
-
-    # trials that nobody has let wait yet
-    storage, slept = Storage(f"sqlite:///{tmp_path / 'study.db'}", design.name), []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        storage.enqueue(design.trials)
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(module, "run_trial", lambda *_: result())
-    assert worker(design, storage, bases)[0].work().finished == 4
-    assert slept == [module.WAIT_SECONDS]
 
 
 def test_a_worker_whose_parent_is_gone_gives_its_trial_back_and_ends(
