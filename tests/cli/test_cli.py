@@ -221,7 +221,7 @@ def test_bad_placing_for_several_processes_is_refused_before_loading(
     settings: dict, strategy: str, init: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        _check_placing(BaseConfig(**settings), [strategy], 2, init)
+        _check_placing(BaseConfig(**settings), strategy, 2, init)
 
 
 def test_more_than_one_percent_refusals_are_said_in_the_last_line(tmp_path, capsys) -> None:

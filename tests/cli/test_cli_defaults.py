@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_words import flags
 
-from npt.cli.defaults import with_config, with_data, with_defaults
+from npt.cli.defaults import with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.train.sources import DATASETS
@@ -40,7 +40,6 @@ CHOSEN: dict[str, tuple[dict, dict, str]] = {
     "embedded": ({}, {**NEAR, "adapter_rank": 48, "max_steps": 150}, ""),
     "embedded, random": ({"init": "random"}, {"max_steps": 600}, "learning_rate"),
     "another text": ({"dataset_name": "mine.jsonl"}, NEAR, "max_steps"),
-    "a mixture": ({"dataset_mix": "builtin:1,wikitext:1"}, NEAR, "max_steps"),
     "an adapter": (
         {"adapter": "RUN"},
         {"learning_rate": 5e-5},
@@ -75,7 +74,6 @@ def test_a_start_that_was_chosen_is_said_and_may_fall_back():
         ({"residual": "keep"}, "--residual keep"),
         ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
         ({"targets": "gate,up"}, "--targets gate,up, without stream"),
-        ({"init_a": "kaiming"}, "--init_a"),
     ],
     ids=str,
 )
@@ -128,23 +126,6 @@ def test_short_names_are_written_out_and_flags_win(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("wikitext").mkdir()
     assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
-
-
-@pytest.mark.parametrize(
-    ("written", "given", "expected"),
-    [
-        ("dataset_name: builtin\nseed: 1", {"dataset_mix": "a:1"}, {"dataset_mix": "a:1"}),
-        ("dataset_mix: a:1\nseed: 1", {"dataset_name": "c"}, {"dataset_name": "c"}),
-        ("dataset_name: c\nseed: 2", {"seed": 1}, {"dataset_name": "c"}),
-    ],
-)
-def test_a_given_data_set_replaces_a_files_mixture_and_vice_versa(
-    tmp_path, written, given, expected
-):
-    config = tmp_path / "run.yaml"
-    config.write_text(written)
-    found = with_config({**given, "config": str(config)})
-    assert found == {**expected, "seed": 1, "config": str(config)}
 
 
 def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, monkeypatch):

@@ -130,7 +130,7 @@ def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys) -> None:
 
 
 def test_windows_of_rising_size_are_measured(capsys) -> None:
-    flags = ["--measure", "--stages", "local:0.5,propagated:0.5", "--layers", "4,5"]
+    flags = ["--measure", "--layers", "4,5"]
     windows = plan_of(capsys, *flags, "--batch_size", "3")["measured"]
     assert [(w["strategy"], w["batch_size"]) for w in windows] == [
         ("local", samples) for samples in (1, 2, 3)
@@ -159,15 +159,6 @@ def test_a_window_that_runs_out_of_memory_is_the_last(capsys, monkeypatch) -> No
 def test_the_embedded_model_is_planned_by_its_name(capsys) -> None:
     assert main(flags("doctor --plan --max_length 32 --layers 7 --json")) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
-
-
-def test_a_budget_of_ranks_is_planned_evenly(capsys) -> None:
-    calibrated = ["--layers", "1,3,4", "--init", "calibrated"]
-    small, large = (
-        plan_of(capsys, *calibrated, "--rank_budget", budget) for budget in ("9", "100")
-    )
-    assert (small["ranks"], large["ranks"]) == ([3, 3, 3], [34, 34, 34])
-    assert small["memory"]["peak_bytes"] < large["memory"]["peak_bytes"]
 
 
 def test_a_calibrated_start_is_planned(capsys) -> None:

@@ -137,13 +137,6 @@ def test_a_teacher_of_its_own_is_counted() -> None:
     assert more == base_bytes(alone.shape, None, torch.bfloat16)
 
 
-def test_an_unspent_budget_is_planned_evenly() -> None:
-    budget = workload(layers="1,3,4", rank_budget=50)
-    assert list(budget.ranks.values()) == [17, 17, 17]
-    spent = replace(budget, adapter=replace(budget.adapter, ranks=(40, 5, 5)))
-    assert list(spent.ranks.values()) == [40, 5, 5]
-
-
 @pytest.mark.parametrize(
     ("device", "training", "processes", "late"),
     [
