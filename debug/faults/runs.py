@@ -38,8 +38,7 @@ from npt.runs.trackers import Trackers
 from npt.step.schedule import rate_table
 from npt.step.train_step import TrainStep
 from npt.train.loop import Loop
-from npt.train.progress import ProgressDisplay
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048

@@ -22,11 +22,9 @@ from npt.runs.signals import StopOnSignal
 from npt.step.spikes import SpikeGuard
 from npt.step.train_step import TrainStep
 from npt.step.window_result import WindowResult
-from npt.train.divergence import Divergence
+from npt.train.observers import Divergence, StepMetrics, StepRecording
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunActions, RunContext, Window
-from npt.train.step_metrics import StepMetrics
-from npt.train.step_recording import StepRecording
 
 T = TypeVar("T")
 

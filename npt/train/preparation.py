@@ -1,110 +1,224 @@
-"""The steps before the loop: smoke test, calibrated start, and the content of `run.json`."""
+"""The work around the loop: smoke test, calibrated start, evaluations and the content of
+`run.json`, with as many samples at once as memory allows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.base.attention import attention_name
 from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity
-from npt.base.precision import audit_precision, policy_dtype
+from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.base.quantization_error import product_errors
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
+from npt.data.batch import Batch, batches
+from npt.errors import ConfigError
+from npt.evaluation.attribution import Reference, reference_outputs
+from npt.evaluation.evaluate import Fidelity, evaluate
+from npt.planning.memory import MemoryPlan, Workload, shown
+from npt.runs.checkpoint import Checkpoint
+from npt.runs.run_folder import RunFolder
 from npt.runs.versions import versions
-from npt.step.splitting import MicroBatchSplitter
-from npt.train.memory_fit import MemoryFit
+from npt.step.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
 from npt.train.smoke import smoke_test
 
+T = TypeVar("T")
 
-class Preparation:
-    """Smoke test and calibrated start of a run, with as many samples at once as fit."""
 
-    def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
-        self._setup, self._data, self._memory = setup, data, memory
+class MemoryFit:
+    """Plans for `--max_memory`, and repeats with fewer samples whatever did not fit.
 
-    def smoke_test(self, config: TrainConfig) -> str:
-        """Run the smoke test on as many samples of the first batch as are computed at once."""
-        setup, batch = self._setup, self._data.first_batch()
+    A limit below one sample at a time, or for a base on several devices, is a ConfigError.
 
-        def test() -> str:
-            part = setup.splitter.parts(batch)[0]
-            return smoke_test(setup.model, part, setup.strategy, config)
+    Attributes:
+        plan: under `--max_memory`, None without.
+        note: a line about the plan.
+        evaluation: how many samples an evaluation has at once.
+    """
 
-        return self._memory.fitting(test, setup.splitter, batch, "the smoke test")
+    def __init__(self, setup: RunSetup):
+        self._setup, self._unreported = setup, list[dict[str, Any]]()
+        self._folder: RunFolder | None = None
+        self.evaluation = MicroBatchSplitter(setup.config.batch_size)
+        self.plan: MemoryPlan | None = None
+        self.note: str | None = None
+        model, teacher, config = setup.model, setup.teacher, setup.config
+        if config.max_memory_bytes is None:
+            return
+        devices = {parameter.device for parameter in model.parameters()}
+        if is_sharded(model) or len(devices) > 1:
+            raise ConfigError(
+                f"--max_memory is {config.max_memory}, but the base is spread over several"
+                " devices; lower --batch_size"
+            )
+        workload = Workload(
+            model.config,
+            setup.adapter_config,
+            config,
+            setup.data_config.max_length,
+            quantization_of(model),
+            model.model.embed_tokens.weight.dtype,
+            None if teacher is None else teacher.model.embed_tokens.weight.dtype,
+            setup.device,
+            setup.processes.size,
+            attention_name(model) == "eager",
+        )
+        self.plan = plan = workload.fitting(config.max_memory_bytes)
+        setup.splitter.samples = plan.samples_at_once
+        self.evaluation.samples = plan.evaluated_at_once
+        even = ", with --rank_budget spent evenly" if workload.approximate else ""
+        self.note = (
+            f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
+            f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}{even}"
+        )
 
-    def calibrate(self) -> Calibration | None:
-        """Solve the adapters' start, and give every process the main one's.
+    def recall(self, checkpoint: Checkpoint) -> None:
+        """Begin with the samples that fitted in the resumed run, under the same limit."""
+        remembered = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
+        samples, splitter = remembered.get(self._setup.processes.index), self._setup.splitter
+        if samples is not None and "max_memory" not in self._setup.changed:
+            splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
 
-        None if the adapters were loaded or calibrated before; they are left as they are.
+    def fitting(
+        self, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
+    ) -> T:
+        """Return the result of `act`, begun again with fewer samples at once until it fits.
+
+        NoMemoryError if one sample is too much.
+
+        Args:
+            act: computes in parts of `splitter`, which is shrunk.
+            batch: the largest that is computed.
+            name: of the act, in messages.
         """
-        setup, config = self._setup, self._setup.config
-        if setup.teacher is not None:
-            setup.say(
-                "the start is fitted to the student's own base; training then takes the"
-                " unquantised teacher"
-            )
-        # A splitter of its own: the graph goes through the whole teacher, and its lack of memory
-        # says little of a micro-batch.
-        splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
+        while True:
+            try:
+                return act()
+            except (RuntimeError, MemoryError) as error:
+                message = oom_message(error)
+                # processes that share a base would be out of step
+                if message is None or is_sharded(self._setup.model):
+                    raise
+            free_memory()
+            before = splitter.shrink(batch, message)
+            lack = f"{name}: out of memory with {before} samples at once ({message})"
+            self._setup.say(f"{lack}; it is begun again with {splitter.samples}")
+            event = {"during": name, "samples": before, "samples_at_once": splitter.samples}
+            self._unreported.append({**event, "message": message})
+            self.report(self._folder)
 
-        def solve() -> Calibration | None:
-            if not makes_start(setup.model):
-                return None
-            calibration = calibrate(
-                setup.model,
-                setup.tokenizer,
-                self._data.start_samples,
-                config.calibration_tokens,
-                rank_budget=config.rank_budget,
-                batch_size=splitter.samples,
-                seed=config.seed,
-                console=setup.console,
-            )
-            print_calibration(calibration, setup.console)
-            return calibration
+    def report(self, folder: RunFolder | None) -> None:
+        """Write events for lacks of memory to the folder, once there is one."""
+        self._folder = folder
+        while folder is not None and self._unreported:
+            folder.event("out_of_memory", **self._unreported.pop(0))
 
-        found = self._memory.fitting(solve, splitter, self._data.first_batch(), "the calibration")
-        if found is None:
-            return None
-        setup.say(self._begin_of_training())
-        self._share_start()
-        setup.adapter_config = attached_config(setup.model)
-        return found
 
-    def _begin_of_training(self) -> str:
-        begun = self._data.start.begun
-        if begun:
-            return f"training begins after the {begun} samples that the start was fitted to"
-        return (
+def tested(setup: RunSetup, data: RunData, memory: MemoryFit, config: TrainConfig) -> str:
+    """Run the smoke test on as many samples of the first batch as are computed at once."""
+    batch = data.first_batch()
+
+    def test() -> str:
+        return smoke_test(setup.model, setup.splitter.parts(batch)[0], setup.strategy, config)
+
+    return memory.fitting(test, setup.splitter, batch, "the smoke test")
+
+
+def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration | None:
+    """Solve the adapters' start, and give every process the main one's.
+
+    None if the adapters were loaded or calibrated before; they are left as they are.
+    """
+    config, model = setup.config, setup.model
+    if not makes_start(model):
+        return None
+    if setup.teacher is not None:
+        setup.say(
+            "the start is fitted to the student's own base; training then takes the unquantised"
+            " teacher"
+        )
+    # its graph goes through the whole teacher: an OOM here says nothing about a micro-batch
+    splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
+
+    def solve() -> Calibration:
+        return calibrate(
+            model,
+            setup.tokenizer,
+            data.start_samples,
+            config.calibration_tokens,
+            rank_budget=config.rank_budget,
+            batch_size=splitter.samples,
+            seed=config.seed,
+            console=setup.console,
+        )
+
+    calibration = memory.fitting(solve, splitter, data.first_batch(), "the calibration")
+    print_calibration(calibration, setup.console)
+    if data.start.begun:
+        begun = f"the {data.start.begun} samples that the start was fitted to"
+        setup.say(f"training begins after {begun}")
+    else:
+        setup.say(
             "there are too few samples to leave out those that the start was fitted to, so the"
             " first losses are of tokens that it has seen"
         )
+    if setup.processes.size > 1:
+        _share_start(setup)
+    setup.adapter_config = attached_config(model)
+    return calibration
 
-    def _share_start(self) -> None:
-        """Give every process the start of the main one.
 
-        Each has made it while it waited, but rounding depends on its cores and kernels.
-        """
-        processes, model = self._setup.processes, self._setup.model
-        if processes.size == 1:
-            return
-        own = attached_config(model)
-        found = processes.gather_json(None if own.ranks is None else list(own.ranks))[0]
-        config = replace(own, ranks=None if found is None else tuple(found))
-        parameters, tensors = adapter_parameters(model), {}
-        for name, shape in adapter_shapes(model, config).items():
-            zeros = torch.zeros(shape, device=self._setup.device)
-            tensor = parameters[name].detach().clone() if processes.main else zeros
-            tensors[name] = processes.sum_(tensor)
-        set_adapters(model, config, tensors)
+def _share_start(setup: RunSetup) -> None:
+    """Give every process the main one's start: each has solved one, rounded by its own kernels."""
+    processes, model = setup.processes, setup.model
+    ranks = processes.first(lambda: attached_config(model).ranks)
+    config = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
+    parameters, tensors = adapter_parameters(model), {}
+    for name, shape in adapter_shapes(model, config).items():
+        zeros = torch.zeros(shape, device=setup.device)
+        tensor = parameters[name].detach().clone() if processes.main else zeros
+        tensors[name] = processes.sum_(tensor)
+    set_adapters(model, config, tensors)
+
+
+class RunEvaluator:
+    """Measures the student as it is, with no more samples at once than in training."""
+
+    def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
+        self._setup, self._data, self._memory = setup, data, memory
+        self._reference: Reference | None = None  # a separate teacher's outputs
+
+    def __call__(self) -> Fidelity:
+        setup, samples, splitter = self._setup, self._data.eval_samples, self._memory.evaluation
+        splitter.samples = min(splitter.samples, setup.splitter.samples)
+
+        def measure() -> Fidelity:
+            size = splitter.samples
+            if setup.teacher is not None and self._reference is None:
+                self._reference = reference_outputs(setup.teacher, samples, batch_size=size)
+            return evaluate(
+                setup.model,
+                setup.tokenizer,
+                samples,
+                batch_size=size,
+                unquantized=self._reference,
+                between=setup.stop.check,
+                sources=self._data.eval_labels,
+            )
+
+        largest = next(batches(samples, splitter.samples))
+        return self._memory.fitting(measure, splitter, largest, "an evaluation")
 
 
 def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:

@@ -35,10 +35,6 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
         config: of the adapters.
         data: to train on, if the settings name them.
         own_teacher: the teacher is another model than the student's base.
-
-    Raises:
-        ConfigError: the adapters keep the attention residual and the base is the teacher.
-        DataError: a built-in text's held-out documents, on which every run is evaluated.
     """
     if config.residual == "keep" and not own_teacher:
         raise ConfigError(
@@ -70,14 +66,13 @@ def check_samples_shown(config: TrainConfig) -> None:
         )
 
 
-def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -> NPTConfig:
+def check_model(
+    model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
+) -> NPTConfig:
     """Refuse a model that cannot be trained with these settings; return its adapters' form.
 
-    Raises:
-        ConfigError: nothing attached, frozen or consolidated adapters, a sharded base with what it
-            does not support, or settings that do not fit the model.
-        PrecisionError: a module would compute otherwise than the policy says, as in a 4-bit model
-            that npt.load_base did not load.
+    PrecisionError if a module would compute otherwise than the policy says, as in a 4-bit model
+    that npt.load_base did not load.
     """
     adapter = attached_config(model)
     audit_precision(model, policy_dtype(model))
@@ -88,36 +83,28 @@ def check_model(model: PreTrainedModel, config: TrainConfig, data: DataConfig) -
             " npt.unconsolidate first"
         )
     if is_sharded(model):
-        others = [name for name, _ in config.stage_shares if name != "local"]
-        if others:
-            raise ConfigError(
-                f"--strategy {others[0]} does not support a sharded base; use --strategy local"
-            )
+        for name, _ in config.stage_shares:
+            if name != "local":
+                raise ConfigError(
+                    f"--strategy {name} does not support a sharded base; use --strategy local"
+                )
         check_samples_shown(config)
     check_trackers(config)
     check_length(data.max_length, model.config)
     layer_weights(config, len(npt_layers(model)))  # a list has one weight per layer
+    samples = config.gradient_accumulation_steps * processes * config.batch_size
+    if samples * data.max_length >= EXACT:
+        raise ConfigError(
+            f"a window may have {samples * data.max_length} tokens (--gradient_accumulation_steps x"
+            f" --batch_size x --max_length x {processes} processes), and is counted exactly below"
+            f" {EXACT} only; lower one of them"
+        )
     return adapter
 
 
-def check_window(config: TrainConfig, data: DataConfig, processes: int) -> None:
-    """Refuse windows of `EXACT` tokens or more, which cannot be counted exactly."""
-    samples = config.gradient_accumulation_steps * processes * config.batch_size
-    tokens = samples * data.max_length
-    if tokens >= EXACT:
-        raise ConfigError(
-            f"a window may have {tokens} tokens (--gradient_accumulation_steps x --batch_size x"
-            f" --max_length x {processes} processes), and is counted exactly below {EXACT} only;"
-            " lower one of them"
-        )
-
-
 def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the entries of `run.json` about a separate teacher, or that there is none.
-
-    Raises:
-        ConfigError: it has other shapes than the student, is quantised, is elsewhere, or has
-            adapters.
+    """Return the entries of `run.json` about a separate teacher, or that there is none; refuse one
+    of other shapes than the student's, quantised, elsewhere, or with adapters.
     """
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
@@ -128,21 +115,21 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
                 f"the teacher has {name} {one}, the student's base {other}; load both from the same"
                 " model"
             )
-    if quantization_of(teacher) is not None:
-        raise ConfigError("the teacher is quantised as well; load it with npt.load_teacher")
     if teacher.device != model.device:
         raise ConfigError(
             f"the teacher is on {teacher.device}, the student's base on {model.device}; load both"
             " on one device"
         )
-    if is_attached(teacher):
-        raise ConfigError("the teacher has adapters of its own; load it with npt.load_teacher")
     dtype = teacher.model.layers[0].mlp.up_proj.weight.dtype
-    stored = next((name for name, known in COMPUTE.items() if known == dtype), None)
-    if stored is None:
-        raise ConfigError(
-            f"the teacher is stored in {str(dtype).removeprefix('torch.')}; load it with"
-            " npt.load_teacher"
-        )
+    precision = {stored: name for name, stored in COMPUTE.items()}.get(dtype)
+    fault = None
+    if quantization_of(teacher) is not None:
+        fault = "is quantised as well"
+    elif is_attached(teacher):
+        fault = "has adapters of its own"
+    elif precision is None:
+        fault = f"is stored in {str(dtype).removeprefix('torch.')}"
+    if fault is not None:
+        raise ConfigError(f"the teacher {fault}; load it with npt.load_teacher")
     attention, identity = attention_name(teacher), base_hash(teacher)
-    return {"teacher_precision": stored, "teacher_attention": attention, "teacher": identity}
+    return {"teacher_precision": precision, "teacher_attention": attention, "teacher": identity}

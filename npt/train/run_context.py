@@ -1,15 +1,19 @@
-"""The parts that a whole run shares, and the windows that it trains on."""
+"""What a whole run shares, its progress on the console, and the windows that it trains on."""
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from npt.config import TrainConfig
+from npt.console import say
 from npt.data.batch import Batch
 from npt.data.loader import Position
 from npt.distributed.processes import ProcessGroup
@@ -19,15 +23,64 @@ from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.step.guarded_update import EXACT
-from npt.train.progress import ProgressDisplay
+
+
+class ProgressDisplay:
+    """A live bar on a terminal, elsewhere a plain line per logged step.
+
+    total_steps: None if unknown. first: steps that the resumed run has made before.
+    """
+
+    def __init__(self, total_steps: int | None, console: Console, first: int = 0):
+        self.console = console
+        self._total, self._first, self._started = total_steps, first, time.perf_counter()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            # narrow enough for 80 columns: a bar that does not fit loses its numbers first
+            figures = TextColumn("{task.fields[figures]}")
+            bar = (MofNCompleteColumn(), BarColumn(bar_width=12), figures, TimeRemainingColumn())
+            self._bar = Progress(*bar, console=console)
+            self._task = self._bar.add_task("train", total=total_steps, completed=first, figures="")
+            self._bar.start()
+
+    def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
+        """Show an applied step; `metrics` on logged steps only."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+        if metrics is None:
+            return
+        loss = f"loss {metrics['loss']:.5f}"
+        rate = f"{metrics['tokens_per_second']:,.0f} tokens/s  refused {refused}"
+        if self._bar is not None:
+            self._bar.update(self._task, figures=f"{loss}  {rate}")
+            return
+        of, left = "", ""
+        if self._total is not None:
+            passed = time.perf_counter() - self._started
+            seconds = int(passed / max(1, step - self._first) * (self._total - step))
+            of, left = f"/{self._total}", f"  {seconds // 60}:{seconds % 60:02d} left"
+        figures = f"grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}"
+        say(self.console, f"step {step}{of}  {loss}  {figures}  {rate}{left}")
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        say(self.console, line)
+
+    def close(self) -> None:
+        """Stop the bar."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 @dataclass
 class RunContext:
-    """Model, settings and places to report to.
+    """Model, settings and where to report.
 
-    model: with adapters attached. stop: set by a signal. record: the content of `run.json`.
-    processes: the processes that train together, each with a context like this one.
+    Attributes:
+        model: with adapters attached.
+        stop: set by a signal.
+        record: the content of `run.json`.
+        processes: that train together, each with a context like this one.
     """
 
     model: PreTrainedModel
@@ -46,12 +99,14 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunActions:
-    """Acts of a loop between steps.
+    """What a loop does between steps.
 
-    evaluate: measure the model as it is. save: write a checkpoint; False if that failed and
-    training continues. save_best: keep the adapters as the best so far. show: show the student to
-    the trackers, every `sample_steps`. modulation: measure the multipliers on a sample, if there
-    are any.
+    Attributes:
+        evaluate: measure the model as it is.
+        save: write a checkpoint; False if that failed and training continues.
+        save_best: keep the adapters as the best so far.
+        show: show the student to the trackers, every `sample_steps`.
+        modulation: measure the multipliers on a sample, if there are any.
     """
 
     evaluate: Callable[[], Fidelity]
@@ -65,8 +120,12 @@ class RunActions:
 class Window:
     """K micro-batches of every process, fewer at the end of the data.
 
-    epoch: in which the first of them lies. position: in the data after it. Every process has all
-    of them: process i of P computes number i, i + P, ...
+    Every process has all of them, and computes number i, i + P, ... as process i of P: where a
+    sample is, and so the position after the window, depends on the tokens of all before it.
+
+    Attributes:
+        epoch: in which the first of them lies.
+        position: in the data after it.
     """
 
     epoch: int
@@ -75,11 +134,9 @@ class Window:
 
     @property
     def fingerprint(self) -> int:
-        """Of samples and tokens, from 1 on and below `EXACT`."""
+        """A checksum of samples and tokens, from 1 on and below `EXACT`."""
         checksum = 0
         for batch in self.batches:
-            checksum = zlib.crc32(
-                batch.input_ids.numpy().tobytes(),
-                zlib.crc32("\n".join(batch.sample_ids).encode(), checksum),
-            )
+            checksum = zlib.crc32("\n".join(batch.sample_ids).encode(), checksum)
+            checksum = zlib.crc32(batch.input_ids.numpy().tobytes(), checksum)
         return checksum % (EXACT - 1) + 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,45 +23,47 @@ from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, say, silent_console
 from npt.data.chat import date_of, fix_date, has_template
-from npt.data.source import Record
 from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError
-from npt.runs.checkpoint import Checkpoint, read_checkpoint
+from npt.runs.checkpoint import read_checkpoint
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.runs.run_folder import check_free, default_folder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.runs.versions import versions
-from npt.step.schedule import kind_of_run
 from npt.step.splitting import MicroBatchSplitter
-from npt.train.run_checks import check_model, check_window, teacher_record
+from npt.train.run_checks import check_model, teacher_record
 
 MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
 """Settings in which the processes of a run may differ: paths on their machines."""
 
 
-@dataclass
-class RunOptions:
-    """Options of a Trainer that few callers need; see there.
-
-    report: write `report.html` and the figures for it.
-    """
-
-    eval_data: Iterable[Record] | None = None
-    replay_data: Iterable[Record] | None = None
-    settings: Mapping[str, Any] | None = None
-    console: Console | None = None
-    processes: ProcessGroup | None = None
-    any_base: bool = False
-    trackers: Trackers | None = None
-    report: bool = True
+def processes_for(
+    model: PreTrainedModel, processes: ProcessGroup | None, timeout: float
+) -> ProcessGroup:
+    """Return the processes that share the base, else those given or that a launcher started."""
+    sharing = processes_of(model)
+    if sharing is not None and processes not in (None, sharing):
+        raise ConfigError(
+            "the base is sharded over other processes than the Trainer was given; leave the"
+            " argument processes out"
+        )
+    return sharing or processes or join_processes(timeout)
 
 
 class RunSetup:
-    """Model, settings and processes of a run, checked; arguments as of the Trainer."""
+    """Model, settings and processes of a run, checked; arguments as of the Trainer.
+
+    Attributes:
+        adapter_config: with the ranks that a resumed run's start was given.
+        resumed: where the run continues, None for a new one; `checkpoint` is its own.
+        goes_on: the run continues in the folder of an earlier one.
+        changed: settings that the resumed run had otherwise, with both values.
+        folder_path: of the run, which is not made yet.
+    """
 
     def __init__(
         self,
@@ -70,60 +72,47 @@ class RunSetup:
         teacher: PreTrainedModel | None,
         config: TrainConfig,
         data_config: DataConfig,
-        options: RunOptions,
+        processes: ProcessGroup,
+        settings: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+        trackers: Trackers | None = None,
     ):
         self.model, self.tokenizer, self.teacher = model, tokenizer, teacher
-        self.config, self.data_config, self.options = config, data_config, options
-        sharing = processes_of(model)
-        if sharing is not None and options.processes not in (None, sharing):
-            raise ConfigError(
-                "the base is sharded over other processes than the Trainer was given; leave the"
-                " argument processes out"
-            )
-        self.processes = sharing or options.processes or join_processes(config.rank_timeout)
-        self.console = options.console or make_console()
-        if not self.processes.main:
-            self.console = silent_console()
+        self.config, self.data_config, self.processes = config, data_config, processes
+        self.console = (console or make_console()) if processes.main else silent_console()
         self.stop = StopOnSignal()
         self.splitter = MicroBatchSplitter(config.batch_size)
         self.strategy: Strategy = strategy_of(config, teacher)
         self.device = next(model.parameters()).device
-
-    def check(self) -> None:
-        """Refuse a run that cannot be trained; find its checkpoint to resume, and its folder."""
-        config = self.config
-        self.adapter_config = check_model(self.model, config, self.data_config)
-        self.teacher_record = teacher_record(self.model, self.teacher)
-        check_window(config, self.data_config, self.processes.size)
+        self._settings = settings or {}
+        self.adapter_config = check_model(model, config, data_config, processes.size)
+        self._teacher_record = teacher_record(model, teacher)
         # before an exchange that only some settings bring: it would be paired with another one
-        self.processes.agree(self._shared_settings())
-        self.resumed = self._find_resumed()
-        if self.checkpoint is None and (at_random_start(self.model) or config.rank_budget):
-            layers, width = len(npt_layers(self.model)), self.model.config.hidden_size
+        processes.agree(self._shared_settings())
+        self.resumed = None if config.resume is None else self._find_resumed(config.resume)
+        self.checkpoint = None if self.resumed is None else self.resumed.checkpoint
+        self.goes_on = self.resumed is not None and self.resumed.goes_on
+        if self.checkpoint is None and (at_random_start(model) or config.rank_budget):
+            layers, width = len(npt_layers(model)), model.config.hidden_size
             check_calibration(self.adapter_config, config.rank_budget, layers, width)
-        self.folder_path = Path(self.processes.first(lambda: str(self._choose_folder())))
+        self.folder_path = Path(processes.first(lambda: str(self._choose_folder(trackers))))
         self.changed: Mapping[str, tuple[Any, Any]] = {}
+        date = None
         if self.checkpoint is not None:
             saved = self.checkpoint.record["settings"]
-            now = self.all_settings()
-            ranks = saved.get("ranks")
-            spent = self.adapter_config.spends_ranks and ranks is not None
-            self.changed = changed_settings(saved, {**now, "ranks": ranks} if spent else now)
-            if spent:
-                self._take_ranks(tuple(ranks))
+            date = self.checkpoint.record.get("date")
+            if self.adapter_config.spends_ranks and saved.get("ranks") is not None:
+                # the checkpoint has their numbers
+                ranked = replace(self.adapter_config, ranks=tuple(saved["ranks"]))
+                self.changed = changed_settings(saved, self.all_settings() | asdict(ranked))
+                zeros = {name: torch.zeros(s) for name, s in adapter_shapes(model, ranked).items()}
+                set_adapters(model, ranked, zeros)
+                self.adapter_config = ranked
+            else:
+                self.changed = changed_settings(saved, self.all_settings())
         # a chat template writes the date of the run's start, on every process and after a resume
-        begun = None if self.checkpoint is None else self.checkpoint.record.get("date")
-        if has_template(self.tokenizer):
-            fix_date(self.tokenizer, self.processes.first(lambda: begun or date_of(self.tokenizer)))
-
-    def _take_ranks(self, ranks: tuple[int, ...]) -> None:
-        """Give the adapters the ranks that the start of the run was given; the checkpoint has their
-        numbers.
-        """
-        config = replace(self.adapter_config, ranks=ranks)
-        shapes = adapter_shapes(self.model, config)
-        set_adapters(self.model, config, {name: torch.zeros(s) for name, s in shapes.items()})
-        self.adapter_config = config
+        if has_template(tokenizer):
+            fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
 
     @property
     def date(self) -> str | None:
@@ -136,19 +125,14 @@ class RunSetup:
         return self.config.gradient_accumulation_steps * self.processes.size
 
     @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that the run resumes from."""
-        return None if self.resumed is None else self.resumed.checkpoint
-
-    @property
-    def goes_on(self) -> bool:
-        """True if the run continues in the folder of an earlier one."""
-        return self.resumed is not None and self.resumed.goes_on
+    def first_step(self) -> int:
+        """The steps that the resumed run has made."""
+        return 0 if self.resumed is None else self.resumed.step
 
     @property
     def resume_step(self) -> int | None:
         """The step at which the run's folder is continued; None for a new one."""
-        return self.resumed.step if self.resumed is not None and self.goes_on else None
+        return self.first_step if self.goes_on else None
 
     @property
     def deterministic(self) -> bool:
@@ -159,28 +143,23 @@ class RunSetup:
         """Print a line on the main process."""
         say(self.console, line)
 
-    def schedule(self, total_steps: int | None) -> str:
-        """Return the learning-rate schedule that a run of this length has."""
-        return kind_of_run(self.config.scheduler_type, total_steps)
-
     def all_settings(self) -> dict[str, Any]:
         """Return every setting, as `run.json` keeps them."""
-        found: dict[str, Any] = {
-            "attn_implementation": attention_name(self.model),
-            "processes": self.processes.size,
-        }
+        settings = dict(self._settings)
+        for part in (self.adapter_config, self.data_config, self.config):
+            settings |= asdict(part)
         if quantization_of(self.model) is not None:
             names = {dtype: name for name, dtype in COMPUTE.items()}
-            found["compute_dtype"] = names.get(declared_dtype(self.model), "other")
-        configs = (self.adapter_config, self.data_config, self.config)
-        merged = {name: value for part in configs for name, value in asdict(part).items()}
-        return {**(self.options.settings or {}), **merged, **self.teacher_record, **found}
+            settings["compute_dtype"] = names.get(declared_dtype(self.model), "other")
+        attention = {"attn_implementation": attention_name(self.model)}
+        return {**settings, **self._teacher_record, **attention, "processes": self.processes.size}
 
     def description(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the description of the run for trackers, from the content of `run.json`."""
+        """Return settings and facts for trackers, from the content of `run.json`."""
         names = ("base_hash", "precision", "versions", "device", "processes")
         recipe = Recipe.of(self.model)
         return {
+            "settings": plain_settings(self.all_settings()),
             **{name: record[name] for name in (*names, "trainable_parameters")},
             "base_loading": None if recipe is None else recipe.as_record(),
             "converted_layers": record["layers"],
@@ -212,29 +191,26 @@ class RunSetup:
         settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
         return {**settings, "a chat template": has_template(self.tokenizer)}
 
-    def _find_resumed(self) -> Resumed | None:
+    def _find_resumed(self, resume: str) -> Resumed:
         """Find the run to resume. The main process looks; the others read what it found."""
-        if self.config.resume is None:
-            return None
-        found: list[Resumed] = []
+        resumed: Resumed | None = None
 
         def find() -> tuple[str, str | None, bool]:
-            found.append(find_resumed(str(self.config.resume), self.config.output_dir))
-            checkpoint = found[0].checkpoint
+            nonlocal resumed
+            resumed = find_resumed(resume, self.config.output_dir)
+            checkpoint = resumed.checkpoint
             path = None if checkpoint is None else str(checkpoint.folder)
-            return str(found[0].folder), path, found[0].goes_on
+            return str(resumed.folder), path, resumed.goes_on
 
         folder, path, goes_on = self.processes.first(find)
-        if found:
-            return found[0]
-        checkpoint = None if path is None else read_checkpoint(Path(path))
-        return Resumed(Path(folder), checkpoint, goes_on)
+        if resumed is not None:
+            return resumed
+        return Resumed(Path(folder), None if path is None else read_checkpoint(Path(path)), goes_on)
 
-    def _choose_folder(self) -> Path:
+    def _choose_folder(self, trackers: Trackers | None) -> Path:
         """Return the run's folder: a new one, or the one that is continued."""
         if self.resumed is not None:
             return self.resumed.folder
-        trackers = self.options.trackers
         if trackers is not None and trackers.active:
             return trackers.folder
         folder = Path(self.config.output_dir) if self.config.output_dir else default_folder()

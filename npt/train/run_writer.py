@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,23 +15,32 @@ from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.calibration.report import Calibration
 from npt.config import parse_steps
-from npt.data.batch import batches
-from npt.errors import AdapterFileError, CheckpointError, ConfigError, StoppedError
+from npt.data.batch import IGNORE_INDEX, Sample, batches
+from npt.errors import (
+    AdapterFileError,
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    StoppedError,
+    TooManyRefusalsError,
+)
 from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.generate import Decoding, write
 from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
-from npt.runs.resume import plain_settings
+from npt.evaluation.view import mode_view
+from npt.runs.resume import Resumed
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, known_run, undisturbed
+from npt.step.schedule import kind_of_run
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
-from npt.train.memory_fit import MemoryFit
+from npt.train.preparation import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_report import write_report
 from npt.train.run_setup import RunSetup
-from npt.train.tracker_samples import sample_texts
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
@@ -39,9 +48,15 @@ MODULATION_SAMPLES = 8
 PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1000
 """Of the text that the report shows token by token: its tokens, and tokens by layers, at most."""
 
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 24, 32
+"""Of the texts that trackers are shown."""
 
-class RunWriter:
-    """Writes a run's folder, and tells its trackers."""
+
+class RunWriter(CheckpointWriter):
+    """Writes a run's folder, and tells its trackers.
+
+    report: write `report.html` and what only that is made of.
+    """
 
     def __init__(
         self,
@@ -51,24 +66,20 @@ class RunWriter:
         initial: Fidelity,
         folder: RunFolder,
         trackers: Trackers,
+        report: bool,
     ):
-        self._setup, self._data, self._base = setup, data, base
-        self._initial, self._folder, self._trackers = initial, folder, trackers
-        self._other_base: str | None = None
-        self.checkpoints = CheckpointWriter(setup, data, base, initial, folder)
+        super().__init__(setup, data, base, initial, folder)
+        self._trackers = trackers
+        self._reports = report and setup.processes.main
 
     def warn(self, message: str) -> None:
         """Print a warning and keep it as an event."""
         self._setup.say(f"warning: {message}")
         self._folder.event("warning", message=message)
 
-    def begin(self, record: dict[str, Any], other_base: str | None) -> None:
-        """Write `run.json`, before anything else is done.
-
-        `other_base` is the base's difference from the resumed run's, if any.
-        """
+    def begin(self, record: dict[str, Any]) -> None:
+        """Write `run.json`, before anything else is done."""
         setup, folder = self._setup, self._folder
-        self._other_base = other_base
         if setup.resumed is not None:
             set_aside_unused(setup.resumed, folder, self.warn)
         earlier: dict[str, Any] = {}
@@ -76,28 +87,27 @@ class RunWriter:
             earlier = read_json(folder.path / RUN, CheckpointError)
         known = known_run(folder.path) if setup.goes_on else None
         record["wandb_run"] = self._trackers.run_id or known
+        self._other_base = record["other_base"]
         if setup.checkpoint is not None and setup.goes_on:
             record["calibration"] = earlier.get("calibration")  # of the start that this run had
-            record["other_base"] = other_base or earlier.get("other_base")
+            record["other_base"] = self._other_base or earlier.get("other_base")
         try:
             folder.write(RUN, record)
-        except OSError as error:
+            setup.stop.check()
+        except (OSError, StoppedError) as error:
             folder.discard()
+            if isinstance(error, StoppedError):
+                raise
             raise ConfigError(
                 f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another"
                 " folder"
             ) from error
-        try:
-            setup.stop.check()
-        except StoppedError:
-            folder.discard()
-            raise
         self._trackers.warn = self.warn
-        settings = plain_settings(setup.all_settings())
-        self._trackers.describe({**settings, **setup.description(record)})
-        initial, at = self._initial, 0 if setup.resumed is None else setup.resumed.step
+        described = setup.description(record)
+        self._trackers.describe({**described.pop("settings"), **described})
+        initial = self._initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
-        self._trackers.log(_by_name(measured), at)
+        self._trackers.log(_by_name(measured), setup.first_step)
 
     def report_start(
         self, total: int | None, calibration: Calibration | None, memory: MemoryFit
@@ -107,14 +117,14 @@ class RunWriter:
         folder.event(
             "start", device=str(setup.device), total_steps=total, processes=setup.processes.size
         )
-        memory.folder = folder
         if memory.plan is not None:
             folder.event("memory", max_memory=config.max_memory, **memory.plan.as_dict())
-        memory.report()
+        memory.report(folder)
         if calibration is not None:
             begun = self._data.start.begun
             folder.event("calibration", **calibration.as_dict(), passed_over=begun)
-        self._report_resumed()
+        if setup.resumed is not None:
+            self._report_resumed(setup.resumed)
         if not setup.deterministic:
             self.warn(
                 f"the backward of {attention_name(setup.model)} attention, as this base was loaded,"
@@ -122,7 +132,7 @@ class RunWriter:
                 " one bit for bit; npt.load_base in fp32 with --attn_implementation sdpa or eager"
                 " does, and so does --strategy local"
             )
-        if setup.schedule(total) != config.scheduler_type:
+        if kind_of_run(config.scheduler_type, total) != config.scheduler_type:
             self.warn(
                 "the length of the stream is unknown, so the learning rate stays constant after"
                 f" warm-up; --max_steps gives it its {config.scheduler_type} end"
@@ -138,11 +148,8 @@ class RunWriter:
                 self.warn(f"--trace_steps names step {last}, but the run has {total} steps")
         setup.say(f"run folder {folder.path}")
 
-    def _report_resumed(self) -> None:
-        setup, resumed, folder = self._setup, self._setup.resumed, self._folder
-        if resumed is None:
-            return
-        checkpoint, path = resumed.checkpoint, None
+    def _report_resumed(self, resumed: Resumed) -> None:
+        setup, checkpoint, path = self._setup, resumed.checkpoint, None
         if checkpoint is None:
             setup.say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
@@ -151,38 +158,62 @@ class RunWriter:
             if self._other_base is not None:
                 self.warn(f"--any_base: {path} was trained on another base: {self._other_base}")
         changed = {name: list(values) for name, values in setup.changed.items()}
-        folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
-        for name, (old, new) in setup.changed.items():
+        self._folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
+        for name, (old, new) in changed.items():
             setup.say(f"changed since: {name} was {old}, is {new}")
+
+    def rescue(self, loop: Loop, error: BaseException) -> None:
+        """Save the steps before an error that ended the loop; a second signal does not wait.
+
+        After too many refusals or a divergence the modulation is measured: a multiplier at its
+        bound may be why.
+        """
+        processes = self._setup.processes
+        if isinstance(error, KeyboardInterrupt) and self._setup.stop.number is not None:
+            return
+        reported = isinstance(error, TooManyRefusalsError | DivergedError)
+        if not reported:
+            self._failed("error", loop, error, str(error))
+        # the others are elsewhere: leave out whatever would wait for them
+        if not processes.met_by_all(error):
+            processes.leave()
+        try:
+            loop.settle()  # a checkpoint bears the step of its weights
+            if processes.broken and loop.step.window.applied_steps != loop.steps:
+                return  # the weights are of a step whose result the others did not tell
+            if loop.steps and loop.unsaved:
+                self.save(loop, last=True)
+            if reported:
+                self.measure_modulation(loop.steps)
+        except Exception as second:  # the first error is the one to be seen
+            self._failed("error", loop, second, f"not saved: {second}")
 
     def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
         """Write the figures and the final adapter of a run that came to its end."""
-        folder, model = self._folder, self._setup.model
-        heldout = self._data.heldout
+        folder, path, config = self._folder, self._folder.path, self._setup.config
         try:
-            folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": heldout})
+            folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self._data.heldout})
         except OSError as error:
             self.warn(
-                f"fidelity.json could not be written below {folder.path}: {error}; npt evaluate"
-                " measures the adapter again"
+                f"fidelity.json could not be written below {path}: {error}; npt evaluate measures"
+                " the adapter again"
             )
         try:
-            folder.save_final(model, self._base, fidelity.as_dict())
+            folder.save_final(self._setup.model, self._base, fidelity.as_dict())
         except (OSError, SafetensorError, AdapterFileError) as error:
             self.warn(
-                f"the final adapter could not be written below {folder.path}: {error}; its numbers"
-                f" are below {folder.path / CHECKPOINTS}"
+                f"the final adapter could not be written below {path}: {error}; its numbers are"
+                f" below {path / CHECKPOINTS}"
             )
-        if self._setup.config.eval_steps:
+        if config.eval_steps:
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
         self._trackers.log(_by_name(measured), loop.steps)
-        self._data.report(self._folder, self.warn, loop.position)
-        asked = self._setup.config.max_steps
-        if asked is not None and loop.steps < asked:
+        self._data.report(folder, self.warn, loop.position)
+        if config.max_steps is not None and loop.steps < config.max_steps:
             self.warn(
-                f"the data ended after {loop.steps} of --max_steps {asked} steps and cannot be read"
-                " again; pass a list, which can"
+                f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
+                " cannot be read again; pass a list, which can"
             )
         loop.divergence.at_end(loop.steps, fidelity, self.measure_modulation(loop.steps))
         folder.event(
@@ -197,81 +228,8 @@ class RunWriter:
 
     def report(self) -> None:
         """Write `report.html`, however the run ended; a failure does not change that end."""
-        if self._setup.processes.main and self._setup.options.report:
+        if self._reports:
             self._observe(REPORT, lambda: write_report(self._folder.path))
-
-    def measure_modulation(self, step: int) -> Modulation | None:
-        """Write `modulation.json` for the report, from a few evaluation samples; return it if it
-        was measured.
-        """
-        if not (self._setup.processes.main and self._setup.options.report):
-            return None
-        figures: dict[str, Any] = {"step": step, "heldout": self._data.heldout}
-        found: Modulation | None = None
-
-        def measure() -> None:
-            nonlocal found
-            with contextlib.suppress(StoppedError):  # the report can be made without it
-                found = self._modulation(MODULATION_SAMPLES)
-                figures.update(found.as_dict())
-                self._folder.write(MODULATION, figures)
-
-        def measure_passage() -> None:
-            figures["passage"] = self._passage()
-            self._folder.write(MODULATION, figures)
-
-        self._observe(MODULATION, measure)
-        if "layers" in figures and not is_sharded(self._setup.model):
-            self._observe(f"the passage of {MODULATION}", measure_passage)
-        return found
-
-    def _modulation(self, samples: int) -> Modulation:
-        """Return the modulation of the first so many evaluation samples."""
-        setup = self._setup
-        few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
-        return measure_modulation(setup.model, few, between=setup.stop.check)
-
-    def _passage(self) -> dict[str, Any]:
-        """Return the modulation along the beginning of the first evaluation sample."""
-        model, sample = self._setup.model, self._data.eval_samples[0]
-        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
-        most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
-        tokenizer = self._setup.tokenizer
-        return modulation_map(model, list(ids[:most])).as_dict(tokenizer)
-
-    def looks(self) -> Callable[[], Modulation] | None:
-        """Return a function that measures the multipliers on a sample, in the main process, if
-        there are any.
-        """
-        if not (self._setup.processes.main and self._setup.adapter_config.multiplicative):
-            return None
-        return partial(self._modulation, 1)
-
-    def shows(self) -> Callable[[int], None]:
-        """Return a function that logs texts and multipliers of the student at a step."""
-
-        def show(step: int) -> None:
-            if not self._trackers.active:
-                return
-            try:
-                # the loop looks at the signal itself
-                with undisturbed(), contextlib.suppress(StoppedError):
-                    layers = self._modulation(MODULATION_SAMPLES).layers
-                    self._trackers.log(
-                        {
-                            f"modulation/layers.{index}.{target}.saturated": found.saturated
-                            for index, layer in layers.items()
-                            for target, found in layer.targets.items()
-                        },
-                        step,
-                    )
-                    self._trackers.texts(sample_texts(self._setup, self._data.eval_samples), step)
-            except Exception as error:  # an observer must not end the run that it looks at
-                message = f"{type(error).__name__}: {error}"
-                said = f"no texts and multipliers for the trackers at step {step}: {message}"
-                self.warn(said[:500])
-
-        return show
 
     def end_trackers(self, status: int, record: Mapping[str, Any]) -> None:
         """Close the trackers. They may wait for a network; a signal does not wait for them."""
@@ -280,8 +238,7 @@ class RunWriter:
             return
         setup.stop.at_once = True
         try:
-            settings = plain_settings(setup.all_settings())
-            self._trackers.files({"settings": settings, **setup.description(record)})
+            self._trackers.files(setup.description(record))
             self._trackers.close(status)
         except StoppedError as signal:
             self.warn(
@@ -299,12 +256,107 @@ class RunWriter:
                 f" below {self._folder.path}"
             )
 
+    def measure_modulation(self, step: int) -> Modulation | None:
+        """Write `modulation.json` for the report, from a few evaluation samples; return it if it
+        was measured.
+        """
+        if not self._reports:
+            return None
+        figures: dict[str, Any] = {"step": step, "heldout": self._data.heldout}
+        modulation: Modulation | None = None
+
+        def measure() -> None:
+            nonlocal modulation
+            modulation = self._modulation(MODULATION_SAMPLES)
+            self._folder.write(MODULATION, figures | modulation.as_dict())
+
+        def measure_passage(layers: dict[str, Any]) -> None:
+            passage = {"passage": self._passage()}
+            self._folder.write(MODULATION, figures | layers | passage)
+
+        with contextlib.suppress(StoppedError):  # the report can be made without it
+            self._observe(MODULATION, measure)
+            if modulation is not None and not is_sharded(self._setup.model):
+                layers = modulation.as_dict()
+                self._observe(f"the passage of {MODULATION}", partial(measure_passage, layers))
+        return modulation
+
+    def _modulation(self, samples: int) -> Modulation:
+        """Return the modulation of the first so many evaluation samples."""
+        setup = self._setup
+        few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
+        return measure_modulation(setup.model, few, between=setup.stop.check)
+
+    def _passage(self) -> dict[str, Any]:
+        """Return the modulation along the beginning of the first evaluation sample."""
+        model, ids = self._setup.model, _first_document(self._data.eval_samples[0])
+        most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
+        return modulation_map(model, list(ids[:most])).as_dict(self._setup.tokenizer)
+
+    def looks(self) -> Callable[[], Modulation] | None:
+        """Return a function that measures the multipliers on a sample, in the main process, if
+        there are any.
+        """
+        if not (self._setup.processes.main and self._setup.adapter_config.multiplicative):
+            return None
+        return partial(self._modulation, 1)
+
+    def show(self, step: int) -> None:
+        """Log texts and multipliers of the student to the trackers, if there are any."""
+        if not self._trackers.active:
+            return
+        try:
+            # the loop looks at the signal itself
+            with undisturbed(), contextlib.suppress(StoppedError):
+                layers = self._modulation(MODULATION_SAMPLES).layers
+                saturated = {
+                    f"modulation/layers.{index}.{target}.saturated": figures.saturated
+                    for index, layer in layers.items()
+                    for target, figures in layer.targets.items()
+                }
+                self._trackers.log(saturated, step)
+                self._trackers.texts(sample_texts(self._setup, self._data.eval_samples), step)
+        except Exception as error:  # an observer must not end the run that it looks at
+            reason = f"{type(error).__name__}: {error}"
+            message = f"no texts and multipliers for the trackers at step {step}: {reason}"
+            self.warn(message[:500])
+
     def _observe(self, name: str, act: Callable[[], object]) -> None:
         try:
             act()
         except Exception as error:  # an observer must not end the run that it looks at
-            said = f"{name} could not be written below {self._folder.path}: "
-            self.warn(f"{said}{type(error).__name__}: {error}"[:500])
+            reason = f"{type(error).__name__}: {error}"
+            self.warn(f"{name} could not be written below {self._folder.path}: {reason}"[:500])
+
+
+def sample_texts(setup: RunSetup, samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
+    """Return prompts, each with the student's and the teacher's most likely continuation.
+
+    A prompt is the beginning of a sample's first document, before the tokens to be learnt.
+    """
+    tokenizer, model = setup.tokenizer, setup.model
+    positions = getattr(model.config, "max_position_embeddings", None) or 2 * NEW_TOKENS
+    teacher = mode_view(model, "teacher") if setup.teacher is None else setup.teacher
+
+    def written(model: Any, prompt: Sequence[int]) -> str:
+        setup.stop.check()
+        decoding = Decoding(max_new_tokens=min(NEW_TOKENS, positions - len(prompt)))
+        return write(model, tokenizer, prompt, decoding).text
+
+    rows: list[tuple[str, str, str]] = []
+    for sample in samples:
+        ids, labels = _first_document(sample), sample.labels or ()
+        scored = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+        prompt = ids[: min(PROMPT_TOKENS, scored or len(ids) // 2, positions - 1)]
+        if prompt and len(rows) < PROMPTS:
+            text = tokenizer.decode(list(prompt), skip_special_tokens=True)
+            student = written(mode_view(model, "student"), prompt)
+            rows.append((text, student, written(teacher, prompt)))
+    return rows
+
+
+def _first_document(sample: Sample) -> tuple[int, ...]:
+    return sample.input_ids[: sample.lengths[0] if sample.lengths else None]
 
 
 def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:

@@ -8,11 +8,11 @@ its loss. Weights, optimizer and random state are as before afterwards.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, npt_layers
@@ -35,43 +35,46 @@ rounding."""
 def smoke_test(
     model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig
 ) -> str:
-    """Run the test on `batch`; return the verdict as one line.
-
-    Raises:
-        SmokeTestError: the part that failed, by name, and a remedy.
-    """
+    """Run the test on `batch`; return the verdict as one line, or raise SmokeTestError."""
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
         raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
-    # a label after its first position
-    targets = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=-1)
-    for row, count in enumerate(targets.tolist()):
-        if count == 0:
-            raise _failure(
-                f"sample {batch.sample_ids[row]} has no token to predict; check prompts, truncation"
-                " and padding"
-            )
+    targets = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=-1).tolist()
+    if 0 in targets:
+        raise _failure(
+            f"sample {batch.sample_ids[targets.index(0)]} has no token to predict; check prompts,"
+            " truncation and padding"
+        )
     parameters = adapter_parameters(model)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.grad = None
     batch = batch.to(next(model.parameters()).device)
 
     def compute() -> MicroBatch:
-        # With the same random numbers each time: a base that draws would have another loss after
-        # the steps for that alone.
+        # the same random numbers each time: a base that draws would have another loss for those
         with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
             return strategy(model, batch, config)
 
+    optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
+    optimizer.zero_grad()
     try:
-        loss = _forward_and_backward(compute, batch.tokens)
-        _check_gradients(model, parameters)
-        after = _descend(compute, parameters)
+        sums = _under_anomaly_detection(compute)
+        loss = float(sums.loss) / sums.tokens
+        if not math.isfinite(loss):
+            raise _failure(
+                f"the loss of the first batch is {loss}; the base or an adapter holds non-finite"
+                " values"
+            )
+        _check_gradients(model)
+        for _ in range(DESCENT_STEPS):
+            optimizer.step()
+            optimizer.zero_grad()
+            sums = compute()
+        after = float(sums.loss) / sums.tokens
     finally:
+        optimizer.zero_grad()
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(before[name])
-                parameter.grad = None
     if not after < loss:
         raise _failure(
             f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
@@ -88,66 +91,38 @@ def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
 
 
-def _descend(compute: Callable[[], MicroBatch], parameters: dict[str, nn.Parameter]) -> float:
-    """Return the loss per token after DESCENT_STEPS Adam steps from the gradients in place."""
-    optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
-    loss = float("nan")
-    for _ in range(DESCENT_STEPS):
-        optimizer.step()
-        optimizer.zero_grad()
-        sums = compute()
-        loss = float(sums.loss) / sums.tokens
-    return loss
-
-
-def _forward_and_backward(compute: Callable[[], MicroBatch], tokens: int) -> float:
-    """Return the loss per token, of so many valid ones; leave the gradients in place."""
+def _under_anomaly_detection(compute: Callable[[], MicroBatch]) -> MicroBatch:
     try:
         with warnings.catch_warnings():
-            # Anomaly mode announces itself, and a fault with the forward's traceback; the error
-            # below says it in a line.
+            # anomaly mode announces itself, and a fault with the forward's traceback
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=True):
-                sums = compute()
+                return compute()
     except RuntimeError as error:
         if "nan" not in str(error).lower():
             raise
-        first = str(error).splitlines()[0]
         raise _failure(
-            f"backward produced NaN ({first}); lower --additive_scale, or start with --safe_mode"
+            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale, or"
+            " start with --safe_mode"
         ) from error
-    if sums.tokens > tokens:
-        raise _failure(
-            f"the strategy counts {sums.tokens} tokens, but the batch has {tokens}; padding must"
-            " not count"
-        )
-    loss = float(sums.loss) / sums.tokens
-    if loss - loss != 0.0:  # NaN or infinite
-        raise _failure(
-            f"the loss of the first batch is {loss}; the base or an adapter holds non-finite values"
-        )
-    return loss
 
 
-def _check_gradients(model: PreTrainedModel, parameters: dict[str, nn.Parameter]) -> None:
-    silent = _expected_silent(model)
-    for name, parameter in parameters.items():
+def _check_gradients(model: PreTrainedModel) -> None:
+    # by the chain rule an A whose B and M are all zero gets no gradient yet
+    silent = {
+        f"model.layers.{index}.npt.A"
+        for index, layer in npt_layers(model)
+        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()])
+    }
+    adapters = adapter_parameters(model)
+    for name, parameter in adapters.items():
         if parameter.grad is None or not bool(parameter.grad.any()):
             if name not in silent:
                 raise _failure(f"{name} gets no gradient; it would never be trained")
         elif not bool(torch.isfinite(parameter.grad).all()):
             raise _failure(f"the gradient of {name} is not finite; start with --safe_mode")
     for name, parameter in model.named_parameters():
-        if name not in parameters and (parameter.requires_grad or parameter.grad is not None):
+        if name not in adapters and (parameter.requires_grad or parameter.grad is not None):
             raise _failure(
                 f"the frozen tensor {name} would be trained; attach the adapters with npt.attach"
             )
-
-
-def _expected_silent(model: PreTrainedModel) -> set[str]:
-    """Return each A whose B and M are all zero: by the chain rule it gets no gradient yet."""
-    return {
-        f"model.layers.{index}.npt.A"
-        for index, layer in npt_layers(model)
-        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()])
-    }

@@ -41,8 +41,13 @@ DATASETS: dict[str, dict[str, Any]] = {
 class Source:
     """A data set of a run.
 
-    label: in messages. share: of all samples. config: how it is read. records: empty until it is
-    opened. own: held-out records of its own. evaluated: the run is evaluated on it.
+    Attributes:
+        label: in messages.
+        share: of all samples.
+        config: how it is read.
+        records: empty until it is opened.
+        own: held-out records of its own.
+        evaluated: the run is evaluated on it.
     """
 
     label: str
@@ -59,8 +64,7 @@ def named(name: str) -> dict[str, Any] | None:
 
 
 def sources_of(config: DataConfig) -> tuple[Source, ...]:
-    """Return the sources that settings name, unopened. The end of the first is an epoch's end; the
-    others are repeated."""
+    """Return the sources that settings name, unopened."""
     if config.dataset_mix is not None:
         return tuple(
             Source(name, share, _in_mixture(config, name, number))
@@ -70,12 +74,9 @@ def sources_of(config: DataConfig) -> tuple[Source, ...]:
     if other is None:
         return (Source(FIRST, 1.0, plain),)
     here = other in READERS or is_local(other)
+    split = "train" if here else config.dataset_split
     second = replace(
-        plain,
-        dataset_name=other,
-        dataset_config=None,
-        dataset_split="train" if here else config.dataset_split,
-        num_samples=None,
+        plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
     )
     share = config.replay_share
     return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second, evaluated=False)
@@ -95,10 +96,10 @@ def _in_mixture(config: DataConfig, name: str, number: int) -> DataConfig:
 
 def check_sources(config: DataConfig) -> None:
     """Check every source as `check_source` does, and that one of a mixture has the split."""
-    found = [source.config for source in sources_of(config)]
-    for one in found:
+    configs = [source.config for source in sources_of(config)]
+    for one in configs:
         check_source(one)
-    if config.dataset_split != "train" and all(one.dataset_split == "train" for one in found):
+    if config.dataset_split != "train" and all(one.dataset_split == "train" for one in configs):
         raise DataError(
             f"--dataset_split {config.dataset_split} is for hub data sets, and there is none in"
             " --dataset_mix; drop it"
@@ -110,11 +111,8 @@ def open_sources(
     data: Iterable[Record] | None = None,
     replay_data: Iterable[Record] | None = None,
 ) -> list[Source]:
-    """Open the sources of a run, each with columns that it has.
-
-    Args:
-        config: names them, and how they are read.
-        data, replay_data: records to take instead.
+    """Open the sources of a run, each with columns that it has; `data` and `replay_data` are
+    records to take instead.
     """
     mixed = config.dataset_mix is not None
     if mixed and (data is not None or replay_data is not None):
@@ -124,22 +122,20 @@ def open_sources(
         )
     if replay_data is not None and config.replay_dataset is None:
         config = replace(config, replay_dataset=REPLAY)  # a label only: it is not opened
-    given, found = {FIRST: data, REPLAY: replay_data}, []
-    for source in sources_of(config):
+    given, opened, fitted = {FIRST: data, REPLAY: replay_data}, [], []
+    for number, source in enumerate(sources_of(config)):
         records, own = given.get(source.label), None
         if records is None:
             records = open_source(source.config)
             own = own_heldout(source.config) if source.evaluated else None
         elif iter(records) is records and not (source.label == FIRST and config.streaming):
             records = list(records)  # a generator can be read once only
-        found.append(replace(source, records=records, own=own))
-    fitted = [
-        replace(s, config=fitting_columns(s.config, s.records)) if mixed or number else s
-        for number, s in enumerate(found)
-    ]
+        opened.append(replace(source, records=records, own=own))
+        columns = fitting_columns(source.config, records) if mixed or number else source.config
+        fitted.append(replace(opened[-1], config=columns))
     # a column that no source has stays, and the first record is refused for it
     lost = all(source.config.prompt_column is None for source in fitted)
-    return found if lost and config.prompt_column is not None else fitted
+    return opened if lost and config.prompt_column is not None else fitted
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
@@ -161,32 +157,28 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 def samples_of(
     sources: Sequence[Source], tokenizer: Any, seed: int, held: Sequence[bool]
 ) -> list[Samples]:
-    """Return the samples of every source, each in an order of its own.
-
-    held: of each source, its held-out samples are left out.
+    """Return the samples of every source, each in an order of its own; where `held` is true its
+    held-out samples are left out.
     """
     from npt.data.samples import Samples  # the command line reads this file without torch
 
-    found = []
+    every = []
     for number, (source, hold_out) in enumerate(zip(sources, held, strict=True)):
+        records, config = source.records, source.config
         try:
-            config, own_seed = source.config, seed + number
-            found.append(
-                Samples(source.records, tokenizer, config, seed=own_seed, hold_out=hold_out)
-            )
+            every.append(Samples(records, tokenizer, config, seed=seed + number, hold_out=hold_out))
         except DataError as error:
-            raise (
-                error if source.label == FIRST else DataError(f"{source.label}: {error}")
-            ) from error
-    return found
+            if source.label == FIRST:
+                raise
+            raise DataError(f"{source.label}: {error}") from error
+    return every
 
 
 def evaluation_of(
     sources: Sequence[Source], tokenizer: Any, count: int, vocab_size: int
 ) -> tuple[list[Sample], list[str], list[bool]]:
-    """Return `count` evaluation samples of the sources by their shares, one of each at least.
-
-    Also the label of each sample's source, and for each source if its samples are held out.
+    """Return `count` evaluation samples of the sources by their shares, one of each at least; the
+    label of each sample's source; and for each source if its samples are held out.
     """
     from npt.evaluation.heldout import evaluation_samples
 
@@ -200,11 +192,11 @@ def evaluation_of(
             continue
         wanted = round(count * (passed + source.share) / total) - round(count * passed / total)
         passed += source.share
-        found, heldout = evaluation_samples(
+        some, heldout = evaluation_samples(
             source.records, tokenizer, source.config, max(1, wanted), vocab_size, source.own
         )
-        samples += found
-        labels += [source.label] * len(found)
+        samples += some
+        labels += [source.label] * len(some)
         held.append(heldout)
     return samples, labels, held
 
@@ -212,10 +204,9 @@ def evaluation_of(
 def mixture_line(config: DataConfig) -> str:
     """Return a mixture in words."""
     shares = ", ".join(f"{name} {share:.3g}" for name, share in config.mix)
-    first = config.mix[0][0]
     return (
         f"--dataset_mix: shares of the samples {shares} (they sum to 1); an epoch ends with"
-        f" {first}, the others begin again where they end"
+        f" {config.mix[0][0]}, the others begin again where they end"
     )
 
 

@@ -36,7 +36,7 @@ from npt.errors import ConfigError, ModelError
 from npt.step import train_step
 from npt.step.gradient_window import GradientWindow, MicroBatchFlags
 from npt.step.guarded_update import norms_of
-from npt.train.step_metrics import StepMetrics
+from npt.train.observers import StepMetrics
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "verify_fixes.py"
 NAMES = [c.__name__ for c in CHECKS]

@@ -41,8 +41,7 @@ from npt.step.gradient_window import GradientWindow
 from npt.step.schedule import rate_table
 from npt.step.train_step import TrainStep
 from npt.train.loop import Loop
-from npt.train.progress import ProgressDisplay
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)

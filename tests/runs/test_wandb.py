@@ -140,8 +140,8 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
     trained, tmp_path, monkeypatch
 ) -> None:
     """With texts and multipliers every other step."""
-    monkeypatch.setattr("npt.train.tracker_samples.NEW_TOKENS", 3)
-    monkeypatch.setattr("npt.train.tracker_samples.PROMPTS", 1)
+    monkeypatch.setattr("npt.train.run_writer.NEW_TOKENS", 3)
+    monkeypatch.setattr("npt.train.run_writer.PROMPTS", 1)
     tracker = Drawing()
     with mock.patch("npt.runs.trackers._started_wandb", lambda *_: tracker):
         watched, _ = trained(tmp_path / "watched", use_wandb=True, sample_steps=2)
@@ -156,7 +156,7 @@ def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(
 def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     trained, tmp_path, offline, monkeypatch
 ) -> None:
-    monkeypatch.setattr("npt.train.tracker_samples.NEW_TOKENS", 3)
+    monkeypatch.setattr("npt.train.run_writer.NEW_TOKENS", 3)
     folder = tmp_path / "run"
     monkeypatch.setenv("WANDB_TAGS", "a,b")
     asked = {"use_wandb": True, "use_tensorboard": True, "sample_steps": 2, "eval_steps": 2}

@@ -31,7 +31,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.step import train_step as step_module
 from npt.step.train_step import TrainStep
-from npt.train import step_recording
+from npt.train import observers
 from npt.train import trainer as trainer_module
 from npt.train.trainer import Trainer
 
@@ -317,7 +317,7 @@ def test_without_chosen_steps_nothing_is_recorded_or_written(build, monkeypatch,
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a recorder was made")
 
-    monkeypatch.setattr(step_recording, "Recorder", refuse)
+    monkeypatch.setattr(observers, "Recorder", refuse)
     trainer = build()
     result = trainer.train()
     assert not (result.folder / "trace").exists() and drawn == []

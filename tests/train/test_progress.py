@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from npt.train.progress import ProgressDisplay
+from npt.train.run_context import ProgressDisplay
 
 METRICS = {"loss": 0.123456, "grad_norm": 1.5, "lr": 3e-4, "tokens_per_second": 12345.6}
 
@@ -44,7 +44,7 @@ def test_without_a_terminal_each_logged_step_is_one_plain_line(width) -> None:
 def test_a_run_that_goes_on_has_no_steps_of_its_own_before_it(monkeypatch) -> None:
     """Ten of a hundred steps took ten seconds, whoever made the fifty before them."""
     clock = iter([0.0, 10.0])
-    monkeypatch.setattr("npt.train.progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("npt.train.run_context.time.perf_counter", lambda: next(clock))
     out = console(False)
     ProgressDisplay(100, out, first=50).step(60, METRICS, 0)
     assert text(out).rstrip().endswith("0:40 left")

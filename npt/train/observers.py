@@ -1,0 +1,286 @@
+"""What looks at a run's steps and steers nothing: metrics, recorded tensors, divergence."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from npt.adapters.converted import npt_layers
+from npt.data.batch import Batch
+from npt.diagnostics.recorder.recorder import Recorder
+from npt.diagnostics.recorder.recording import Recording, describe
+from npt.distill.local import REPORTED, MicroBatch
+from npt.distill.stages import Stage, stage_at
+from npt.errors import DivergedError, StoppedError
+from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.modulation import Modulation
+from npt.step.window_result import WindowResult
+from npt.train.refusals import Refusals
+from npt.train.run_context import RunContext
+
+FEW = 5
+"""Steps whose median loss is the start's, and as many whose median is the present one."""
+
+FAR = 3.0
+"""A loss is far above its start beyond this many times that; batches differ by less."""
+
+SATURATED_SHARE = 0.1
+"""Share of all multipliers at their bounds beyond which a run is ruined."""
+
+LOOK_EVERY = 10
+"""Steps between looks at the multipliers, each a forward pass of one sample; step 2 is looked at as
+well: too high a learning rate saturates them at once."""
+
+
+class StepMetrics:
+    """Makes the lines of `metrics.jsonl`.
+
+    Attributes:
+        since: time of the last line; time that was not spent on training is added to it.
+        logged_tokens: up to that line.
+    """
+
+    def __init__(self, context: RunContext, stages: Sequence[Stage]):
+        self._processes, self._stages = context.processes, stages
+        self._layers = [index for index, _ in npt_layers(context.model)]
+        self.since, self.logged_tokens = time.perf_counter(), 0
+
+    def line(
+        self, result: WindowResult[MicroBatch], steps: int, tokens: int, refusals: Refusals
+    ) -> dict[str, Any]:
+        """Return means per valid token over the survivors of all processes; the loss on the logits
+        is a mean per predicted token. `steps` and `tokens` of the run include this step.
+        """
+        stage, named = stage_at(self._stages, steps - 1), len(REPORTED)
+        # From the reports, which came with the record: the survivors' own tensors may wait in a
+        # queue of newer windows.
+        reported = [sum(report[i] for report in result.reports) for i in range(named)]
+        layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
+        nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
+        scored = sum(part.scored for part in result.survivors)
+        sums = self._processes.sums([*reported, scored, *nmses])
+        total, predicted = dict(zip(REPORTED, sums, strict=False)), sums[named]
+        now = time.perf_counter()
+        metrics = {
+            "step": steps,
+            "loss": total["loss"] / result.tokens,
+            "loss_reg": total["reg"] / result.tokens,
+            "grad_norm": result.grad_norm,
+            "lr": result.rate,
+            "tokens": tokens,
+            "tokens_per_second": (tokens - self.logged_tokens) / (now - self.since),
+            "refused_total": refusals.total,
+            **{f"refused.{kind}": count for kind, count in sorted(refusals.by_kind.items())},
+        }
+        self.since, self.logged_tokens = now, tokens
+        if stage.config.logit_kl_weight:
+            mean = total["logit"] / predicted if predicted else math.nan
+            metrics[f"loss_{stage.config.logit_loss}"] = mean
+        if len(self._stages) > 1:
+            metrics["stage"] = self._stages.index(stage)
+        if stage.config.hidden_weight:  # hidden states were compared
+            metrics["loss_nmse"] = total["nmse"] / result.tokens
+            means = (torch.tensor(sums[named + 1 :]) / result.tokens).tolist()
+            names = [f"layers.{index}.nmse" for index in self._layers]
+            metrics |= dict(zip(names, means, strict=True))
+        return metrics
+
+
+class StepRecording:
+    """Records the first micro-batch that the main process computes of each chosen step.
+
+    A failure of the recorder is reported and ends nothing; the micro-batch is computed once in any
+    case.
+    """
+
+    def __init__(self, context: RunContext):
+        self._context, config = context, context.config
+        folder = context.folder.path / "trace"
+        self._recording = Recording(folder, config.trace_steps, config.trace_every)
+        self._step: int | None = None  # the open window's, until its first micro-batch is recorded
+        self._seconds = 0.0
+
+    def announce(self) -> None:
+        """Say what will be recorded."""
+        self._context.say(str(self._recording))
+
+    def open(self, step: int) -> None:
+        """Begin a window that will be `step` if it is applied."""
+        self._step = step if self._recording.wants(step) else None
+
+    @contextlib.contextmanager
+    def observe(self, batch: Batch, index: int) -> Iterator[None]:
+        """Record forward and backward of this micro-batch, if it is the one to record."""
+        step, self._step = self._step, None
+        if step is None:
+            yield
+            return
+        self._recording.begin(step)
+        recorder: Recorder | None = None
+        with contextlib.ExitStack() as stack:
+            with self._reported(step):
+                valid = batch.attention_mask.bool() if batch.padded else None
+                recorder = stack.enter_context(Recorder(self._context.model, valid=valid))
+            yield
+        if recorder is None:
+            return
+        since = time.perf_counter()
+        with self._reported(step), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the event tells what was skipped
+            record = recorder.record(step, index)
+            path = self._recording.keep(record)
+            self._report(
+                "trace",
+                describe(record, path),
+                step=step,
+                micro_batch=index,
+                rank=0,
+                file=str(path.relative_to(self._context.folder.path)),
+                rows=len(record.rows),
+                skipped=recorder.skipped,
+            )
+        self._seconds += time.perf_counter() - since
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent on records since this was asked for the last time."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def draw(self) -> None:
+        """Draw pictures of the records, however the run ended."""
+        files: list[str] = []
+        try:
+            pictures = self._recording.draw()
+        except Exception as error:  # an observer must not end the run that it looks at
+            reason = f"{type(error).__name__}: {error}"
+            message = f"the records in {self._recording.folder} could not be drawn: {reason}"
+        else:
+            if not pictures:
+                return
+            files = [str(path.relative_to(self._context.folder.path)) for path in pictures]
+            message = f"pictures of the recorded steps: {', '.join(map(str, pictures))}"
+        self._report("pictures", message, files=files)
+
+    @contextlib.contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # an observer must not end the run that it looks at
+            message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
+            self._report("trace", message, step=step, rank=0, file=None)
+
+    def _report(self, kind: str, message: str, **values: Any) -> None:
+        self._context.folder.event(kind, **values, message=message)
+        self._context.say(message)
+
+
+class Divergence:
+    """Says when a run is ruined although all of its numbers are finite, and at its end.
+
+    Three things show it, none of which is refused: a loss far above its start, multipliers at their
+    bounds with next to no gradient left, and a student that is worse than the floor, which has no
+    adapters: further from its teacher, or of a higher perplexity if it learns the data's own
+    tokens. With `stop_on_divergence` all but `at_end` raise DivergedError.
+
+    modulation: measures the multipliers on a sample; None for adapters without any.
+    """
+
+    def __init__(self, context: RunContext, modulation: Callable[[], Modulation] | None = None):
+        self._context, self._modulation = context, modulation
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=FEW)
+        self._causes: dict[str, str] = {}
+        self._warned: set[str] = set()
+        self._stops = context.config.stop_on_divergence
+
+    @property
+    def causes(self) -> list[str]:
+        """The signs that hold at present, as clauses."""
+        return list(self._causes.values())
+
+    def state(self) -> dict[str, Any]:
+        """Return the part of a checkpoint that says where the loss began."""
+        return {"first_losses": self._first}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned; checkpoints of earlier versions say nothing."""
+        self._first = list(state.get("first_losses", []))
+
+    def begin_stage(self) -> None:
+        """Forget the losses: another strategy has others."""
+        self._first, self._last = [], deque(maxlen=FEW)
+        self._causes.pop("loss", None)
+
+    def after_step(self, step: int, loss: float) -> None:
+        """Judge the loss of an applied step, and on some steps the multipliers."""
+        if len(self._first) < FEW:
+            self._first.append(loss)
+        self._last.append(loss)
+        if len(self._last) == FEW:
+            start, now = median(self._first), median(self._last)
+            cause = f"the loss is {now:.4g}, {now / max(start, 1e-30):.3g} times that of the start"
+            self._judge("loss", step, cause, now > FAR * start)
+        if self._modulation is None or (step != 2 and step % LOOK_EVERY):
+            return
+        try:
+            modulation = self._modulation()
+        except StoppedError:  # the loop looks at the signal itself
+            return
+        except Exception as error:  # an observer must not end the run that it looks at
+            self._modulation = None
+            reason = f"{type(error).__name__}: {error}"
+            self._warn(step, f"the multipliers are no longer watched: {reason}"[:500])
+            return
+        self.after_look(step, modulation)
+
+    def after_look(self, step: int, modulation: Modulation) -> None:
+        """Judge multipliers that were measured."""
+        share, worst = modulation.saturated
+        cause = f"{share:.0%} of the multipliers are at their bounds (most in {worst})"
+        self._judge("saturation", step, cause, share > SATURATED_SHARE)
+
+    def after_evaluation(self, step: int, fidelity: Fidelity) -> None:
+        """Judge the student against its floor, beyond one standard error."""
+        figure = self._context.config.judged_by
+        student, floor = getattr(fidelity.student, figure), getattr(fidelity.floor, figure)
+        name = "KL to its teacher" if figure == "kl" else figure
+        least = student - getattr(fidelity.student, f"{figure}_se")
+        cause = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
+        self._judge("floor", step, cause, least > floor)
+
+    def at_end(self, step: int, fidelity: Fidelity, modulation: Modulation | None) -> None:
+        """Judge the figures of a run that has come to its end, which nothing stops any more."""
+        self._stops = False
+        self.after_evaluation(step, fidelity)
+        if modulation is not None:
+            self.after_look(step, modulation)
+
+    def _judge(self, kind: str, step: int, cause: str, holds: bool) -> None:
+        """Take in what one of the three looks like now; warn the first time that it is bad."""
+        if not holds:
+            self._causes.pop(kind, None)
+            return
+        self._causes[kind] = cause
+        if kind not in self._warned:
+            self._warned.add(kind)
+            advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
+            self._warn(step, f"the run has diverged: {cause}; {advice}", kind)
+        if self._stops:
+            self._context.folder.event("stopped", step=step, reason=f"diverged: {cause}")
+            raise DivergedError(
+                f"stopped at step {step}: {cause} (--stop_on_divergence); start again with a"
+                " smaller --learning_rate"
+            )
+
+    def _warn(self, step: int, message: str, kind: str | None = None) -> None:
+        self._context.say(f"warning: step {step}: {message}")
+        self._context.folder.event("warning", step=step, message=message, diverged=kind)
+        self._context.trackers.alert("npt: the run has diverged", message)
