@@ -37,7 +37,7 @@ from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import SmokeTestError
 from npt.step.window_result import WindowResult
-from npt.train.smoke import smoke_test
+from npt.train.preparation import smoke_test
 
 # --- masks and padding
 

@@ -22,7 +22,7 @@ from npt.base.load import load_base, read_config
 from npt.base.precision import quantization_of
 from npt.base.quantization_error import set_matmul_precision
 from npt.config import BaseConfig, NPTConfig, TrainConfig
-from npt.train.run_checks import check_trainable
+from npt.train.run_setup import check_trainable
 
 CHECKS: tuple[Callable[[Base], Check], ...] = (
     check_maths.bounded,

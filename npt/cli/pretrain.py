@@ -183,7 +183,7 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
     from npt.runs.trackers import check_trackers
-    from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
+    from npt.train.run_setup import check_replay, check_samples_shown, check_trainable
     from npt.train.sources import check_sources
 
     base, adapter, data, training, start, _ = settings

@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -97,20 +96,17 @@ class StepMetrics:
 class StepRecording:
     """Records the first micro-batch that the main process computes of each chosen step.
 
-    A failure of the recorder is reported and ends nothing; the micro-batch is computed once in any
-    case.
+    It says what it did. A failure ends nothing, and the micro-batch is computed once in any case.
     """
 
     def __init__(self, context: RunContext):
-        self._context, config = context, context.config
-        folder = context.folder.path / "trace"
-        self._recording = Recording(folder, config.trace_steps, config.trace_every)
+        self._model, self._say, c = context.model, context.say, context.config
+        self._recording = Recording(context.folder.path / "trace", c.trace_steps, c.trace_every)
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         self._seconds = 0.0
 
     def announce(self) -> None:
-        """Say what will be recorded."""
-        self._context.say(str(self._recording))
+        self._say(str(self._recording))
 
     def open(self, step: int) -> None:
         """Begin a window that will be `step` if it is applied."""
@@ -126,28 +122,17 @@ class StepRecording:
         self._recording.begin(step)
         recorder: Recorder | None = None
         with contextlib.ExitStack() as stack:
-            with self._reported(step):
+            with self._survived(f"step {step} could not be recorded"):
                 valid = batch.attention_mask.bool() if batch.padded else None
-                recorder = stack.enter_context(Recorder(self._context.model, valid=valid))
+                recorder = stack.enter_context(Recorder(self._model, valid=valid))
             yield
-        if recorder is None:
-            return
-        since = time.perf_counter()
-        with self._reported(step), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the event tells what was skipped
-            record = recorder.record(step, index)
-            path = self._recording.keep(record)
-            self._report(
-                "trace",
-                describe(record, path),
-                step=step,
-                micro_batch=index,
-                rank=0,
-                file=str(path.relative_to(self._context.folder.path)),
-                rows=len(record.rows),
-                skipped=recorder.skipped,
-            )
-        self._seconds += time.perf_counter() - since
+        if recorder is not None:
+            since = time.perf_counter()
+            with self._survived(f"step {step} could not be recorded"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of sites that were skipped
+                record = recorder.record(step, index)
+                self._say(describe(record, self._recording.keep(record)))
+            self._seconds += time.perf_counter() - since
 
     def take_seconds(self) -> float:
         """Return the seconds spent on records since this was asked for the last time."""
@@ -156,30 +141,16 @@ class StepRecording:
 
     def draw(self) -> None:
         """Draw pictures of the records, however the run ended."""
-        files: list[str] = []
-        try:
-            pictures = self._recording.draw()
-        except Exception as error:  # an observer must not end the run that it looks at
-            reason = f"{type(error).__name__}: {error}"
-            message = f"the records in {self._recording.folder} could not be drawn: {reason}"
-        else:
-            if not pictures:
-                return
-            files = [str(path.relative_to(self._context.folder.path)) for path in pictures]
-            message = f"pictures of the recorded steps: {', '.join(map(str, pictures))}"
-        self._report("pictures", message, files=files)
+        with self._survived(f"the records in {self._recording.folder} could not be drawn"):
+            if pictures := self._recording.draw():
+                self._say(f"pictures of the recorded steps: {', '.join(map(str, pictures))}")
 
     @contextlib.contextmanager
-    def _reported(self, step: int) -> Iterator[None]:
+    def _survived(self, failure: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # an observer must not end the run that it looks at
-            message = f"step {step} could not be recorded: {type(error).__name__}: {error}"
-            self._report("trace", message, step=step, rank=0, file=None)
-
-    def _report(self, kind: str, message: str, **values: Any) -> None:
-        self._context.folder.event(kind, **values, message=message)
-        self._context.say(message)
+            self._say(f"{failure}: {named(error)}")
 
 
 class Divergence:
@@ -196,7 +167,7 @@ class Divergence:
     def __init__(self, context: RunContext, modulation: Callable[[], Modulation] | None = None):
         self._context, self._modulation = context, modulation
         self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=FEW)
+        self._last: list[float] = []
         self._causes: dict[str, str] = {}
         self._warned: set[str] = set()
         self._stops = context.config.stop_on_divergence
@@ -216,14 +187,13 @@ class Divergence:
 
     def begin_stage(self) -> None:
         """Forget the losses: another strategy has others."""
-        self._first, self._last = [], deque(maxlen=FEW)
+        self._first, self._last = [], []
         self._causes.pop("loss", None)
 
     def after_step(self, step: int, loss: float) -> None:
         """Judge the loss of an applied step, and on some steps the multipliers."""
-        if len(self._first) < FEW:
-            self._first.append(loss)
-        self._last.append(loss)
+        self._first = [*self._first, loss][:FEW]
+        self._last = [*self._last, loss][-FEW:]
         if len(self._last) == FEW:
             start, now = median(self._first), median(self._last)
             cause = f"the loss is {now:.4g}, {now / max(start, 1e-30):.3g} times that of the start"
@@ -236,16 +206,9 @@ class Divergence:
             return
         except Exception as error:  # an observer must not end the run that it looks at
             self._modulation = None
-            reason = f"{type(error).__name__}: {error}"
-            self._warn(step, f"the multipliers are no longer watched: {reason}"[:500])
+            self._warn(step, f"the multipliers are no longer watched: {named(error)}"[:500])
             return
-        self.after_look(step, modulation)
-
-    def after_look(self, step: int, modulation: Modulation) -> None:
-        """Judge multipliers that were measured."""
-        share, worst = modulation.saturated
-        cause = f"{share:.0%} of the multipliers are at their bounds (most in {worst})"
-        self._judge("saturation", step, cause, share > SATURATED_SHARE)
+        self._look(step, modulation)
 
     def after_evaluation(self, step: int, fidelity: Fidelity) -> None:
         """Judge the student against its floor, beyond one standard error."""
@@ -261,7 +224,12 @@ class Divergence:
         self._stops = False
         self.after_evaluation(step, fidelity)
         if modulation is not None:
-            self.after_look(step, modulation)
+            self._look(step, modulation)
+
+    def _look(self, step: int, modulation: Modulation) -> None:
+        share, worst = modulation.saturated
+        cause = f"{share:.0%} of the multipliers are at their bounds (most in {worst})"
+        self._judge("saturation", step, cause, share > SATURATED_SHARE)
 
     def _judge(self, kind: str, step: int, cause: str, holds: bool) -> None:
         """Take in what one of the three looks like now; warn the first time that it is bad."""
@@ -284,3 +252,8 @@ class Divergence:
         self._context.say(f"warning: step {step}: {message}")
         self._context.folder.event("warning", step=step, message=message, diverged=kind)
         self._context.trackers.alert("npt: the run has diverged", message)
+
+
+def named(error: BaseException) -> str:
+    """Return an error with its type, for what an observer reports."""
+    return f"{type(error).__name__}: {error}"

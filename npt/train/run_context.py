@@ -1,4 +1,4 @@
-"""What a whole run shares, its progress on the console, and the windows that it trains on."""
+"""What a whole run shares, and the windows that it trains on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from npt.config import TrainConfig
@@ -26,7 +25,7 @@ from npt.step.guarded_update import EXACT
 
 
 class ProgressDisplay:
-    """A live bar on a terminal, elsewhere a plain line per logged step.
+    """Prints a line for each logged step.
 
     total_steps: None if unknown. first: steps that the resumed run has made before.
     """
@@ -34,42 +33,22 @@ class ProgressDisplay:
     def __init__(self, total_steps: int | None, console: Console, first: int = 0):
         self.console = console
         self._total, self._first, self._started = total_steps, first, time.perf_counter()
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            # narrow enough for 80 columns: a bar that does not fit loses its numbers first
-            figures = TextColumn("{task.fields[figures]}")
-            bar = (MofNCompleteColumn(), BarColumn(bar_width=12), figures, TimeRemainingColumn())
-            self._bar = Progress(*bar, console=console)
-            self._task = self._bar.add_task("train", total=total_steps, completed=first, figures="")
-            self._bar.start()
 
     def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
         """Show an applied step; `metrics` on logged steps only."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
         if metrics is None:
             return
-        loss = f"loss {metrics['loss']:.5f}"
-        rate = f"{metrics['tokens_per_second']:,.0f} tokens/s  refused {refused}"
-        if self._bar is not None:
-            self._bar.update(self._task, figures=f"{loss}  {rate}")
-            return
-        of, left = "", ""
+        of = left = ""
         if self._total is not None:
             passed = time.perf_counter() - self._started
             seconds = int(passed / max(1, step - self._first) * (self._total - step))
             of, left = f"/{self._total}", f"  {seconds // 60}:{seconds % 60:02d} left"
-        figures = f"grad {metrics['grad_norm']:.3g}  lr {metrics['lr']:.2e}"
-        say(self.console, f"step {step}{of}  {loss}  {figures}  {rate}{left}")
+        figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}"
+        rates = f"lr {metrics['lr']:.2e}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        self.say(f"step {step}{of}  {figures}  {rates}  refused {refused}{left}")
 
     def say(self, line: str) -> None:
-        """Print a line, above the bar if there is one."""
         say(self.console, line)
-
-    def close(self) -> None:
-        """Stop the bar."""
-        if self._bar is not None:
-            self._bar.stop()
 
 
 @dataclass
@@ -93,7 +72,6 @@ class RunContext:
     processes: ProcessGroup = field(default_factory=ProcessGroup)
 
     def say(self, message: str) -> None:
-        """Print a line."""
         self.display.say(message)
 
 

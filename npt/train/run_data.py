@@ -29,9 +29,8 @@ from npt.errors import ConfigError, DataError, kind_of
 from npt.runs.resume import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
 from npt.train.loop import windows_of
-from npt.train.run_checks import check_replay
 from npt.train.run_context import Window
-from npt.train.run_setup import RunSetup
+from npt.train.run_setup import RunSetup, check_replay
 from npt.train.sources import REPLAY, evaluation_of, open_sources, per_source, samples_of
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})

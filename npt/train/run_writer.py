@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from safetensors import SafetensorError
 
 from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
+from npt.base.recipe import Recipe
 from npt.calibration.report import Calibration
-from npt.config import parse_steps
 from npt.data.batch import IGNORE_INDEX, Sample, batches
 from npt.errors import (
-    AdapterFileError,
     CheckpointError,
     ConfigError,
     DivergedError,
@@ -30,13 +27,14 @@ from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
 from npt.evaluation.view import mode_view
-from npt.runs.resume import Resumed
+from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, known_run, undisturbed
 from npt.step.schedule import kind_of_run
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
+from npt.train.observers import named
 from npt.train.preparation import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_report import write_report
@@ -48,6 +46,9 @@ MODULATION_SAMPLES = 8
 PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1000
 """Of the text that the report shows token by token: its tokens, and tokens by layers, at most."""
 
+DESCRIBED = ("base_hash", "precision", "versions", "device", "processes", "trainable_parameters")
+"""Entries of `run.json` that trackers are told, besides the settings."""
+
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 24, 32
 """Of the texts that trackers are shown."""
 
@@ -55,7 +56,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 24, 32
 class RunWriter(CheckpointWriter):
     """Writes a run's folder, and tells its trackers.
 
-    report: write `report.html` and what only that is made of.
+    reports: write `report.html` and what only that is made of.
     """
 
     def __init__(
@@ -66,11 +67,10 @@ class RunWriter(CheckpointWriter):
         initial: Fidelity,
         folder: RunFolder,
         trackers: Trackers,
-        report: bool,
+        reports: bool,
     ):
         super().__init__(setup, data, base, initial, folder)
-        self._trackers = trackers
-        self._reports = report and setup.processes.main
+        self._trackers, self._reports = trackers, reports and setup.processes.main
 
     def warn(self, message: str) -> None:
         """Print a warning and keep it as an event."""
@@ -82,15 +82,14 @@ class RunWriter(CheckpointWriter):
         setup, folder = self._setup, self._folder
         if setup.resumed is not None:
             set_aside_unused(setup.resumed, folder, self.warn)
-        earlier: dict[str, Any] = {}
-        with contextlib.suppress(CheckpointError):
-            earlier = read_json(folder.path / RUN, CheckpointError)
-        known = known_run(folder.path) if setup.goes_on else None
-        record["wandb_run"] = self._trackers.run_id or known
-        self._other_base = record["other_base"]
+        record["wandb_run"] = self._trackers.run_id
+        if setup.goes_on:
+            record["wandb_run"] = self._trackers.run_id or known_run(folder.path)
         if setup.checkpoint is not None and setup.goes_on:
-            record["calibration"] = earlier.get("calibration")  # of the start that this run had
-            record["other_base"] = self._other_base or earlier.get("other_base")
+            with contextlib.suppress(CheckpointError):
+                earlier = read_json(folder.path / RUN, CheckpointError)
+                record["calibration"] = earlier.get("calibration")  # of the start that it had
+                record["other_base"] = record["other_base"] or earlier.get("other_base")
         try:
             folder.write(RUN, record)
             setup.stop.check()
@@ -102,15 +101,26 @@ class RunWriter(CheckpointWriter):
                 f"--output_dir {folder.path} cannot be written: {error.strerror}; choose another"
                 " folder"
             ) from error
+        recipe = Recipe.of(setup.model)
+        self._facts = {
+            **plain_settings(record["settings"]),
+            **{name: record[name] for name in DESCRIBED},
+            "base_loading": None if recipe is None else recipe.as_record(),
+            "converted_layers": record["layers"],
+            "folder": str(folder.path),
+        }
         self._trackers.warn = self.warn
-        described = setup.description(record)
-        self._trackers.describe({**described.pop("settings"), **described})
+        self._trackers.describe(self._facts)
         initial = self._initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
         self._trackers.log(_by_name(measured), setup.first_step)
 
     def report_start(
-        self, total: int | None, calibration: Calibration | None, memory: MemoryFit
+        self,
+        total: int | None,
+        calibration: Calibration | None,
+        memory: MemoryFit,
+        other_base: str | None,
     ) -> None:
         """Write the first events, and warn of settings that will have no effect."""
         setup, config, folder = self._setup, self._setup.config, self._folder
@@ -124,7 +134,7 @@ class RunWriter(CheckpointWriter):
             begun = self._data.start.begun
             folder.event("calibration", **calibration.as_dict(), passed_over=begun)
         if setup.resumed is not None:
-            self._report_resumed(setup.resumed)
+            self._report_resumed(setup.resumed, other_base)
         if not setup.deterministic:
             self.warn(
                 f"the backward of {attention_name(setup.model)} attention, as this base was loaded,"
@@ -142,25 +152,21 @@ class RunWriter(CheckpointWriter):
                 f"--warmup_steps is {config.warmup_steps}, but the run has {total} steps: the"
                 " learning rate will not reach --learning_rate"
             )
-        if total is not None and config.trace_steps is not None:
-            last = max(steps[-1] for steps in parse_steps(config.trace_steps))
-            if last > total:
-                self.warn(f"--trace_steps names step {last}, but the run has {total} steps")
         setup.say(f"run folder {folder.path}")
 
-    def _report_resumed(self, resumed: Resumed) -> None:
-        setup, checkpoint, path = self._setup, resumed.checkpoint, None
+    def _report_resumed(self, resumed: Resumed, other_base: str | None) -> None:
+        say, checkpoint, path = self._setup.say, resumed.checkpoint, None
         if checkpoint is None:
-            setup.say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
+            say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
             path = str(checkpoint.folder)
-            setup.say(f"continuing from {path} at step {checkpoint.step}")
-            if self._other_base is not None:
-                self.warn(f"--any_base: {path} was trained on another base: {self._other_base}")
-        changed = {name: list(values) for name, values in setup.changed.items()}
+            say(f"continuing from {path} at step {checkpoint.step}")
+            if other_base is not None:
+                self.warn(f"--any_base: {path} was trained on another base: {other_base}")
+        changed = {name: list(values) for name, values in self._setup.changed.items()}
         self._folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
         for name, (old, new) in changed.items():
-            setup.say(f"changed since: {name} was {old}, is {new}")
+            say(f"changed since: {name} was {old}, is {new}")
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait.
@@ -190,21 +196,11 @@ class RunWriter(CheckpointWriter):
 
     def finish(self, loop: Loop, fidelity: Fidelity, seconds: float) -> None:
         """Write the figures and the final adapter of a run that came to its end."""
-        folder, path, config = self._folder, self._folder.path, self._setup.config
-        try:
-            folder.write("fidelity.json", {**fidelity.as_dict(), "heldout": self._data.heldout})
-        except OSError as error:
-            self.warn(
-                f"fidelity.json could not be written below {path}: {error}; npt evaluate measures"
-                " the adapter again"
-            )
-        try:
-            folder.save_final(self._setup.model, self._base, fidelity.as_dict())
-        except (OSError, SafetensorError, AdapterFileError) as error:
-            self.warn(
-                f"the final adapter could not be written below {path}: {error}; its numbers are"
-                f" below {path / CHECKPOINTS}"
-            )
+        folder, config, figures = self._folder, self._setup.config, fidelity.as_dict()
+        with self._written("fidelity.json", "npt evaluate measures the adapter again"):
+            folder.write("fidelity.json", {**figures, "heldout": self._data.heldout})
+        with self._written("the final adapter", f"its numbers are in {CHECKPOINTS}"):
+            folder.save_final(self._setup.model, self._base, figures)
         if config.eval_steps:
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
@@ -226,35 +222,30 @@ class RunWriter(CheckpointWriter):
             seconds=round(seconds, 3),
         )
 
-    def report(self) -> None:
-        """Write `report.html`, however the run ended; a failure does not change that end."""
-        if self._reports:
-            self._observe(REPORT, lambda: write_report(self._folder.path))
+    def close(self, status: int | None) -> None:
+        """Write `report.html`, and close the trackers; neither changes how the run ended.
 
-    def end_trackers(self, status: int, record: Mapping[str, Any]) -> None:
-        """Close the trackers. They may wait for a network; a signal does not wait for them."""
-        setup = self._setup
+        status: of the run; None if a second signal interrupted it, which waits for no report.
+        """
+        path = self._folder.path
+        if self._reports and status is not None:
+            with self._written(REPORT):
+                write_report(path)
+        if lost := self._folder.lines_lost:
+            self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
         if not self._trackers.active:
             return
-        setup.stop.at_once = True
+        self._setup.stop.at_once = True  # trackers may wait for a network
         try:
-            self._trackers.files(setup.description(record))
-            self._trackers.close(status)
+            self._trackers.files(self._facts)
+            self._trackers.close(1 if status is None else status)
         except StoppedError as signal:
             self.warn(
                 f"signal {signal.exit_status - 128} ended the wait for trackers, which may lack the"
                 " end of this run"
             )
         finally:
-            setup.stop.at_once = False
-
-    def report_lost_lines(self) -> None:
-        """Warn of lines of logs that could not be written."""
-        if self._folder.lines_lost:
-            self.warn(
-                f"{self._folder.lines_lost} lines of {METRICS} and {EVENTS} could not be written"
-                f" below {self._folder.path}"
-            )
+            self._setup.stop.at_once = False
 
     def measure_modulation(self, step: int) -> Modulation | None:
         """Write `modulation.json` for the report, from a few evaluation samples; return it if it
@@ -262,23 +253,15 @@ class RunWriter(CheckpointWriter):
         """
         if not self._reports:
             return None
-        figures: dict[str, Any] = {"step": step, "heldout": self._data.heldout}
-        modulation: Modulation | None = None
-
-        def measure() -> None:
-            nonlocal modulation
-            modulation = self._modulation(MODULATION_SAMPLES)
-            self._folder.write(MODULATION, figures | modulation.as_dict())
-
-        def measure_passage(layers: dict[str, Any]) -> None:
-            passage = {"passage": self._passage()}
-            self._folder.write(MODULATION, figures | layers | passage)
-
+        modulation = None
         with contextlib.suppress(StoppedError):  # the report can be made without it
-            self._observe(MODULATION, measure)
+            with self._written(MODULATION):
+                modulation = self._modulation(MODULATION_SAMPLES)
+                figures = {"step": step, "heldout": self._data.heldout, **modulation.as_dict()}
+                self._folder.write(MODULATION, figures)
             if modulation is not None and not is_sharded(self._setup.model):
-                layers = modulation.as_dict()
-                self._observe(f"the passage of {MODULATION}", partial(measure_passage, layers))
+                with self._written(f"the passage of {MODULATION}"):
+                    self._folder.write(MODULATION, {**figures, "passage": self._passage()})
         return modulation
 
     def _modulation(self, samples: int) -> Modulation:
@@ -308,25 +291,26 @@ class RunWriter(CheckpointWriter):
         try:
             # the loop looks at the signal itself
             with undisturbed(), contextlib.suppress(StoppedError):
-                layers = self._modulation(MODULATION_SAMPLES).layers
                 saturated = {
                     f"modulation/layers.{index}.{target}.saturated": figures.saturated
-                    for index, layer in layers.items()
+                    for index, layer in self._modulation(MODULATION_SAMPLES).layers.items()
                     for target, figures in layer.targets.items()
                 }
                 self._trackers.log(saturated, step)
                 self._trackers.texts(sample_texts(self._setup, self._data.eval_samples), step)
         except Exception as error:  # an observer must not end the run that it looks at
-            reason = f"{type(error).__name__}: {error}"
-            message = f"no texts and multipliers for the trackers at step {step}: {reason}"
-            self.warn(message[:500])
+            what = f"no texts and multipliers for the trackers at step {step}"
+            self.warn(f"{what}: {named(error)}"[:500])
 
-    def _observe(self, name: str, act: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _written(self, name: str, remedy: str = "") -> Iterator[None]:
+        """Warn of what could not be written: all that matters is in the checkpoints."""
         try:
-            act()
-        except Exception as error:  # an observer must not end the run that it looks at
-            reason = f"{type(error).__name__}: {error}"
-            self.warn(f"{name} could not be written below {self._folder.path}: {reason}"[:500])
+            yield
+        except Exception as error:
+            end = f"; {remedy}" if remedy else ""
+            failure = f"{name} could not be written below {self._folder.path}: {named(error)}"
+            self.warn(failure[:500] + end)
 
 
 def sample_texts(setup: RunSetup, samples: Sequence[Sample]) -> list[tuple[str, str, str]]:

@@ -22,7 +22,9 @@ from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.stages import stages_of
+from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
+from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import set_random_state
@@ -33,10 +35,9 @@ from npt.step.schedule import kind_of_run, rate_table
 from npt.step.train_step import TrainStep, check_unfrozen
 from npt.train.loop import Loop
 from npt.train.preparation import MemoryFit, RunEvaluator, calibrated, run_record, tested
-from npt.train.run_checks import check_trainable
 from npt.train.run_context import ProgressDisplay, RunActions, RunContext
 from npt.train.run_data import RunData
-from npt.train.run_setup import RunSetup, processes_for
+from npt.train.run_setup import RunSetup, check_trainable
 from npt.train.run_writer import RunWriter
 from npt.train.sources import mixture_line
 
@@ -131,7 +132,7 @@ class Trainer:
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
         self.report, self._any_base, self._trackers = report, any_base, trackers
-        processes = processes_for(model, processes, config.rank_timeout)
+        processes = processes_of(model) or processes or join_processes(config.rank_timeout)
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
@@ -193,7 +194,7 @@ class Trainer:
                 started = start_trackers(setup.processes, setup.config, folder, resume_at=at)
                 trackers = stack.enter_context(started)
             self._prepare(other_base)
-            result = self._run(trackers)
+            result = self._run(trackers, other_base)
             stack.close()
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
@@ -245,32 +246,27 @@ class Trainer:
         setup.stop.check()
         setup.stop.at_once = False  # from here on there is a folder to be left in order
 
-    def _run(self, trackers: Trackers) -> TrainResult:
+    def _run(self, trackers: Trackers, other_base: str | None) -> TrainResult:
         """Open the folder, train, and leave it in order."""
-        setup = self.setup
+        setup, status = self.setup, None
         folder: RunFolder = NullRunFolder(setup.folder_path)
         if setup.processes.main:
             folder = RunFolder(setup.folder_path, resume_at=setup.resume_step)
-        writer = RunWriter(setup, self.data, self.base, self.initial, folder, trackers, self.report)
-        status = 1
-        try:
+        with contextlib.closing(folder):
+            parts = (setup, self.data, self.base, self.initial, folder, trackers)
+            writer = RunWriter(*parts, self.report)
             writer.begin(self.record)
             try:
-                writer.report_start(self.total_steps, self.calibration, self._memory)
+                writer.report_start(self.total_steps, self.calibration, self._memory, other_base)
                 result = self._train(self._make_loop(folder, trackers, writer), writer)
                 status = result.exit_status
-                writer.report()
             except Exception as error:
-                status = getattr(error, "exit_status", status)
+                status = getattr(error, "exit_status", 1)
                 trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
-                writer.report()
                 raise
             finally:
-                writer.end_trackers(status, self.record)
-            return result
-        finally:
-            writer.report_lost_lines()
-            folder.close()
+                writer.close(status)
+        return result
 
     def _make_loop(self, folder: RunFolder, trackers: Trackers, writer: RunWriter) -> Loop:
         """Return the loop, in the state that is resumed, if any."""
@@ -316,10 +312,8 @@ class Trainer:
             except BaseException as error:
                 writer.rescue(loop, error)
                 raise
-            finally:
-                loop.context.display.close()
             seconds = time.perf_counter() - started
-            number, fidelity = self._signal(), None
+            number = self._signal()
             if number is not None:
                 self.data.report(folder, writer.warn, loop.position)
                 folder.event("signal", number=number, step=loop.steps)
@@ -330,7 +324,7 @@ class Trainer:
         finally:
             if loop.recording is not None:
                 loop.recording.draw()  # pictures can wait until all is saved
-        number = self._signal()
+        number, fidelity = self._signal(), None
         if number is not None:
             setup.say(
                 f"stopped by signal {number} at step {loop.steps}; the adapters are saved below"
@@ -340,8 +334,9 @@ class Trainer:
             with contextlib.suppress(StoppedError):  # all is saved; only the figures are missing
                 fidelity = self.evaluate().after(self.initial)
             number = self._signal()
-            if fidelity is None or (number is not None and setup.processes.size > 1):
+            if number is not None and setup.processes.size > 1:
                 fidelity = None
+            if fidelity is None:
                 folder.event("signal", number=number, step=loop.steps)
             else:
                 writer.finish(loop, fidelity, seconds)

@@ -37,7 +37,7 @@ from npt.postmortem.replay import replay
 from npt.postmortem.replay_batch import replay_batch
 from npt.random_state import named_draws, random_state
 from npt.step.train_step import TrainStep
-from npt.train.smoke import smoke_test
+from npt.train.preparation import smoke_test
 
 DRAWING = Setting(change=let_draw)
 

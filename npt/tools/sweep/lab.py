@@ -27,7 +27,7 @@ from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.heldout import evaluation_samples
 from npt.tools.sweep.settings import Settings
 from npt.tools.sweep.spec import Design
-from npt.train.run_checks import check_trainable
+from npt.train.run_setup import check_trainable
 
 BASES_BYTES = 2 << 30  # bytes of the bases that are kept together; the one in use is always kept
 
