@@ -163,19 +163,19 @@ class RunData:
 
     def _check_stream(self, eval_data: Iterable[Record] | None) -> None:
         """Refuse to read a generator twice."""
-        records, epochs = self.sources[0].records, self._setup.config.num_epochs
-        if iter(records) is not records:
-            return
-        once = "a streamed generator can be read once only"
-        if epochs > 1:
-            raise ConfigError(f"--num_epochs is {epochs}, but {once}; pass a list")
-        if eval_data is None:
-            raise ConfigError(f"{once}; pass eval_data=... to have something to evaluate on")
-        if self._setup.adapter_config.init == "calibrated":
-            raise ConfigError(
-                "--init calibrated reads training data before the run does, and"
-                f" {once}; pass a list"
-            )
+        c, records = self._setup.config, self.sources[0].records
+        needs = {
+            f"--num_epochs is {c.num_epochs}": c.num_epochs > 1,
+            "without eval_data a run holds out some of its data": eval_data is None,
+            "--init calibrated reads training data before the run does": makes_start(
+                self._setup.model
+            ),
+        }
+        for need, present in needs.items():
+            if present and iter(records) is records:
+                raise ConfigError(
+                    f"{need}, but a streamed generator can be read once only; pass a list"
+                )
 
     def _hold_out(self, eval_data: Iterable[Record] | None) -> list[bool]:
         """Choose evaluation samples; return of which sources training must leave some out."""

@@ -56,8 +56,12 @@ class RunSetup:
         adapter_config: with the ranks that a resumed run's start was given.
         resumed: where the run continues, None for a new one; `checkpoint` is its own.
         goes_on: the run continues in the folder of an earlier one.
+        first_step: the steps that the resumed run has made.
         changed: settings that the resumed run had otherwise, with both values.
         folder_path: of the run, which is not made yet.
+        window_size: micro-batches of a window, over all processes.
+        deterministic: every step gives the same bits again, backward of attention included.
+        date: that the chat template writes; None without one.
     """
 
     def __init__(
@@ -79,6 +83,9 @@ class RunSetup:
         self.splitter = MicroBatchSplitter(config.batch_size)
         self.strategy: Strategy = strategy_of(config, teacher)
         self.device = next(model.parameters()).device
+        self.window_size = config.gradient_accumulation_steps * processes.size
+        local = "end_to_end" not in dict(config.stage_shares)
+        self.deterministic = local or repeats_exactly(model)
         self._settings = settings or {}
         self.adapter_config = check_model(model, config, data_config, processes.size)
         self._teacher_record = teacher_record(model, teacher)
@@ -87,6 +94,7 @@ class RunSetup:
         self.resumed = None if config.resume is None else self._find_resumed(config.resume)
         self.checkpoint = None if self.resumed is None else self.resumed.checkpoint
         self.goes_on = self.resumed is not None and self.resumed.goes_on
+        self.first_step = 0 if self.resumed is None else self.resumed.step
         if self.checkpoint is None and (at_random_start(model) or config.rank_budget):
             layers, width = len(npt_layers(model)), model.config.hidden_size
             check_calibration(self.adapter_config, config.rank_budget, layers, width)
@@ -106,36 +114,12 @@ class RunSetup:
             else:
                 self.changed = changed_settings(saved, self.all_settings())
         # a chat template writes the date of the run's start, on every process and after a resume
+        self.date: str | None = None
         if has_template(tokenizer):
             fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
-
-    @property
-    def date(self) -> str | None:
-        """The date that the chat template writes; None without one."""
-        return date_of(self.tokenizer) if has_template(self.tokenizer) else None
-
-    @property
-    def window_size(self) -> int:
-        """Micro-batches of a window, over all processes."""
-        return self.config.gradient_accumulation_steps * self.processes.size
-
-    @property
-    def first_step(self) -> int:
-        """The steps that the resumed run has made."""
-        return 0 if self.resumed is None else self.resumed.step
-
-    @property
-    def resume_step(self) -> int | None:
-        """The step at which the run's folder is continued; None for a new one."""
-        return self.first_step if self.goes_on else None
-
-    @property
-    def deterministic(self) -> bool:
-        """True if every step gives the same bits again, backward of attention included."""
-        return "end_to_end" not in dict(self.config.stage_shares) or repeats_exactly(self.model)
+            self.date = date_of(tokenizer)
 
     def say(self, line: str) -> None:
-        """Print a line on the main process."""
         say(self.console, line)
 
     def all_settings(self) -> dict[str, Any]:
@@ -276,8 +260,8 @@ def check_model(
 
 
 def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the entries of `run.json` about a separate teacher, or that there is none; refuse one
-    of other shapes than the student's, quantised, elsewhere, or with adapters.
+    """Return the entries of `run.json` about a separate teacher; refuse one that is quantised, has
+    adapters or has other shapes than the student.
     """
     if teacher is None:
         return {"teacher_precision": None, "teacher_attention": None, "teacher": None}
@@ -288,21 +272,15 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
                 f"the teacher has {name} {one}, the student's base {other}; load both from the same"
                 " model"
             )
-    if teacher.device != model.device:
-        raise ConfigError(
-            f"the teacher is on {teacher.device}, the student's base on {model.device}; load both"
-            " on one device"
-        )
     dtype = teacher.model.layers[0].mlp.up_proj.weight.dtype
     precision = {stored: name for name, stored in COMPUTE.items()}.get(dtype)
-    fault = None
-    if quantization_of(teacher) is not None:
-        fault = "is quantised as well"
-    elif is_attached(teacher):
-        fault = "has adapters of its own"
-    elif precision is None:
-        fault = f"is stored in {str(dtype).removeprefix('torch.')}"
-    if fault is not None:
-        raise ConfigError(f"the teacher {fault}; load it with npt.load_teacher")
+    faults = {
+        "is quantised as well": quantization_of(teacher) is not None,
+        "has adapters of its own": is_attached(teacher),
+        f"is stored in {str(dtype).removeprefix('torch.')}": precision is None,
+    }
+    for fault, present in faults.items():
+        if present:
+            raise ConfigError(f"the teacher {fault}; load it with npt.load_teacher")
     attention, identity = attention_name(teacher), base_hash(teacher)
     return {"teacher_precision": precision, "teacher_attention": attention, "teacher": identity}

@@ -190,7 +190,7 @@ class Trainer:
             self.data.agree(self.base)  # all have read the checkpoint, before its folder changes
             trackers = self._trackers
             if trackers is None:
-                folder, at = setup.folder_path, setup.resume_step
+                folder, at = setup.folder_path, setup.first_step if setup.goes_on else None
                 started = start_trackers(setup.processes, setup.config, folder, resume_at=at)
                 trackers = stack.enter_context(started)
             self._prepare(other_base)
@@ -251,7 +251,9 @@ class Trainer:
         setup, status = self.setup, None
         folder: RunFolder = NullRunFolder(setup.folder_path)
         if setup.processes.main:
-            folder = RunFolder(setup.folder_path, resume_at=setup.resume_step)
+            folder = RunFolder(
+                setup.folder_path, resume_at=setup.first_step if setup.goes_on else None
+            )
         with contextlib.closing(folder):
             parts = (setup, self.data, self.base, self.initial, folder, trackers)
             writer = RunWriter(*parts, self.report)
