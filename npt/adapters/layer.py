@@ -14,14 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.adapters.modulation import Terms, modulate
 from npt.adapters.recompute import is_recomputing
+from npt.base.families import FAMILIES
 from npt.base.hooks import call_around
 from npt.config import STREAM, TARGETS, NPTConfig
 
@@ -90,8 +86,8 @@ class NPTAdapter(nn.Module):
         """Move with the model but keep every number: casts are meant for the base."""
 
         def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)
 
@@ -143,13 +139,6 @@ class NPTAdapter(nn.Module):
         with torch.autocast(y.device.type, enabled=False):
             return modulate(y, z, mult, add, form.mult_bound, form.additive_scale, form.mult_form)
 
-    def extra_repr(self) -> str:
-        c = self.config
-        return (
-            f"rank={c.rank}, targets={','.join(c.targets)}, modulation={c.modulation},"
-            f" residual={c.residual}, mode={self.mode}"
-        )
-
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
 """The NPT class of each decoder layer's class: every subclass of `NPTLayer` and a decoder layer."""
@@ -171,49 +160,20 @@ class NPTLayer(nn.Module):
         if cls.__bases__[0] is NPTLayer:  # FSDP makes subclasses of its own
             NPT_FORMS[cls.__bases__[1]] = cls
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the teacher is the base's own code."""
-        context = dict(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+    def forward(self, hidden_states: Tensor, **context: Any) -> Tensor:
+        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the teacher is the base's own code.
+
+        `context` is what the decoder passes to its layers.
+        """
         if self.npt.mode == "teacher":
             return super().forward(hidden_states, **context)
         attention = attention_output(self, hidden_states, **context)
         return student_output(self, hidden_states, attention)[0]
 
 
-class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
-    """A Llama decoder layer in NPT form."""
-
-
-class NPTMistralDecoderLayer(NPTLayer, MistralDecoderLayer):
-    """A Mistral decoder layer in NPT form."""
-
-
-class NPTQwen2DecoderLayer(NPTLayer, Qwen2DecoderLayer):
-    """A Qwen2 decoder layer in NPT form."""
-
-
-class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
-    """A Qwen3 decoder layer in NPT form."""
-
-
-class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
-    """A SmolLM3 decoder layer in NPT form."""
+for _base in [family.layer for family in FAMILIES.values()]:
+    # a module-level name, by which pickle finds the class
+    globals()[f"NPT{_base.__name__}"] = type(f"NPT{_base.__name__}", (NPTLayer, _base), {})
 
 
 def device_of(layer: Any) -> torch.device:
@@ -264,10 +224,10 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
 
     def modulated_mlp(x: Tensor) -> Tensor:
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        product, found = modulated_product(layer, gate, up, z)
+        product, of_both = modulated_product(layer, gate, up, z)
         adapter.show(product=product)
         down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)
-        terms[:] = [*found, (m, s)]
+        terms[:] = [*of_both, (m, s)]
         return down
 
     name = f"layer {layer.self_attn.layer_idx}'s mlp"

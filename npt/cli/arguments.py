@@ -156,9 +156,7 @@ def load(
     """
     import torch
 
-    from npt.base.gguf.cache import converted, place_of
     from npt.base.gguf.configuration import describe_origin
-    from npt.base.load import gguf_of
     from npt.base.precision import policy_dtype, quantization_of
     from npt.base.quantization_error import product_errors, set_matmul_precision
     from npt.base.recipe import STORED
@@ -166,10 +164,6 @@ def load(
     places: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
     )
-    file = gguf_of(base.model_name)
-    if file is not None:
-        with console.status(f"writing {file.name} in 16 bit to {place_of(file)}, once"):
-            converted(file)
     recipe = None if adapter is None else adapter.recipe
     own = base.quantization, base.use_fp16
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == own:

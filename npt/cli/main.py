@@ -125,7 +125,7 @@ def _kept_matmul_precision() -> Iterator[None]:
 def _share_cores() -> None:
     """Let OpenMP's waiting threads sleep if others compute on this machine, unless the environment
     says otherwise; torch reads it when it is loaded. Spinning, they take a core from whoever has
-    work for it; alone they wake sooner (benchmarks/neighbour.py).
+    work for it; alone they wake sooner (docs/results/speed.md).
     """
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -133,8 +133,8 @@ def _windows(given: Mapping[str, Any], workload: Any, limit: int | None) -> Iter
     device's own error.
     """
     import npt
+    from npt.distill.splitting import free_memory
     from npt.planning.measure import measure_window
-    from npt.step.splitting import free_memory
 
     def predicted(samples: int) -> int:
         return int(workload.plan(samples).of("micro-batch", "step"))

@@ -244,7 +244,6 @@ def _train(
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
-    from npt.base.gguf.configuration import unpacked
     from npt.evaluation.table import print_fidelity
     from npt.runs.signals import StopOnSignal
 
@@ -266,8 +265,8 @@ def _train(
                 attn_implementation=base.attn_implementation,
             )
             console.say(
-                f"teacher {base.model_name}: {unpacked(teacher.config)}, stored in"
-                f" {base.teacher_precision}, computes in fp32"
+                f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision},"
+                " computes in fp32"
             )
         if start is None or checked.resumes:
             console.say(str(npt.attach(model, checked.adapter, seed=training.seed)))

@@ -41,8 +41,8 @@ def trace(given: dict[str, Any]) -> int:
     from npt.data.report import no_sample
     from npt.data.samples import Samples
     from npt.data.source import check_source, open_source
+    from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
-    from npt.step.train_step import forward_backward
 
     console = make_console(stderr=given["json"])
     check_source(data)

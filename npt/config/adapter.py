@@ -38,8 +38,7 @@ TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
-MULT_FORMS = ["sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"]
-"""Forms of m; `register_multiplier` adds to them."""
+MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 _BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
 
 _adapter = partial(setting, group="adapter")

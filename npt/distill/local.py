@@ -30,7 +30,7 @@ from npt.distill.hidden_losses import (
     nmse_per_token,
 )
 
-REPORTED = ("loss", "nmse", "reg", "logit")
+REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The sums that a report begins with."""
 
 
@@ -54,8 +54,9 @@ class MicroBatch:
 
     @property
     def report(self) -> Tensor:
-        """Return `REPORTED`, then `layer_nmse`: [4 + number of converted layers]."""
-        return torch.cat([torch.stack([getattr(self, name) for name in REPORTED]), self.layer_nmse])
+        """Return `REPORTED`, then `layer_nmse`: [5 + number of converted layers]."""
+        sums = torch.stack([self.loss, self.nmse, self.reg, self.logit])
+        return torch.cat([sums, sums.new_full((1,), self.scored), self.layer_nmse])
 
 
 LayerSums = tuple[Tensor, Tensor, Tensor]

@@ -25,8 +25,8 @@ from npt.calibration.plan import plan as plan_start
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
 from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
 from npt.errors import ConfigError
+from npt.guard.window import IN_FLIGHT
 from npt.planning.shape import Shape
-from npt.step.gradient_window import IN_FLIGHT
 
 TRAINING = ("micro-batch", "step", "evaluation")
 PHASES = ("start", *TRAINING)
@@ -215,7 +215,7 @@ class Workload:
 
     def _held(self) -> list[Term]:
         """Return what a run holds whatever it computes. On a GPU some steps' results are read late
-        (npt/step/gradient_window.py), and the state before each is kept.
+        (npt/guard/window.py), and the state before each is kept.
         """
         s, quantization = self.shape, self.quantization
         name = "base" if quantization is None else f"base, {quantization.upper()}"

@@ -16,8 +16,8 @@ from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.data.source import Record, is_local, is_sequence
 from npt.errors import CheckpointError, ConfigError
+from npt.manifest import MANIFEST
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
-from npt.runs.manifest import MANIFEST
 from npt.runs.run_folder import check_free, is_run, tidy
 from npt.stored import shown
 

@@ -17,10 +17,10 @@ from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder
-from npt.runs.versions import versions
 from npt.train.loop import Loop
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup
+from npt.versions import versions
 
 
 class CheckpointWriter:
@@ -77,7 +77,7 @@ class CheckpointWriter:
         if processes.size == 1 or processes.broken:
             return {processes.index: random_state()}
         drawn = {name: state.tolist() for name, state in random_state().items()}
-        everyone = processes.gather_json({"held": loop.step.update.checksum(), "random": drawn})
+        everyone = processes.gather_json({"held": loop.guard.update.checksum(), "random": drawn})
         first = everyone[0]["held"]
         states = {}
         for process, theirs in enumerate(everyone):
@@ -117,7 +117,7 @@ class CheckpointWriter:
         }
 
         def write(path: Path) -> None:
-            write_checkpoint(path, setup.model, loop.step.window, record, self._base, states)
+            write_checkpoint(path, setup.model, loop.guard.window, record, self._base, states)
 
         try:
             path = folder.save_checkpoint(step, write, setup.config.save_total_limit)

@@ -16,12 +16,12 @@ from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.diagnostics.recorder.recording import Recording, describe
-from npt.distill.local import REPORTED, MicroBatch
+from npt.distill.local import REPORTED
 from npt.distill.stages import Stage, stage_at
 from npt.errors import DivergedError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.modulation import Modulation
-from npt.step.window_result import WindowResult
+from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
 
@@ -52,9 +52,7 @@ class StepMetrics:
         self._layers = [index for index, _ in npt_layers(context.model)]
         self.since, self.logged_tokens = time.perf_counter(), 0
 
-    def line(
-        self, result: WindowResult[MicroBatch], steps: int, tokens: int, refusals: Refusals
-    ) -> dict[str, Any]:
+    def line(self, result: Outcome, steps: int, tokens: int, refusals: Refusals) -> dict[str, Any]:
         """Return means per valid token over the survivors of all processes; the loss on the logits
         is a mean per predicted token. `steps` and `tokens` of the run include this step.
         """
@@ -64,9 +62,8 @@ class StepMetrics:
         reported = [sum(report[i] for report in result.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
-        scored = sum(part.scored for part in result.survivors)
-        sums = self._processes.sums([*reported, scored, *nmses])
-        total, predicted = dict(zip(REPORTED, sums, strict=False)), sums[named]
+        sums = self._processes.sums([*reported, *nmses])
+        total = dict(zip(REPORTED, sums, strict=False))
         now = time.perf_counter()
         metrics = {
             "step": steps,
@@ -81,13 +78,13 @@ class StepMetrics:
         }
         self.since, self.logged_tokens = now, tokens
         if stage.config.logit_kl_weight:
-            mean = total["logit"] / predicted if predicted else math.nan
+            mean = total["logit"] / total["scored"] if total["scored"] else math.nan
             metrics[f"loss_{stage.config.logit_loss}"] = mean
         if len(self._stages) > 1:
             metrics["stage"] = self._stages.index(stage)
         if stage.config.hidden_weight:  # hidden states were compared
             metrics["loss_nmse"] = total["nmse"] / result.tokens
-            means = (torch.tensor(sums[named + 1 :]) / result.tokens).tolist()
+            means = (torch.tensor(sums[named:]) / result.tokens).tolist()
             names = [f"layers.{index}.nmse" for index in self._layers]
             metrics |= dict(zip(names, means, strict=True))
         return metrics

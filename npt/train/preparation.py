@@ -25,6 +25,7 @@ from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import ConfigError, SmokeTestError
 from npt.evaluation.attribution import Reference, reference_outputs
@@ -33,10 +34,9 @@ from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
-from npt.runs.versions import versions
-from npt.step.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
+from npt.versions import versions
 
 T = TypeVar("T")
 

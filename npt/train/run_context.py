@@ -18,10 +18,10 @@ from npt.data.loader import Position
 from npt.distributed.processes import ProcessGroup
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.modulation import Modulation
+from npt.guard.update import EXACT
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.step.guarded_update import EXACT
 
 
 class ProgressDisplay:

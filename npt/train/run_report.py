@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from npt.files import write_text
+from npt.manifest import verify_checkpoint
 from npt.report.page import page
 from npt.report.run import RunRecord, read_run
-from npt.runs.manifest import verify_checkpoint
 from npt.runs.run_folder import REPORT
 
 

@@ -32,18 +32,18 @@ from npt.console import make_console, say, silent_console
 from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import OWN_HELDOUT
 from npt.distill.hidden_losses import layer_weights
+from npt.distill.splitting import MicroBatchSplitter
+from npt.distill.step import check_unfrozen
 from npt.distill.strategies import Strategy, strategy_of
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError
+from npt.guard.update import EXACT
 from npt.runs.checkpoint import read_checkpoint
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.runs.run_folder import check_free, default_folder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers, check_trackers
-from npt.runs.versions import versions
-from npt.step.guarded_update import EXACT
-from npt.step.splitting import MicroBatchSplitter
-from npt.step.train_step import check_unfrozen
+from npt.versions import versions
 
 MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
 """Settings in which the processes of a run may differ: paths on their machines."""

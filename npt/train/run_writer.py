@@ -27,10 +27,10 @@ from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
 from npt.evaluation.view import mode_view
+from npt.guard.schedule import kind_of_run
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, known_run, undisturbed
-from npt.step.schedule import kind_of_run
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
@@ -185,7 +185,7 @@ class RunWriter(CheckpointWriter):
             processes.leave()
         try:
             loop.settle()  # a checkpoint bears the step of its weights
-            if processes.broken and loop.step.window.applied_steps != loop.steps:
+            if processes.broken and loop.guard.window.applied_steps != loop.steps:
                 return  # the weights are of a step whose result the others did not tell
             if loop.steps and loop.unsaved:
                 self.save(loop, last=True)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import base_identity
 from npt.calibration.report import Calibration
@@ -22,17 +22,17 @@ from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.stages import stages_of
+from npt.distill.step import check_unfrozen, student_guard
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
+from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.runs.trackers import Trackers, start_trackers
-from npt.step.schedule import kind_of_run, rate_table
-from npt.step.train_step import TrainStep, check_unfrozen
 from npt.train.loop import Loop
 from npt.train.preparation import MemoryFit, RunEvaluator, calibrated, run_record, tested
 from npt.train.run_context import ProgressDisplay, RunActions, RunContext
@@ -278,14 +278,10 @@ class Trainer:
             setup.model, c, folder, trackers, display, setup.stop, self.record, setup.processes
         )
         schedule = kind_of_run(c.scheduler_type, total)
-        step = TrainStep(
-            setup.model,
-            setup.strategy,
-            c,
-            rate_table(c.learning_rate, schedule, c.warmup_steps, total),
-            processes=setup.processes,
-            splitter=setup.splitter,
-        )
+        rates = rate_table(c.learning_rate, schedule, c.warmup_steps, total)
+        # one process alone would wait for the others' parts of a base that they share
+        traced = 0 if is_sharded(setup.model) else 1
+        guard = student_guard(setup.model, c, rates, processes=setup.processes, trace=traced)
         actions = RunActions(
             self.evaluate,
             lambda: writer.save(loop),
@@ -293,9 +289,9 @@ class Trainer:
             writer.show if c.sample_steps else None,
             writer.looks(),
         )
-        loop = Loop(context, step, total, actions)
+        loop = Loop(context, guard, setup.strategy, setup.splitter, total, actions)
         if setup.checkpoint is not None and self._state is not None:
-            self._state.restore(step.window)
+            self._state.restore(guard.window)
             loop.load_state(setup.checkpoint.record, saved=setup.goes_on)
             self._memory.recall(setup.checkpoint)
             # fewer processes may have saved

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npt.cli.main import main
-from npt.step import train_step
+from npt.distill import step as train_step
 
 pytestmark = pytest.mark.usefixtures("short_library")
 

@@ -27,11 +27,11 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter, added
+from npt.distill.step import student_guard
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
 from npt.planning.measure import peak_bytes
-from npt.step.splitting import MicroBatchSplitter, added
-from npt.step.train_step import TrainStep
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),
@@ -143,7 +143,7 @@ def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
     ended = []
     for config in both(logit_kl_weight=0.5, learning_rate=1e-2, skip_spikes=True):
         model = student(load_model, FORMS[0])
-        transaction = TrainStep(model, drive, config, [1e-2, 5e-3]).window
+        transaction = student_guard(model, config, [1e-2, 5e-3]).window
         results = []
         for window in range(3):
             for part in MicroBatchSplitter(2).parts(batch):
@@ -153,7 +153,7 @@ def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
             results += transaction.commit()
         ended.append({name: p.detach().clone() for name, p in adapter_parameters(model).items()})
         told = [
-            (r.applied, r.loss, r.grad_norm, [str(refusal) for refusal in r.refusals])
+            (r.applied, r.loss, r.grad_norm, [str(refusal) for refusal in r.refused])
             for r in results
         ]
         ended.append(told)

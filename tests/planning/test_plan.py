@@ -15,10 +15,10 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample
 from npt.errors import ConfigError
 from npt.evaluation.evaluate import evaluate
+from npt.guard.window import IN_FLIGHT
 from npt.planning.measure import measure_window, peak_bytes, storage_bytes, tensors_of
 from npt.planning.memory import MemoryPlan, Term, Workload, base_bytes, shown
 from npt.planning.shape import SHAPES, Shape, llama_config, parse_shape
-from npt.step.gradient_window import IN_FLIGHT
 
 SMALL = "64,160,5,4,2,5000"
 

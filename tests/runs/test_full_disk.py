@@ -20,11 +20,11 @@ from resumed_runs import Runs, at, checkpoint_names, events, lines, records, str
 from test_run_folder import files_of_at_most
 
 import npt
+from npt import manifest as manifest_module
 from npt.cli.main import main
 from npt.data.batch import Batch
 from npt.errors import CheckpointError, ConfigError, DataError
 from npt.runs import checkpoint as checkpoint_module
-from npt.runs import manifest as manifest_module
 from npt.runs import run_folder
 from npt.runs.checkpoint import newest_good
 

@@ -37,13 +37,13 @@ from torch import nn
 import npt
 from npt.config import TrainConfig
 from npt.data.batch import Batch
+from npt.distill.step import student_guard
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
-from npt.runs.manifest import MANIFEST, write_manifest
+from npt.guard import spikes
+from npt.manifest import MANIFEST, write_manifest
 from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_resumed
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
-from npt.step import spikes
-from npt.step.train_step import TrainStep
 from npt.train.trainer import TrainResult
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -268,7 +268,9 @@ def test_a_run_killed_between_any_two_disk_operations_resumes_exactly(runs, monk
 
 def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
     """Flags read one window late, as on a GPU."""
-    monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True))
+    monkeypatch.setattr(
+        "npt.train.trainer.student_guard", functools.partial(student_guard, late=True)
+    )
     here = runs("refusals of data and of NaN in windows of three")
     here.run("whole")
     here.run("part", at(10))

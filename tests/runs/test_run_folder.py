@@ -21,8 +21,8 @@ import npt
 from npt.config import NPTConfig
 from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
+from npt.manifest import write_manifest
 from npt.runs import run_folder
-from npt.runs.manifest import write_manifest
 from npt.runs.run_folder import (
     BROKEN,
     SUPERSEDED,
@@ -32,7 +32,7 @@ from npt.runs.run_folder import (
     is_run,
     tidy,
 )
-from npt.runs.versions import versions
+from npt.versions import versions
 
 
 def strict(text: str) -> object:

@@ -30,10 +30,10 @@ from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter, added, free_memory, oom_message
+from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
-from npt.step.splitting import MicroBatchSplitter, added, free_memory, oom_message
-from npt.step.train_step import forward_backward
 from npt.train.trainer import Trainer
 
 IMPOSSIBLE = 1 << 50

@@ -19,9 +19,9 @@ from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
+from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
-from npt.step import train_step as step_module
-from npt.step.train_step import TrainStep
+from npt.train import loop as step_module
 from npt.train import observers
 from npt.train import trainer as trainer_module
 
@@ -140,7 +140,8 @@ def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(here) -> None:
 
 @pytest.mark.parametrize(("strategy", "late"), [("local", True), ("end_to_end", False)])
 def test_a_run_is_bit_equal_with_and_without_recording(here, monkeypatch, strategy, late) -> None:
-    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=late))
+    guard = functools.partial(student_guard, late=late)
+    monkeypatch.setattr(trainer_module, "student_guard", guard)
     here.settings |= {
         "strategy": strategy,
         "regularization_lambda": 0.1,
@@ -152,7 +153,8 @@ def test_a_run_is_bit_equal_with_and_without_recording(here, monkeypatch, strate
 
 
 def test_with_late_results_a_record_bears_its_windows_step(here, monkeypatch) -> None:
-    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=True))
+    guard = functools.partial(student_guard, late=True)
+    monkeypatch.setattr(trainer_module, "student_guard", guard)
     seen: list[int] = []
 
     def act(number: int, batch: Batch) -> None:

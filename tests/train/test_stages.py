@@ -22,11 +22,11 @@ from npt.base.load import load_teacher
 from npt.config import STRATEGIES, TrainConfig
 from npt.distill import strategies as strategies_module
 from npt.distill.stages import stage_at, stages_of
+from npt.distill.step import student_guard
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
 from npt.postmortem.restore import restored
-from npt.step.train_step import TrainStep
 from npt.stored import read_json
 from npt.train.trainer import Trainer
 
@@ -136,7 +136,9 @@ def test_each_step_is_of_its_stage_and_the_next_is_announced(here, monkeypatch) 
 def test_results_that_come_late_begin_a_stage_at_the_same_step(here, monkeypatch) -> None:
     outcomes = []
     for late in (False, True):
-        monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
+        monkeypatch.setattr(
+            "npt.train.trainer.student_guard", functools.partial(student_guard, late=late)
+        )
         here.run(f"run-{late}", stages="local:0.5,end_to_end:0.5", max_steps=6)
         outcomes.append(
             {name: p.detach().clone() for name, p in adapter_parameters(here.model).items()}
@@ -249,7 +251,7 @@ def test_a_boundary_moved_on_resume_begins_with_fresh_limits(here, monkeypatch) 
     """Saved in `local`; with fewer steps in all the next one is `end_to_end`, whose loss the limits
     of `local` would refuse.
     """
-    monkeypatch.setattr("npt.step.spikes.MINIMUM", 4)
+    monkeypatch.setattr("npt.guard.spikes.MINIMUM", 4)
     settings = {
         "stages": "local:0.5,end_to_end:0.5",
         "logit_kl_weight": 20.0,

@@ -27,6 +27,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.config import LOGIT_LOSSES, DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import MicroBatch
+from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.errors import (
     CheckpointError,
@@ -37,7 +38,6 @@ from npt.errors import (
     SmokeTestError,
     TooManyRefusalsError,
 )
-from npt.step.train_step import TrainStep
 from npt.train import trainer as trainer_module
 from npt.train.run_context import Window
 from npt.train.run_data import RunData
@@ -1070,7 +1070,9 @@ def test_data_that_break_mid_run_leave_a_checkpoint_of_that_step(build, monkeypa
     """Four good windows, then an error: what is saved are the weights of step 4, however late its
     result is known.
     """
-    monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late))
+    monkeypatch.setattr(
+        "npt.train.trainer.student_guard", functools.partial(student_guard, late=late)
+    )
     rows = [collate([Sample(str(i), (5 + i, 6, 7 + i))], 2) for i in range(4)]
 
     def breaking(self: RunData) -> Iterator[Window]:

@@ -6,8 +6,7 @@ import re
 
 _TABLE = """
 corrupt weight: load the weights again from a checkpoint in which they are sound, or go back to
-    the last adapter that loads (debug/verify_fixes.py checks both), and look for the step or the
-    code that wrote the number
+    the last adapter that loads, and look for the step or the code that wrote the number
 corrupt absmax: a statistic of a 4-bit weight is bad: quantise the base again from its checkpoint
     and check the file's checksum
 corrupt input: look at how the batch is made: features, tokenising, truncation and padding may

@@ -22,12 +22,12 @@ from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate
 from npt.distill.stages import stage_at, stages_of
+from npt.distill.step import add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import drive
 from npt.evaluation.evaluate import evaluate
-from npt.step.schedule import rate_table
-from npt.step.spikes import SpikeGuard
-from npt.step.train_step import TrainStep, forward_backward
-from npt.step.window_result import WindowResult
+from npt.guard.outcome import Outcome
+from npt.guard.schedule import rate_table
+from npt.guard.spikes import SpikeGuard
 from npt.tools.sweep.inspect_student import Inspection, inspect_student
 from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.settings import ProbeConfig, Settings
@@ -53,13 +53,12 @@ class Course:
     refused: Counter[str] = field(default_factory=Counter)
     applied: int = 0
     tokens: int = 0
-    in_a_row: int = 0
     reason: str | None = None
     detail: str | None = None
     fault: Row = field(default_factory=dict)
     stage_from: int = 0
 
-    def take(self, result: WindowResult[Any], faulted: bool) -> None:
+    def take(self, result: Outcome, faulted: bool) -> None:
         """Count a window; a faulted one's loss ends no run."""
         loss, norm = (
             x if x is not None and math.isfinite(x) else None
@@ -67,16 +66,15 @@ class Course:
         )
         self.losses.append(loss)
         self.norms.append(norm)
-        self.refused.update(refusal.kind for refusal in result.refusals)
+        self.refused.update(refusal.kind for refusal in result.refused)
         self.applied += result.applied
         self.tokens += result.tokens
-        longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
         most = self.settings.probe.divergence_factor
         first = next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
-        if result.refusals:
-            self.detail = str(result.refusals[-1])
-        if longest >= self.settings.training.max_consecutive_bad:
-            self.reason = f"{longest} refusals in a row"
+        if result.refused:
+            self.detail = str(result.refused[-1])
+        if result.longest >= self.settings.training.max_consecutive_bad:
+            self.reason = f"{result.longest} refusals in a row"
         elif not faulted and loss is not None and first is not None and loss > most * first:
             self.reason, self.detail = "loss", f"loss {loss:.4g} after {first:.4g} at the start"
 
@@ -283,8 +281,8 @@ def _train(student: _Student) -> tuple[Course, Refused]:
     rates = rate_table(
         config.learning_rate, config.scheduler_type, config.warmup_steps, config.max_steps
     )
-    train_step = TrainStep(student.model, student.strategy, config, rates)
-    guarded = train_step.window
+    guard = student_guard(student.model, config, rates)
+    guarded, vocab_size = guard.window, student.model.config.vocab_size
     course, last = Course(student.settings), None
     for step, window in enumerate(student.windows, 1):
         student.between()
@@ -292,19 +290,21 @@ def _train(student: _Student) -> tuple[Course, Refused]:
         # losses of another kind are not measured by those before
         if stage.start != course.stage_from and guarded.spikes is not None:
             guarded.spikes = SpikeGuard(config.spike_sigmas)
-        course.stage_from, train_step.config = stage.start, stage.config
+        course.stage_from = stage.start
+        compute = partial(summed, student.model, student.strategy, config=stage.config)
         before = student.loss() if faulted else math.nan
         for index, batch in enumerate(window):
             with enlarged(student.model, probe, armed=faulted and index == 0):
-                train_step.add(batch)
-        (result,) = (*guarded.commit(), *guarded.flush())
-        if result.refusals:
+                add_batch(guard, batch, compute, vocab_size)
+        outcomes: list[Outcome] = guard.step()
+        (result,) = outcomes + guard.flush()
+        if result.refused:
             last = window, faulted
         course.take(result, faulted)
         if faulted:  # as it came out, refused or not
             trace = next(trace for trace in reversed(guarded.history) if trace.micro_batch == 0)
             course.fault = {
-                "fault_refused": bool(result.refusals),
+                "fault_refused": bool(result.refused),
                 "fault_loss": trace.loss,
                 # per token, as the norms of windows are
                 "fault_grad_norm": trace.grad_norm / sum(batch.tokens for batch in window),

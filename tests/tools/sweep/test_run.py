@@ -12,7 +12,7 @@ import torch
 
 from npt.adapters.converted import is_attached
 from npt.errors import StoppedError
-from npt.step.spikes import SpikeGuard
+from npt.guard.spikes import SpikeGuard
 from npt.tools.sweep.run import Course, enlarged, run, run_trial
 from npt.tools.sweep.spec import design_of
 

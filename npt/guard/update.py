@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.step.holdings import Holdings
-from npt.step.window_result import Snapshot, first_bad
+from npt.guard.holdings import Holdings
+from npt.guard.outcome import Snapshot, first_bad
 
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
-from npt.step.launched_window import MicroBatchFlags
-from npt.step.window_result import MicroBatchRecord, Refusal, S
 
-R = TypeVar("R", Refusal, MicroBatchRecord)
+if TYPE_CHECKING:
+    from npt.guard.outcome import MicroBatchFlags
+
+R = TypeVar("R")
 
 
 def sum_over_processes(
@@ -50,7 +51,7 @@ def sum_over_processes(
 
 
 def unreached_of(
-    ran: Iterable[MicroBatchFlags[S]], parameters: int, processes: ProcessGroup, home: torch.device
+    ran: Iterable[MicroBatchFlags], parameters: int, processes: ProcessGroup, home: torch.device
 ) -> list[int]:
     """Return the places of parameters that no survivor's backward reached, on any process.
 
@@ -109,8 +110,8 @@ class AcrossProcesses:
             )
 
 
-def gathered(own: Iterable[R], kind: type[R], processes: ProcessGroup) -> list[R]:
-    """Return the records of all processes, those of each in their order; every process calls it."""
+def gathered(own: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
+    """Return the records of all processes, those of each in their order; all must call it."""
     everyone = processes.gather_json([asdict(record) for record in own])
     found = []
     for entry in (entry for entries in everyone for entry in entries):

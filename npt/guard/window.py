@@ -4,7 +4,7 @@ The promise: a window with a bad micro-batch leaves weights, moments and counts 
 micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
 changes nothing at all.
 
-Each micro-batch writes into scratch gradients (`flat_gradients.py`). One flag says whether its loss
+Each micro-batch writes into scratch gradients (`gradients.py`). One flag says whether its loss
 and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on
 that flag, never by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of
 its survivors. Its norm is checked before clipping, because clipping spreads one NaN over every
@@ -16,7 +16,7 @@ learning rate follows the device's own count of applied steps. The limits of the
 from steps whose results are known, so with it, and with several processes, results are read exactly
 one window late: nothing may depend on the clock.
 
-Several processes share a window (`shared_window.py`); after the step they compare the state it
+Several processes share a window (`shared.py`); after the step they compare the state it
 left, and a step that differs or is not finite on one of them is taken back on all.
 """
 
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic
 
 import torch
 from torch import Tensor
@@ -32,20 +31,24 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
-from npt.step.flat_gradients import FlatGradients
-from npt.step.guarded_update import EXACT, GuardedUpdate, clip_scale, norms_of
-from npt.step.launched_window import (
+from npt.guard.gradients import FlatGradients
+from npt.guard.outcome import (
     ClosedWindow,
     LaunchedWindow,
     MicroBatchFlags,
+    MicroBatchRecord,
+    Outcome,
+    Refusal,
+    Sums,
+    read_record,
+    refusal_of,
     send_record,
     sent,
     stacked,
 )
-from npt.step.shared_window import sum_over_processes, unreached_of
-from npt.step.spikes import SpikeGuard
-from npt.step.window_record import read_record, refusal_of
-from npt.step.window_result import MicroBatchRecord, Refusal, S, WindowResult
+from npt.guard.shared import sum_over_processes, unreached_of
+from npt.guard.spikes import SpikeGuard
+from npt.guard.update import EXACT, GuardedUpdate, clip_scale, norms_of
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
@@ -57,7 +60,7 @@ FAILED = 1000
 """The code of a process that stops because of an error; other codes are signal numbers."""
 
 
-class GradientWindow(Generic[S]):
+class GradientWindow:
     """Collects micro-batches and commits them as one step.
 
     Args:
@@ -100,11 +103,12 @@ class GradientWindow(Generic[S]):
         self.gradients = FlatGradients(named, track)
         self.divisor = divisor
         self.unscale: Callable[[], None] | None = None
-        self._closed: LaunchedWindow[S] | None = None
-        self._ran: list[MicroBatchFlags[S]] = []
+        self._closed: LaunchedWindow | None = None
+        self._ran: list[MicroBatchFlags] = []
         self._refusals: list[Refusal] = []
+        self.applied: Tensor | None = None  # the last window's step, a scalar bool; None: no step
         self.place = self._halt = 0
-        self._launched: deque[LaunchedWindow[S]] = deque()
+        self._launched: deque[LaunchedWindow] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -125,7 +129,7 @@ class GradientWindow(Generic[S]):
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
         self.gradients.begin()
 
-    def add(self, sums: S, sample_ids: tuple[str, ...] = ()) -> Tensor:
+    def add(self, sums: Sums, sample_ids: tuple[str, ...] = ()) -> Tensor:
         """Count the micro-batch whose gradients are in `.grad`, if it is finite.
 
         Returns:
@@ -192,7 +196,7 @@ class GradientWindow(Generic[S]):
                 raise
         return None if window.closed is None else window.closed.norm
 
-    def commit(self, fingerprint: int = 0) -> list[WindowResult[S]]:
+    def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Close the window, unless it is closed: one optimizer step from its survivors, or none.
 
         Every process must call this equally often, with micro-batches or without, and with the same
@@ -209,7 +213,7 @@ class GradientWindow(Generic[S]):
         self._launched.append(self._launch(fingerprint))
         return self._read(keep=self._unread())
 
-    def flush(self) -> list[WindowResult[S]]:
+    def flush(self) -> list[Outcome]:
         """Wait for every committed window; return the results not returned before."""
         return self._read(keep=0)
 
@@ -219,21 +223,21 @@ class GradientWindow(Generic[S]):
         self._steps.fill_(steps)
         self.known_steps = steps
 
-    def _launch(self, fingerprint: int) -> LaunchedWindow[S]:
+    def _launch(self, fingerprint: int) -> LaunchedWindow:
         if self._closed is None:
             self.close(fingerprint)
         window = self._closed
         assert window is not None
-        self.committed += 1
+        self.committed, self.applied = self.committed + 1, None
         try:
             if window.closed is not None:
                 self._step(window, window.closed)
-                window.closed = None
+                self.applied, window.closed = window.update.applied, None
         finally:
             self.clear()
         return window
 
-    def _sum_up(self, window: LaunchedWindow[S]) -> ClosedWindow:
+    def _sum_up(self, window: LaunchedWindow) -> ClosedWindow:
         """Divide, check and clip the window's gradient: all on the device."""
         home, ran, gradients = self._home, window.ran, self.gradients
         flags = stacked([m.flag for m in ran], home, torch.bool)
@@ -273,7 +277,7 @@ class GradientWindow(Generic[S]):
         go = go if allowed is None else go & allowed
         return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
 
-    def _clip(self, window: LaunchedWindow[S]) -> Tensor:
+    def _clip(self, window: LaunchedWindow) -> Tensor:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
         if self.gradients.reached is not None:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
@@ -289,7 +293,7 @@ class GradientWindow(Generic[S]):
             flat.mul_(clip_scale(norm, self.max_grad_norm).to(flat.device))
         return norm
 
-    def _step(self, window: LaunchedWindow[S], closed: ClosedWindow) -> None:
+    def _step(self, window: LaunchedWindow, closed: ClosedWindow) -> None:
         """Step, verify, restore, and send the record: all on the device."""
         rate = None
         if self._rates is not None:
@@ -302,7 +306,7 @@ class GradientWindow(Generic[S]):
             if window.norms is None and not self.update.late and not bool(update.applied):
                 scale = clip_scale(closed.norm, self.max_grad_norm)  # norms are from before it
                 window.norms = norms_of(self.gradients.sum_views) / scale
-            send_record(window, closed, update, steps, rate)
+            send_record(window, closed, steps, rate)
         self._steps = steps
 
     def _unread(self) -> int:
@@ -318,7 +322,7 @@ class GradientWindow(Generic[S]):
             arrived += 1
         return min(IN_FLIGHT, len(self._launched) - arrived)
 
-    def _read(self, keep: int) -> list[WindowResult[S]]:
+    def _read(self, keep: int) -> list[Outcome]:
         """Return the results of all but the newest `keep` windows."""
         results = []
         while len(self._launched) > keep:
