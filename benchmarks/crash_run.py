@@ -37,7 +37,6 @@ def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         warmup_steps=4,
-        max_refused_share=1.0,
         log_steps=1,
         save_steps=1,
         save_total_limit=1,

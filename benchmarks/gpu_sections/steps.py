@@ -85,7 +85,6 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             log_steps=1,
             learning_rate=1e-2,
             smoke_test=False,
-            max_refused_share=1.0,
             output_dir=str(folder / name),
             **settings,
         )

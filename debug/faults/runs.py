@@ -322,7 +322,7 @@ def over_budget(setting: Setting) -> Verdict:
     with trainer(
         setting, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4
     ) as made:
-        return stopped(made, "--max_refused_share", None, check)
+        return stopped(made, "micro-batches refused, over 20%", None, check)
 
 
 def dtype_flipped_in_a_run(setting: Setting) -> Verdict:

@@ -7,7 +7,6 @@ layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -24,6 +23,9 @@ from npt.config import STREAM, TARGETS, NPTConfig
 Mode = Literal["student", "teacher", "floor"]
 """A layer computes the NPT form, the untouched base, or the NPT form without any modulation
 (attention dropped)."""
+
+STD_A, STD_B = 0.02, 0.001
+"""Standard deviations of A and B at a random start; M is 0 there, so that every multiplier is 1."""
 
 Observer = Callable[[dict[str, Tensor | None]], None]
 """Is shown stages of a layer's pass by name, None if the adapter's form has no such stage, and
@@ -73,14 +75,11 @@ class NPTAdapter(nn.Module):
             # With the attention residual kept the student must equal its base at the start; with
             # attention in the stream the products' shifts only add to what it brings.
             zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
-            return 0.0 if zero else config.init_std_b
+            return 0.0 if zero else STD_B
 
-        self.A = normal(config.rank, hidden_size, config.init_std_a)
-        if config.init_a == "kaiming":
-            # as LoRA's A: uniform within 1 / sqrt(D)
-            nn.init.kaiming_uniform_(self.A, a=math.sqrt(5), generator=generator)
+        self.A = normal(config.rank, hidden_size, STD_A)
         self.B = by_target(config.shifted, std_b)
-        self.M = by_target(config.multiplied, lambda target: config.init_std_m)
+        self.M = by_target(config.multiplied, lambda target: 0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but keep every number: casts are meant for the base."""

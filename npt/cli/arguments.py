@@ -12,14 +12,7 @@ from npt.console import put
 from npt.files import to_json
 from npt.flags import add_settings, build
 
-_OF_TRAINING = {
-    "num_samples",
-    "dataset_mix",
-    "replay_dataset",
-    "replay_ratio",
-    "teacher_precision",
-    "shard_base",
-}
+_OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
 """Settings of base and data that mean nothing to a verb that does not train."""
 
 

@@ -93,5 +93,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "num_prompts", "prompts in all", 256)
     add_number(parser, "batch_size", "prompts at a time", 8)
     add_number(parser, "seed", "of the order of prompts", 0, natural)
-    unused = ("packing", "padding_side", "completion_column")
+    unused = ("packing", "completion_column")
     add_student(parser, data=True, leave_out=unused)

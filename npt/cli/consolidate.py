@@ -183,4 +183,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "eval_samples", "samples of held-out text", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
-    add_student(parser, data=True, leave_out=("padding_side",))
+    add_student(parser, data=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.config.texts import words
-from npt.errors import ConfigError
 from npt.flags import read_yaml, shown_default
 from npt.presets import presets
 from npt.train.sources import DATASETS, named
@@ -33,7 +32,7 @@ _NEAR: dict[str, Any] = {
 }
 """Of a student that is near its teacher from the first step on. Larger rates lose the start, and at
 this rate M and B of the products lose it as well (docs/results/real-model.md)."""
-_OF_PRODUCTS = {"mult_bound", "mult_form", "init_std_m"}
+_OF_PRODUCTS = {"mult_bound", "mult_form"}
 """Flags that the stream alone would leave without effect, as it would --modulation."""
 _WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
 _SAVING: dict[str, Any] = {"save_steps": 500}
@@ -46,7 +45,7 @@ _EMBEDDED: dict[str, dict[str, Any]] = {
     },
     "random": {"max_steps": 600},
 }
-_INSTEAD = {"adapter_rank": ("ranks", "rank_budget"), "max_steps": ("num_epochs", "num_samples")}
+_INSTEAD = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
 """By default, flags that say the same in another way."""
 
 
@@ -63,18 +62,13 @@ class Chosen:
 
 def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the flags over the settings of the file in --config, if any, without those that are
-    ignored. A data set replaces the file's mixture, and the other way round.
+    ignored.
     """
     if "config" not in given:
         return dict(given)
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
     written = read_yaml(given["config"], SETTINGS, extra)
-    lost = set(ignored)
-    if "dataset_mix" in given:
-        lost.add("dataset_name")
-    if "dataset_name" in given:
-        lost.add("dataset_mix")
-    return {**{name: value for name, value in written.items() if name not in lost}, **given}
+    return {**{name: value for name, value in written.items() if name not in ignored}, **given}
 
 
 def with_defaults(
@@ -121,14 +115,14 @@ def with_defaults(
         form = {"targets"} - flags.keys()
         chosen |= {name: before[name] for name in form | chosen.keys() if name in before}
         return Chosen({**flags, **chosen})
-    wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
-    fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
+    solves = asked == AUTO and chosen.get("init") == "calibrated"
+    fallback = solves and "calibration_tokens" not in flags
     return Chosen({**flags, **chosen}, tuple(said), fallback)
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for a student that is near its teacher from the first step on."""
-    objective = {"stages", "loss", *_WHOLE}
+    objective = {"loss", *_WHOLE}
     whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
     form = dict(_NEAR)
     if flags.get("adapter") is not None:
@@ -159,33 +153,22 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
     targets = words(flags.get("targets", STREAM))
     if STREAM not in targets:
         return f"--targets {','.join(targets)}, without stream"
-    for name in ("init_std_a", "init_std_b", "init_std_m", "init_a"):
-        if name in flags:
-            return f"--{name}, which is of a random start"
     return None
 
 
 def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
-    return flags.get("dataset_mix") is None and flags.get("dataset_name", BUILTIN) == BUILTIN
+    return flags.get("dataset_name", BUILTIN) == BUILTIN
 
 
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
     """Return the flags with a data set: short names written out; if none is named, the embedded
     text for the embedded model alone.
-
-    Raises:
-        ConfigError: a data set and a mixture.
     """
-    name, mixed = given.get("dataset_name"), given.get("dataset_mix")
-    if name is not None and mixed is not None:
-        raise ConfigError(
-            f"--dataset_name is {name} and --dataset_mix {mixed}; name that data set in the"
-            " mixture, or drop one of the two"
-        )
+    name = given.get("dataset_name")
     short = None if name is None else named(name)
     if short is not None:
         return Chosen({**short, **{f: v for f, v in given.items() if f != "dataset_name"}})
-    if name is not None or mixed is not None or model_name == EMBEDDED:
+    if name is not None or model_name == EMBEDDED:
         return Chosen(dict(given))
     web_text = DATASETS["slimpajama"]
     said = (

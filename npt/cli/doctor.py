@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from npt.cli.arguments import add_number, add_switch, print_json
@@ -92,8 +92,6 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
             report = examine(
                 config, tokenizer, model_config.vocab_size, max_records=given["max_records"]
             )
-            if data.dataset_mix is not None:
-                report = replace(report, name=f"{part.label} ({part.share:.1%} of the samples)")
             found["replay" if part.label == REPLAY else part.label] = report
     return found
 

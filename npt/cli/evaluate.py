@@ -178,4 +178,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="folder of YAML tasks; only these are known then",
     )
     add_number(parser, "lm_eval_limit", "documents of a task, at most")
-    add_student(parser, data=True, leave_out=("padding_side",))
+    add_student(parser, data=True)

@@ -118,8 +118,8 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     else:
         config = llama_config(parse_shape(name), data.max_length)
         config.dtype = torch.bfloat16
-    layers = check_fit(adapter, config, data.max_length)
-    check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
+    check_fit(adapter, config, data.max_length)
+    check_calibration(adapter)
     check_trainable(adapter, None, base.teacher_precision is not None)
     if given["measure"] and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
@@ -145,20 +145,20 @@ def _windows(given: Mapping[str, Any], workload: Any, limit: int | None) -> Iter
     ranks = tuple(workload.ranks.values())
     npt.attach(model, replace(workload.adapter, init="random", ranks=ranks))
     most = workload.training.batch_size
-    for strategy, config in workload.stages.items():
-        for samples in sorted({*(2**power for power in range(most.bit_length())), most}):
-            window = Measured(strategy, samples, predicted(samples))
-            if limit is None or window.predicted <= limit:
-                try:
-                    found = measure_window(model, config, samples, workload.length, teacher)
-                    window = window._replace(peak=found[0], seconds=found[1])
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                free_memory()
-            yield window
-            if window.peak is None or (limit is not None and window.peak > limit):
-                break
+    config = workload.training
+    for samples in sorted({*(2**power for power in range(most.bit_length())), most}):
+        window = Measured(config.strategy, samples, predicted(samples))
+        if limit is None or window.predicted <= limit:
+            try:
+                found = measure_window(model, config, samples, workload.length, teacher)
+                window = window._replace(peak=found[0], seconds=found[1])
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            free_memory()
+        yield window
+        if window.peak is None or (limit is not None and window.peak > limit):
+            break
 
 
 def _models(given: Mapping[str, Any], workload: Any) -> tuple[Any, Any]:
@@ -193,7 +193,7 @@ def print_page(page: Page, console: Any) -> None:
     console.say(
         f"{page.name}: L {s.layers}, D {s.hidden}, F {s.ffn}, V {s.vocab:,}, {stored}, on"
         f" {w.device}",
-        f"rank {max(w.ranks.values())} on {len(w.ranks)} layers, {' then '.join(w.stages)}; a step"
+        f"rank {max(w.ranks.values())} on {len(w.ranks)} layers, {c.strategy}; a step"
         f" of {c.gradient_accumulation_steps} x {c.batch_size} samples of {w.length:,} tokens",
     )
     if w.adapter.init == "random":

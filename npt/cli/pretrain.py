@@ -54,9 +54,9 @@ def pretrain(given: dict[str, Any]) -> int:
     chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
     settings = _settings(base, chosen.given, any_base)
     training, start = settings.training, settings.start
-    if start is not None and (idle is not None or training.rank_budget is not None):
+    if start is not None and idle is not None:
         raise ConfigError(
-            f"--{idle or 'rank_budget'} is about a calibrated start, but --adapter {start} is the"
+            f"--{idle} is about a calibrated start, but --adapter {start} is the"
             " start; drop one of the two"
         )
     if idle is not None and settings.adapter.init != "calibrated":
@@ -76,8 +76,7 @@ def pretrain(given: dict[str, Any]) -> int:
     processes = join_processes(training.rank_timeout)
     try:
         with processes.member():
-            strategies = [name for name, _ in training.stage_shares]
-            _check_placing(base, strategies, processes.size, settings.adapter.init)
+            _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
             console.say(*found.said, *chosen.said)
             checked = _check(processes, settings)
@@ -146,7 +145,7 @@ def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
     return form
 
 
-def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
+def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
     """Refuse ways to place the base that do not suit the processes or the strategy."""
     if processes > 1 and base.device_map is not None:
         raise ConfigError(
@@ -168,11 +167,10 @@ def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init
             f"--teacher_precision {base.teacher_precision} loads a whole unquantised model, but"
             " --shard_base shares the base out; drop one of the two"
         )
-    other = next((strategy for strategy in strategies if strategy != "local"), None)
-    if base.shard_base and other is not None:
+    if base.shard_base and strategy != "local":
         raise ConfigError(
-            f"--strategy {other} does not go with --shard_base, which has one layer of the base at"
-            " a time; take --strategy local"
+            f"--strategy {strategy} does not go with --shard_base, which has one layer of the base"
+            " at a time; take --strategy local"
         )
 
 
@@ -183,7 +181,7 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
     from npt.runs.trackers import check_trackers
-    from npt.train.run_setup import check_replay, check_samples_shown, check_trainable
+    from npt.train.run_setup import check_replay, check_trainable
     from npt.train.sources import check_sources
 
     base, adapter, data, training, start, _ = settings
@@ -194,15 +192,13 @@ def _check(processes: Any, settings: _Settings) -> _Checked:
     config = read_config(base.model_name)
     if base.teacher_precision is not None:
         check_teacher(base.model_name, config)
-    layers = check_fit(adapter, config, data.max_length)
+    check_fit(adapter, config, data.max_length)
     if not resumes and start is None:
-        check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
+        check_calibration(adapter)
     check_sources(data)
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
-    if base.shard_base:
-        check_samples_shown(training)
     if training.max_memory_bytes is not None:
         place, size = processes.device, processes.size
         workload = Workload.of(

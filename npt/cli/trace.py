@@ -55,7 +55,7 @@ def trace(given: dict[str, Any]) -> int:
         run = partial(forward_backward, model, drive)
         traced = f"a training step ({training.strategy})"
     samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False)
-    made = batches(samples.epoch(0), given["batch_size"], side=data.padding_side)
+    made = batches(samples.epoch(0), given["batch_size"])
     verdict, seen = None, 0
     for batch in islice(made, given["batches"]):
         step = None if run is None else partial(run, batch, training)

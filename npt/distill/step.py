@@ -32,6 +32,7 @@ from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.guard import Guard
+from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
 from npt.random_state import micro_batch_draws
 
@@ -69,7 +70,7 @@ def student_guard(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    spikes = config.spike_sigmas if config.skip_spikes else None
+    spikes = SIGMAS if config.skip_spikes else None
     own = {"max_grad_norm": config.max_grad_norm, "spike_sigmas": spikes}
     return Guard(
         model,

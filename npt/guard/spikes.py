@@ -9,6 +9,9 @@ from statistics import median
 
 from torch import Tensor
 
+SIGMAS = 10.0
+"""Far smaller values refuse healthy windows of mixed data."""
+
 HISTORY = 128
 MINIMUM = 20
 """Accepted steps before anything is called a spike: a median of fewer says little."""
@@ -32,7 +35,7 @@ class SpikeGuard:
     `k`: how many robust standard deviations above the median a step may lie.
     """
 
-    def __init__(self, k: float):
+    def __init__(self, k: float = SIGMAS):
         self.k = k
         self._losses: deque[float] = deque(maxlen=HISTORY)
         self._norms: deque[float] = deque(maxlen=HISTORY)

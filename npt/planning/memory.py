@@ -154,22 +154,13 @@ class Workload:
 
     @property
     def approximate(self) -> bool:
-        """A budget of ranks is still to be spent, by the calibration."""
-        budget = self.training.rank_budget is not None and self.adapter.ranks is None
-        return budget or self.adapter.spends_ranks
+        """The ranks are still to be given out, by the calibration."""
+        return self.adapter.spends_ranks
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Of each converted layer; of a budget to be spent an even share each, rounded up."""
-        budget, ranks = self.training.rank_budget, self.shape.converted(self.adapter)
-        if budget is None or self.adapter.ranks is not None:
-            return ranks
-        return dict.fromkeys(ranks, -(-budget // len(ranks)))
-
-    @property
-    def stages(self) -> dict[str, TrainConfig]:
-        """The settings of each stage by its strategy."""
-        return {name: self.training.in_stage(name) for name, _ in self.training.stage_shares}
+        """Of each converted layer."""
+        return self.shape.converted(self.adapter)
 
     def plan(self, samples: int | None = None, evaluated: int | None = None) -> MemoryPlan:
         """Return the memory of the run, by default with all samples of a micro-batch at once, and
@@ -177,8 +168,7 @@ class Workload:
         """
         samples = self.training.batch_size if samples is None else samples
         evaluated = min(samples if evaluated is None else evaluated, self.training.eval_samples)
-        stages = [self._micro_batch(stage, samples) for stage in self.stages.values()]
-        terms = [*self._held(), *max(stages, key=lambda stage: sum(term.bytes for term in stage))]
+        terms = [*self._held(), *self._micro_batch(self.training, samples)]
         terms += [*self._evaluation(evaluated), *self._start()]
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
         for phase, rows in (("micro-batch", samples), ("evaluation", evaluated)):

@@ -71,7 +71,6 @@ METRICS = {
     "tokens_per_second": "since the line before",
     "refused_total": "micro-batches refused so far",
     "refused.<kind>": "the same, by the kind of refusal",
-    "stage": "with `--stages`: index of the current stage",
     "layers.<i>.nmse": "NMSE of each converted layer; absent at `--hidden_weight 0`",
 }
 """Keys of a line of metrics.jsonl. A number that is not finite is written as null."""

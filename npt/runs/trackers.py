@@ -12,7 +12,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -142,18 +142,6 @@ class Trackers:
             tracker.log(numbers, step=step)
 
         self._tell(wandb=log, tensorboard=log)
-
-    def texts(self, rows: Sequence[tuple[str, str, str]], step: int) -> None:
-        """Show prompts with the student's and the teacher's text."""
-        columns, table = ["step", "prompt", "student", "teacher"], [[step, *row] for row in rows]
-        texts = {
-            f"samples/{number}": f"{prompt}\n\n- student: {student}\n- teacher: {teacher}"
-            for number, (prompt, student, teacher) in enumerate(rows)
-        }
-        self._tell(
-            wandb=lambda tracker: tracker.log_table("samples", columns, table, step=step),
-            tensorboard=lambda tracker: tracker.log(texts, step=step),
-        )
 
     def alert(self, title: str, text: str) -> None:
         """Send an alert through Weights & Biases."""

@@ -16,7 +16,6 @@ from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch, find_fault
 from npt.data.loader import Loaded, Position, Prefetcher
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
-from npt.distill.stages import Stage, stage_at, stages_of
 from npt.distill.step import forward_backward, summed
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import process_failure, reason_of
@@ -74,8 +73,6 @@ class Loop:
         self.strategy, self.splitter = strategy, splitter
         self.failure: Exception | None = None
         self.config, self.actions = context.config, actions
-        self.stages = stages_of(context.config, total_steps)
-        self.stage = self.stages[0]  # of the next step
         wanted = self.config.trace_steps is not None or self.config.trace_every is not None
         self.recording: StepRecording | None = None
         if wanted and context.processes.main:
@@ -87,12 +84,12 @@ class Loop:
         self.best = math.inf
         self.last_evaluation: int | None = None
         self.halts: dict[int, int] = {}  # processes that stopped, and why
-        self._metrics = StepMetrics(context, self.stages)
+        self._metrics = StepMetrics(context)
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # committed, not accounted for; None: data ended
         self._known: deque[Outcome] = deque()  # their results, as far as known
         self._accepted: Window | None = None  # the last window without a refusal
-        self._refused: tuple[Window, Outcome, Stage] | None = None
+        self._refused: tuple[Window, Outcome] | None = None
         self._epoch = 0
         self._ended = False  # the data are used up, or a process stopped
 
@@ -154,7 +151,7 @@ class Loop:
         model, processes = self.context.model, self.context.processes
         if index % processes.size != processes.index:
             return True
-        arguments = (model, self.strategy, batch, self.stage.config, self.splitter)
+        arguments = (model, self.strategy, batch, self.config, self.splitter)
         observe = None if self.recording is None else partial(self.recording.observe, index=index)
         ids, again, message = batch.sample_ids, partial(forward_backward, *arguments), None
         try:
@@ -228,7 +225,7 @@ class Loop:
             **self.divergence.state(),
             "epoch": self._epoch,
             "last_evaluation": self.last_evaluation,
-            "strategy": self.stage.config.strategy,
+            "strategy": self.config.strategy,
             "best_kl": self.best if math.isfinite(self.best) else None,
             "position": self.position.as_dict(),
         }
@@ -251,10 +248,8 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self._metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None
-        self.stage = stage_at(self.stages, self.steps)
-        # another number of steps, or other shares of them
-        if state["strategy"] != self.stage.config.strategy:
-            self._begin_stage()
+        if state["strategy"] != self.config.strategy:
+            self._change_strategy()
 
     @property
     def _wants_more(self) -> bool:
@@ -270,10 +265,9 @@ class Loop:
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
-        if step == c.max_steps or any(step == stage.start for stage in self.stages):
+        if step == c.max_steps:
             return True
-        shown = c.sample_steps if self.actions.show is not None else None
-        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, shown))
+        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
 
     def _safely(self, act: Callable[[], T]) -> T | None:
         """Do an act that may fail on this process alone, which then stops at the next commit."""
@@ -321,7 +315,7 @@ class Loop:
             self.position = window.position
             self.refusals.add(window, outcome, self.steps + 1)
             if outcome.refused:
-                self._refused = window, replace(outcome, snapshot=None, update=None), self.stage
+                self._refused = window, replace(outcome, snapshot=None, update=None)
             reason = self.refusals.excess(outcome.longest, self.micro_batches)
             if reason is not None:
                 self._give_up(window, outcome, reason)
@@ -336,7 +330,7 @@ class Loop:
         of the last one after it.
         """
         self.refusals.report_epoch(self._epoch)
-        before, stage = self.steps, self.stage
+        before = self.steps
         later = [*self._known, *self.guard.flush()]
         self._known.clear()
         for known in (result, *later):
@@ -347,8 +341,7 @@ class Loop:
             self.position = self.position if after is None or known.halts else after.position
             self.micro_batches += known.micro_batches
             self.refusals.by_kind.update(refusal.kind for refusal in known.refused)
-        self.stage = stage_at(self.stages, self.steps)
-        last = (window, result, stage)
+        last = (window, result)
         if not result.refused and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
         counters = {"tokens": self.tokens, "micro_batches": self.micro_batches}
@@ -365,25 +358,20 @@ class Loop:
             metrics = self._metrics.line(result, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
         self.context.display.step(self.steps, metrics, self.refusals.total)
-        self.stage = stage_at(self.stages, self.steps)
-        if self.stage.start == self.steps:
-            self._begin_stage()
         since = time.perf_counter()
         self._safely(partial(self.divergence.after_step, self.steps, result.loss or 0.0))
         self._safely(self._evaluate_if_due)
-        if self.actions.show is not None and c.sample_steps and self.steps % c.sample_steps == 0:
-            self._safely(partial(self.actions.show, self.steps))
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-        # looking, evaluating, showing and saving is not training
+        # looking, evaluating and saving is not training
         self._metrics.since += time.perf_counter() - since
 
-    def _begin_stage(self) -> None:
-        """Change the strategy; its losses must not be measured by those of the one before."""
-        self.divergence.begin_stage()
-        strategy = self.stage.config.strategy
+    def _change_strategy(self) -> None:
+        """Begin another strategy: its losses must not be measured by those of the one before."""
+        self.divergence.forget_losses()
+        strategy = self.config.strategy
         if self.guard.window.spikes is not None:
-            self.guard.window.spikes = SpikeGuard(self.config.spike_sigmas)
+            self.guard.window.spikes = SpikeGuard()
         self.context.folder.event("stage", step=self.steps, strategy=strategy)
         self.context.say(f"step {self.steps}: {strategy} from here on")
 

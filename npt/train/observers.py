@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,6 @@ from npt.data.batch import Batch
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.diagnostics.recorder.recording import Recording, describe
 from npt.distill.local import REPORTED
-from npt.distill.stages import Stage, stage_at
 from npt.errors import DivergedError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.modulation import Modulation
@@ -47,8 +46,8 @@ class StepMetrics:
         logged_tokens: up to that line.
     """
 
-    def __init__(self, context: RunContext, stages: Sequence[Stage]):
-        self._processes, self._stages = context.processes, stages
+    def __init__(self, context: RunContext):
+        self._processes, self._config = context.processes, context.config
         self._layers = [index for index, _ in npt_layers(context.model)]
         self.since, self.logged_tokens = time.perf_counter(), 0
 
@@ -56,7 +55,7 @@ class StepMetrics:
         """Return means per valid token over the survivors of all processes; the loss on the logits
         is a mean per predicted token. `steps` and `tokens` of the run include this step.
         """
-        stage, named = stage_at(self._stages, steps - 1), len(REPORTED)
+        config, named = self._config, len(REPORTED)
         # From the reports, which came with the record: the survivors' own tensors may wait in a
         # queue of newer windows.
         reported = [sum(report[i] for report in result.reports) for i in range(named)]
@@ -77,12 +76,10 @@ class StepMetrics:
             **{f"refused.{kind}": count for kind, count in sorted(refusals.by_kind.items())},
         }
         self.since, self.logged_tokens = now, tokens
-        if stage.config.logit_kl_weight:
+        if config.logit_kl_weight:
             mean = total["logit"] / total["scored"] if total["scored"] else math.nan
-            metrics[f"loss_{stage.config.logit_loss}"] = mean
-        if len(self._stages) > 1:
-            metrics["stage"] = self._stages.index(stage)
-        if stage.config.hidden_weight:  # hidden states were compared
+            metrics[f"loss_{config.logit_loss}"] = mean
+        if config.hidden_weight:  # hidden states were compared
             metrics["loss_nmse"] = total["nmse"] / result.tokens
             means = (torch.tensor(sums[named:]) / result.tokens).tolist()
             names = [f"layers.{index}.nmse" for index in self._layers]
@@ -182,7 +179,7 @@ class Divergence:
         """Continue from what `state` returned; checkpoints of earlier versions say nothing."""
         self._first = list(state.get("first_losses", []))
 
-    def begin_stage(self) -> None:
+    def forget_losses(self) -> None:
         """Forget the losses: another strategy has others."""
         self._first, self._last = [], []
         self._causes.pop("loss", None)

@@ -89,10 +89,9 @@ class MemoryFit:
         self.plan = plan = workload.fitting(config.max_memory_bytes)
         setup.splitter.samples = plan.samples_at_once
         self.evaluation.samples = plan.evaluated_at_once
-        even = ", with --rank_budget spent evenly" if workload.approximate else ""
         self.note = (
             f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
-            f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}{even}"
+            f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}"
         )
 
     def recall(self, checkpoint: Checkpoint) -> None:
@@ -137,12 +136,13 @@ class MemoryFit:
             folder.event("out_of_memory", **self._unreported.pop(0))
 
 
-def tested(setup: RunSetup, data: RunData, memory: MemoryFit, config: TrainConfig) -> str:
+def tested(setup: RunSetup, data: RunData, memory: MemoryFit) -> str:
     """Run the smoke test on as many samples of the first batch as are computed at once."""
     batch = data.first_batch()
 
     def test() -> str:
-        return smoke_test(setup.model, setup.splitter.parts(batch)[0], setup.strategy, config)
+        part = setup.splitter.parts(batch)[0]
+        return smoke_test(setup.model, part, setup.strategy, setup.config)
 
     return memory.fitting(test, setup.splitter, batch, "the smoke test")
 
@@ -169,7 +169,6 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
             setup.tokenizer,
             data.start_samples,
             config.calibration_tokens,
-            rank_budget=config.rank_budget,
             batch_size=splitter.samples,
             seed=config.seed,
             console=setup.console,
@@ -226,7 +225,6 @@ class RunEvaluator:
                 batch_size=size,
                 unquantized=self._reference,
                 between=setup.stop.check,
-                sources=self._data.eval_labels,
             )
 
         largest = next(batches(samples, splitter.samples))

@@ -10,7 +10,6 @@ from typing import Any
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.stages import Stage
 from npt.distill.step import forward_backward
 from npt.distill.strategies import Strategy
 from npt.errors import TooManyRefusalsError
@@ -21,8 +20,11 @@ from npt.guard.window import HISTORY
 from npt.postmortem.write import Situation, write_postmortem
 from npt.train.run_context import RunContext, Window
 
+REFUSED_SHARE = 0.2
+"""A run stops when more of its micro-batches were refused."""
+
 SHARE_COUNTS_FROM = 50
-"""Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
+"""Micro-batches before the share counts: of fewer it says little."""
 
 
 class Refusals:
@@ -73,13 +75,12 @@ class Refusals:
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None: `longest` run of bad ones of `micro_batches`."""
-        c = self._context.config
-        if longest >= c.max_consecutive_bad:
-            return f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})"
-        if micro_batches < SHARE_COUNTS_FROM or self.total <= c.max_refused_share * micro_batches:
+        most = self._context.config.max_consecutive_bad
+        if longest >= most:
+            return f"{longest} refusals in a row (--max_consecutive_bad {most})"
+        if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
             return None
-        share = f"{self.total} of {micro_batches} micro-batches refused"
-        return f"{share} (--max_refused_share {c.max_refused_share:g})"
+        return f"{self.total} of {micro_batches} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def report_epoch(self, epoch: int) -> None:
         """Report an epoch that has ended, if something was refused in it."""
@@ -92,7 +93,7 @@ class Refusals:
     def stop(
         self,
         reason: str,
-        last: tuple[Window, Outcome, Stage],
+        last: tuple[Window, Outcome],
         accepted: Window | None,
         steps: tuple[int, int, int | None],
         counters: dict[str, int],
@@ -103,17 +104,17 @@ class Refusals:
 
         Args:
             reason: of the stop.
-            last: the last window with a refusal, its result and stage.
+            last: the last window with a refusal, and its result.
             accepted: the last window without one.
             steps: applied by now, before that window, and planned.
             counters: of the run.
             strategy, splitter: that compute a micro-batch.
         """
-        context, (window, result, stage), (now, before, total) = self._context, last, steps
+        context, (window, result), (now, before, total) = self._context, last, steps
         self._gather_history()
 
         def fill(batch: Batch) -> MicroBatch:
-            return forward_backward(context.model, strategy, batch, stage.config, splitter)
+            return forward_backward(context.model, strategy, batch, context.config, splitter)
 
         situation = Situation(
             model=context.model,
@@ -125,7 +126,7 @@ class Refusals:
             reason=reason,
             step=now if result.snapshot is None else before,
             total_steps=total,
-            config=stage.config,
+            config=context.config,
             counters={
                 "steps": now,
                 **counters,

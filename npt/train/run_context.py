@@ -83,14 +83,12 @@ class RunActions:
         evaluate: measure the model as it is.
         save: write a checkpoint; False if that failed and training continues.
         save_best: keep the adapters as the best so far.
-        show: show the student to the trackers, every `sample_steps`.
         modulation: measure the multipliers on a sample, if there are any.
     """
 
     evaluate: Callable[[], Fidelity]
     save: Callable[[], bool]
     save_best: Callable[[Fidelity], None]
-    show: Callable[[int], None] | None = None
     modulation: Callable[[], Modulation] | None = None
 
 

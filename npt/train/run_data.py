@@ -26,12 +26,13 @@ from npt.data.report import listed_columns, lost, no_sample
 from npt.data.samples import within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
+from npt.evaluation.heldout import evaluation_samples
 from npt.runs.resume import check_same_data, data_fingerprint
 from npt.runs.run_folder import RunFolder
 from npt.train.loop import windows_of
 from npt.train.run_context import Window
 from npt.train.run_setup import RunSetup, check_replay
-from npt.train.sources import REPLAY, evaluation_of, open_sources, per_source, samples_of
+from npt.train.sources import REPLAY, open_sources, samples_of
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
@@ -51,7 +52,6 @@ class RunData:
 
     Attributes:
         eval_samples: for evaluations.
-        eval_labels: the source of each, if there are several.
         heldout: training leaves all of them out.
         counted_from: the steps made when the size of a window changed last, and the micro-batches
             of the present size that they make.
@@ -75,14 +75,13 @@ class RunData:
         self.sources = open_sources(setup.data_config, data, replay_data)
         self._check_stream(eval_data)
         leave_out = self._hold_out(eval_data)
-        self._mixed = setup.data_config.dataset_mix is not None
         self.loader = self._make_loader(leave_out)
         if not self.eval_samples:  # training has some, so all of them were left out for their ids
             raise DataError(
                 "no sample to evaluate on: every one has ids outside the vocabulary"
                 f" [0, {setup.model.config.vocab_size}); is this the tokenizer of the model?"
             )
-        self.identity = {} if self._mixed else {REPLAY: data_fingerprint(None)}
+        self.identity = {REPLAY: data_fingerprint(None)}
         self.identity |= {source.label: data_fingerprint(source.records) for source in self.sources}
         self.counted_from = {"steps": 0, "micro_batches": 0}
         self.start_samples: list[Sample] = []
@@ -119,14 +118,10 @@ class RunData:
         """Return a line on what is trained, for how long, and the data of its evaluations."""
         steps = "an unknown number of" if self.total_steps is None else str(self.total_steps)
         layers = format_layers(tuple(index for index, _ in npt_layers(self._setup.model)))
-        kind, of = "held-out", ""
-        if not self.heldout:
-            kind = f"TRAINING (too little {self._not_held_out}to hold any out)"
-        if self.eval_labels is not None:
-            of = f" ({per_source(self.eval_labels)})"
+        kind = "held-out" if self.heldout else "TRAINING (too little data to hold any out)"
         return (
             f"training layers {layers} for {steps} steps; fidelity on {len(self.eval_samples)}"
-            f" {kind} samples{of}"
+            f" {kind} samples"
         )
 
     def report(self, folder: RunFolder, warn: Callable[[str], None], position: Position) -> None:
@@ -142,7 +137,7 @@ class RunData:
                 warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if counts.unused:
                 say(f"{label}: columns not used: {listed_columns(counts.unused)}")
-            if begun_again and (self._mixed or self._setup.config.max_steps is not None):
+            if begun_again and self._setup.config.max_steps is not None:
                 say(f"{label}: came to its end and was begun again {begun_again} times")
 
     def count_steps(self, begun: int = 0) -> int | None:
@@ -179,24 +174,19 @@ class RunData:
 
     def _hold_out(self, eval_data: Iterable[Record] | None) -> list[bool]:
         """Choose evaluation samples; return of which sources training must leave some out."""
-        setup, sources = self._setup, self.sources
+        setup, first, others = self._setup, self.sources[0], self.sources[1:]
         size, vocabulary = setup.config.eval_samples, setup.model.config.vocab_size
-        if eval_data is not None:
-            sources = [replace(sources[0], own=eval_data, evaluated=True)]
-        self.eval_samples, labels, held = evaluation_of(sources, setup.tokenizer, size, vocabulary)
-        if eval_data is not None and not all(held):  # it would be training samples
+        own = first.own if eval_data is None else eval_data
+        self.eval_samples, self.heldout = evaluation_samples(
+            first.records, setup.tokenizer, first.config, size, vocabulary, own
+        )
+        if eval_data is not None and not self.heldout:  # it would be training samples
             raise DataError(
                 "eval_data has no sample to evaluate on: its records are empty, too short, or have"
                 f" ids outside the vocabulary [0, {vocabulary}); mend them, or leave eval_data out"
             )
-        self.heldout = all(held)
-        self.eval_labels = labels if len(set(labels)) > 1 else None
-        short = [source.label for source, out in zip(sources, held, strict=True) if not out]
-        self._not_held_out = f"of {', '.join(short)} " if self.eval_labels else ""
         # one sample in twenty of the replayed data is left out in any case
-        if eval_data is not None:
-            return [not source.evaluated for source in self.sources]
-        return [out and source.own is None for source, out in zip(sources, held, strict=True)]
+        return [self.heldout and own is None, *(True for _ in others)]
 
     def _make_loader(self, leave_out: list[bool]) -> Loader:
         setup, config, sources = self._setup, self._setup.config, self.sources
@@ -204,7 +194,6 @@ class RunData:
         loader = Loader(
             samples,
             config.batch_size,
-            side=setup.data_config.padding_side,
             epochs=config.num_epochs,
             endless=config.max_steps is not None,
             others=[
@@ -223,9 +212,7 @@ class RunData:
         first: list[Sample] = []
         position, left = Position(), self._setup.config.calibration_tokens
         # replayed data are there against forgetting; the start need not fit them
-        others = self.loader.others if self._mixed else ()
-        loader = Loader(self.loader.samples, 1, others=others, seed=self._setup.config.seed)
-        for (sample,), after in loader.groups(position, 1):
+        for (sample,), after in Loader(self.loader.samples, 1).groups(position, 1):
             begun = position.begun + (after.place != position.place)
             position = replace(after, drawn=0, begun=begun)
             for usable in within([sample], self._setup.model.config.vocab_size):
@@ -233,8 +220,7 @@ class RunData:
                 left -= len(usable.input_ids)
             if left < 2:  # as calibration stops
                 break
-        for samples in (loader.samples, *(other.samples for other in others)):
-            samples.counts = Counts()  # none of the run's is read yet
+        self.loader.samples.counts = Counts()  # none of the run's is read yet
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:

@@ -14,13 +14,7 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, at_random_start, set_adapters
 from npt.adapters.consolidate import consolidated
-from npt.adapters.converted import (
-    adapter_parameters,
-    attached_config,
-    is_attached,
-    is_sharded,
-    npt_layers,
-)
+from npt.adapters.converted import adapter_parameters, attached_config, is_attached, is_sharded
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name, repeats_exactly
 from npt.base.identity import BaseIdentity, base_hash
@@ -31,7 +25,6 @@ from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, say, silent_console
 from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import OWN_HELDOUT
-from npt.distill.hidden_losses import layer_weights
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen
 from npt.distill.strategies import Strategy, strategy_of
@@ -45,7 +38,7 @@ from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers, check_trackers
 from npt.versions import versions
 
-MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset", "dataset_mix")
+MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset")
 """Settings in which the processes of a run may differ: paths on their machines."""
 
 
@@ -84,8 +77,7 @@ class RunSetup:
         self.strategy: Strategy = strategy_of(config, teacher)
         self.device = next(model.parameters()).device
         self.window_size = config.gradient_accumulation_steps * processes.size
-        local = "end_to_end" not in dict(config.stage_shares)
-        self.deterministic = local or repeats_exactly(model)
+        self.deterministic = config.strategy != "end_to_end" or repeats_exactly(model)
         self._settings = settings or {}
         self.adapter_config = check_model(model, config, data_config, processes.size)
         self._teacher_record = teacher_record(model, teacher)
@@ -95,9 +87,8 @@ class RunSetup:
         self.checkpoint = None if self.resumed is None else self.resumed.checkpoint
         self.goes_on = self.resumed is not None and self.resumed.goes_on
         self.first_step = 0 if self.resumed is None else self.resumed.step
-        if self.checkpoint is None and (at_random_start(model) or config.rank_budget):
-            layers, width = len(npt_layers(model)), model.config.hidden_size
-            check_calibration(self.adapter_config, config.rank_budget, layers, width)
+        if self.checkpoint is None and at_random_start(model):
+            check_calibration(self.adapter_config)
         self.folder_path = Path(processes.first(lambda: str(self._choose_folder(trackers))))
         self.changed: Mapping[str, tuple[Any, Any]] = {}
         date = None
@@ -145,7 +136,6 @@ class RunSetup:
                 "a base of hash": base.strict,
                 "adapters of hash": adapters,
                 **facts,
-                "shares of a mixture": [share for _, share in self.data_config.mix],
                 "a checkpoint of step": None if self.checkpoint is None else self.checkpoint.step,
                 "a device of kind": self.device.type,
                 **{f"version of {name}": version for name, version in versions().items()},
@@ -214,15 +204,6 @@ def check_replay(data: DataConfig, given: bool = False) -> None:
         )
 
 
-def check_samples_shown(config: TrainConfig) -> None:
-    """Refuse to show texts of a student whose base is shared among processes."""
-    if config.sample_steps is not None:
-        raise ConfigError(
-            f"--sample_steps is {config.sample_steps}, but a sharded base writes no text; drop it,"
-            " or --shard_base"
-        )
-
-
 def check_model(
     model: PreTrainedModel, config: TrainConfig, data: DataConfig, processes: int
 ) -> NPTConfig:
@@ -239,16 +220,12 @@ def check_model(
             "a run does not record the updates that were consolidated into its base; call"
             " npt.unconsolidate first"
         )
-    if is_sharded(model):
-        for name, _ in config.stage_shares:
-            if name != "local":
-                raise ConfigError(
-                    f"--strategy {name} does not support a sharded base; use --strategy local"
-                )
-        check_samples_shown(config)
+    if is_sharded(model) and config.strategy != "local":
+        raise ConfigError(
+            f"--strategy {config.strategy} does not support a sharded base; use --strategy local"
+        )
     check_trackers(config)
     check_length(data.max_length, model.config)
-    layer_weights(config, len(npt_layers(model)))  # a list has one weight per layer
     samples = config.gradient_accumulation_steps * processes * config.batch_size
     if samples * data.max_length >= EXACT:
         raise ConfigError(

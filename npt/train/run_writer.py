@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.recipe import Recipe
 from npt.calibration.report import Calibration
-from npt.data.batch import IGNORE_INDEX, Sample, batches
+from npt.data.batch import batches
 from npt.errors import (
     CheckpointError,
     ConfigError,
@@ -22,15 +22,13 @@ from npt.errors import (
     TooManyRefusalsError,
 )
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.generate import Decoding, write
 from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
 from npt.evaluation.modulation_map import modulation_map
-from npt.evaluation.view import mode_view
 from npt.guard.schedule import kind_of_run
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
-from npt.runs.trackers import Trackers, known_run, undisturbed
+from npt.runs.trackers import Trackers, known_run
 from npt.stored import read_json
 from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
@@ -48,9 +46,6 @@ PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1000
 
 DESCRIBED = ("base_hash", "precision", "versions", "device", "processes", "trainable_parameters")
 """Entries of `run.json` that trackers are told, besides the settings."""
-
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 24, 32
-"""Of the texts that trackers are shown."""
 
 
 class RunWriter(CheckpointWriter):
@@ -272,7 +267,8 @@ class RunWriter(CheckpointWriter):
 
     def _passage(self) -> dict[str, Any]:
         """Return the modulation along the beginning of the first evaluation sample."""
-        model, ids = self._setup.model, _first_document(self._data.eval_samples[0])
+        model, sample = self._setup.model, self._data.eval_samples[0]
+        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
         return modulation_map(model, list(ids[:most])).as_dict(self._setup.tokenizer)
 
@@ -284,24 +280,6 @@ class RunWriter(CheckpointWriter):
             return None
         return partial(self._modulation, 1)
 
-    def show(self, step: int) -> None:
-        """Log texts and multipliers of the student to the trackers, if there are any."""
-        if not self._trackers.active:
-            return
-        try:
-            # the loop looks at the signal itself
-            with undisturbed(), contextlib.suppress(StoppedError):
-                saturated = {
-                    f"modulation/layers.{index}.{target}.saturated": figures.saturated
-                    for index, layer in self._modulation(MODULATION_SAMPLES).layers.items()
-                    for target, figures in layer.targets.items()
-                }
-                self._trackers.log(saturated, step)
-                self._trackers.texts(sample_texts(self._setup, self._data.eval_samples), step)
-        except Exception as error:  # an observer must not end the run that it looks at
-            what = f"no texts and multipliers for the trackers at step {step}"
-            self.warn(f"{what}: {named(error)}"[:500])
-
     @contextlib.contextmanager
     def _written(self, name: str, remedy: str = "") -> Iterator[None]:
         """Warn of what could not be written: all that matters is in the checkpoints."""
@@ -311,36 +289,6 @@ class RunWriter(CheckpointWriter):
             end = f"; {remedy}" if remedy else ""
             failure = f"{name} could not be written below {self._folder.path}: {named(error)}"
             self.warn(failure[:500] + end)
-
-
-def sample_texts(setup: RunSetup, samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """Return prompts, each with the student's and the teacher's most likely continuation.
-
-    A prompt is the beginning of a sample's first document, before the tokens to be learnt.
-    """
-    tokenizer, model = setup.tokenizer, setup.model
-    positions = getattr(model.config, "max_position_embeddings", None) or 2 * NEW_TOKENS
-    teacher = mode_view(model, "teacher") if setup.teacher is None else setup.teacher
-
-    def written(model: Any, prompt: Sequence[int]) -> str:
-        setup.stop.check()
-        decoding = Decoding(max_new_tokens=min(NEW_TOKENS, positions - len(prompt)))
-        return write(model, tokenizer, prompt, decoding).text
-
-    rows: list[tuple[str, str, str]] = []
-    for sample in samples:
-        ids, labels = _first_document(sample), sample.labels or ()
-        scored = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
-        prompt = ids[: min(PROMPT_TOKENS, scored or len(ids) // 2, positions - 1)]
-        if prompt and len(rows) < PROMPTS:
-            text = tokenizer.decode(list(prompt), skip_special_tokens=True)
-            student = written(mode_view(model, "student"), prompt)
-            rows.append((text, student, written(teacher, prompt)))
-    return rows
-
-
-def _first_document(sample: Sample) -> tuple[int, ...]:
-    return sample.input_ids[: sample.lengths[0] if sample.lengths else None]
 
 
 def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:

@@ -21,7 +21,6 @@ from npt.config import DataConfig, TrainConfig
 from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
-from npt.distill.stages import stages_of
 from npt.distill.step import check_unfrozen, student_guard
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
@@ -39,7 +38,6 @@ from npt.train.run_context import ProgressDisplay, RunActions, RunContext
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup, check_trainable
 from npt.train.run_writer import RunWriter
-from npt.train.sources import mixture_line
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,6 @@ class Trainer:
                 trackers,
             )
             self.data = RunData(self.setup, data, eval_data, replay_data)
-            self._stages = stages_of(config, self.data.total_steps)
             self._memory = MemoryFit(self.setup)
         self.calibration: Calibration | None = None
         self.evaluate = RunEvaluator(self.setup, self.data, self._memory)
@@ -226,16 +223,13 @@ class Trainer:
         setup, data, memory, resumed = self.setup, self.data, self._memory, self.setup.checkpoint
         # a resumed run has passed the smoke test, and may next meet a batch that it will refuse
         if setup.config.smoke_test and resumed is None:
-            for config in {stage.config.strategy: stage.config for stage in self._stages}.values():
-                setup.say(tested(setup, data, memory, config))
+            setup.say(tested(setup, data, memory))
         if resumed is None and setup.adapter_config.init == "calibrated":
             self.calibration = calibrated(setup, data, memory)
             if self.calibration is not None:
                 data.agree(self.base)
         if memory.note is not None:
             setup.say(memory.note)
-        if setup.data_config.dataset_mix is not None:
-            setup.say(mixture_line(setup.data_config))
         setup.say(data.note())
         self.initial = self.evaluate() if resumed is None else resumed.initial
         self.record = run_record(setup, data, self.base) | {
@@ -286,7 +280,6 @@ class Trainer:
             self.evaluate,
             lambda: writer.save(loop),
             lambda fidelity: writer.save_best(loop, fidelity),
-            writer.show if c.sample_steps else None,
             writer.looks(),
         )
         loop = Loop(context, guard, setup.strategy, setup.splitter, total, actions)

@@ -4,6 +4,7 @@ from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from students import enlarge
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
@@ -25,7 +26,7 @@ from npt.adapters.fit import check_fit, format_layers, resolve_layers
 from npt.errors import ConfigError, ModelError
 
 # A start so large that the student's output lies far from its base's.
-STRONG = {"rank": 8, "init_std_a": 0.3, "init_std_b": 0.3, "additive_scale": 1.0}
+STRONG = {"rank": 8, "additive_scale": 1.0}
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 
 
@@ -209,6 +210,7 @@ class TestAttach:
     def test_attaching_twice_is_refused_and_changes_nothing(self, load_model, batch):
         model = load_model()
         npt.attach(model, npt.NPTConfig(layers="1", **STRONG))
+        enlarge(model, a=15, b=300)
         before, output = structure(model), logits(model, batch)
         with pytest.raises(ModelError, match=r"adapters already; call npt\.detach"):
             npt.attach(model, npt.NPTConfig(layers="2"), seed=3)
@@ -263,6 +265,7 @@ class TestDetach:
         before, output = structure(model), logits(model, batch)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         npt.attach(model, npt.NPTConfig(layers="all", **STRONG))
+        enlarge(model, a=15, b=300)
         assert not torch.equal(logits(model, batch), output)
         model(batch.input_ids).logits.sum().backward()
         npt.detach(model)
@@ -290,6 +293,7 @@ class TestModes:
     def test_the_teacher_is_the_untouched_base_bit_for_bit(self, load_model, batch, quantization):
         base, model = load_model(quantization), load_model(quantization)
         npt.attach(model, npt.NPTConfig(layers="all", **STRONG))
+        enlarge(model, a=15, b=300)
         expected, student = logits(base, batch), logits(model, batch)
         assert not torch.allclose(student, expected, atol=0.1)
         with npt.adapters_disabled(model):
@@ -306,6 +310,7 @@ class TestModes:
     def test_the_floor_is_the_base_with_attention_dropped(self, load_model, batch, quantization):
         base, model = load_model(quantization), load_model(quantization)
         npt.attach(model, npt.NPTConfig(layers="1,3", **STRONG))
+        enlarge(model, a=15, b=300)
         replaced = []
 
         def without_attention(layer, args, _kwargs, _output):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from students import enlarge
 from torch.testing import assert_close
 
 import npt
@@ -27,10 +28,8 @@ def padded(padding: str) -> Batch:
 def model(request, load_model):
     """Converted in the middle, and far from its base."""
     model = load_model(request.param)
-    npt.attach(
-        model,
-        npt.NPTConfig(layers="1-2", rank=8, init_std_a=0.3, init_std_b=0.3, additive_scale=1.0),
-    )
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=1.0))
+    enlarge(model, a=15, b=300)
     return model
 
 

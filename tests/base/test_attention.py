@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from simulated_cuda import simulated_cuda, to_cuda
+from students import enlarge
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -300,7 +301,8 @@ def test_a_strategy_on_a_simulated_device_has_the_cpus_gradients(
     kernel, load_model, strategy, form
 ) -> None:
     model = load_model()
-    npt.attach(model, npt.NPTConfig(layers="1-2", rank=4, init_std_a=0.3, init_std_b=0.3))
+    npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+    enlarge(model, a=15, b=300)
     given = rows(form)
     config = npt.TrainConfig(strategy=strategy)
     model.config._attn_implementation = "sdpa"
@@ -324,6 +326,7 @@ def test_only_the_repeated_heads_reach_a_kernel_of_linear_memory(load_model, nam
     """Gradients go through torch's own kernel if it tells of none whose splits can be set."""
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=4))
+    enlarge(model, a=15, b=300)
     model.config._attn_implementation = name
     with simulated_cuda() as simulation:
         drive(

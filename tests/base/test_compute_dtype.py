@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import enlarge
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -36,7 +37,8 @@ def model(load_model):
 
 def student(load_model, **arguments: Any):
     model = load_model("nf4", **arguments)
-    attach(model, NPTConfig(layers="1-2", rank=4, init_std_b=0.02), seed=0)
+    attach(model, NPTConfig(layers="1-2", rank=4), seed=0)
+    enlarge(model, b=20)
     return model
 
 

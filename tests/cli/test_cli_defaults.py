@@ -11,7 +11,6 @@ import pytest
 from npt.cli.defaults import with_config, with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
-from npt.errors import ConfigError
 from npt.train.sources import DATASETS
 
 WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
@@ -57,7 +56,6 @@ class TestStart:
             ({"residual": "keep"}, "--residual keep"),
             ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
             ({"targets": "gate,up"}, "--targets gate,up, without stream"),
-            ({"init_a": "kaiming"}, "--init_a"),
         ],
         ids=str,
     )
@@ -184,31 +182,11 @@ class TestData:
         Path("wikitext").mkdir()
         assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
 
-    def test_a_mixture_excludes_a_data_set(self):
-        mixed = {"dataset_mix": "builtin:1,wikitext:1"}
-        assert (
-            with_data(mixed, "some/llama").given == mixed
-            and with_data(mixed, "some/llama").said == ()
-        )
-        for name in ("builtin", "other.txt"):
-            with pytest.raises(
-                ConfigError,
-                match=f"--dataset_name is {name} and --dataset_mix builtin:1,wikitext:1; name that",
-            ):
-                with_data({"dataset_name": name, **mixed}, "tiny")
-        # those of a run on the embedded text alone
-        assert "max_steps" not in with_defaults(mixed).given
-
-    def test_a_given_data_set_replaces_a_files_mixture_and_vice_versa(self, tmp_path):
-        for written, given, expected in (
-            ("dataset_name: builtin\nseed: 1", {"dataset_mix": "a:1"}, {"dataset_mix": "a:1"}),
-            ("dataset_mix: a:1\nseed: 1", {"dataset_name": "c"}, {"dataset_name": "c"}),
-            ("dataset_name: c\nseed: 2", {"seed": 1}, {"dataset_name": "c"}),
-        ):
-            config = tmp_path / "run.yaml"
-            config.write_text(written, encoding="utf-8")
-            given["config"] = str(config)
-            assert with_config(given) == {**expected, "seed": 1, "config": str(config)}
+    def test_flags_win_over_a_file(self, tmp_path):
+        config = tmp_path / "run.yaml"
+        config.write_text("dataset_name: c\nseed: 2", encoding="utf-8")
+        given = {"seed": 1, "config": str(config)}
+        assert with_config(given) == {"dataset_name": "c", **given}
 
     def test_no_data_and_no_hub_for_another_base_names_the_flag(
         self, tmp_path, capsys, monkeypatch

@@ -99,11 +99,6 @@ REFUSED = {
         "--calibration_tokens is about a calibrated start",
         "drop one",
     ),
-    "a budget of ranks": (
-        ["--rank_budget", "8"],
-        "--rank_budget is about a calibrated start",
-        "drop one",
-    ),
 }
 
 

@@ -103,7 +103,6 @@ class Runs:
             "log_steps": 1,
             "learning_rate": 1e-2,
             "smoke_test": False,
-            "max_refused_share": 1.0,
             "max_consecutive_bad": 50,
             "output_dir": None if folder is None else str(self.place / folder),
             **self.settings,

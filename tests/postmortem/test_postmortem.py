@@ -210,9 +210,8 @@ def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
     )
     windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
     monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
-    folder = stop(
-        trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05)
-    )
+    monkeypatch.setattr("npt.train.refusals.REFUSED_SHARE", 0.05)
+    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100))
     record = said(folder)
     assert record["reason"].startswith("3 of 50 micro-batches refused")
     assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"

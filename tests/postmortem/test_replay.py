@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, Sample, batch_from_tensors
 from npt.errors import AdapterFileError, BundleError, CheckpointError, ConfigError
 from npt.guard.outcome import Refusal
+from npt.guard.spikes import SpikeGuard
 from npt.manifest import write_manifest
 from npt.postmortem import restore
 from npt.postmortem.bundle import read_bundle
@@ -185,10 +187,9 @@ def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None
     assert found.count(fresh=True) == (FRESH, FRESH)
 
 
-def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder) -> None:
-    made = trainer(
-        tiny_folder, good(60), skip_spikes=True, spike_sigmas=1.5, gradient_accumulation_steps=2
-    )
+def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder, monkeypatch) -> None:
+    monkeypatch.setattr("npt.distill.step.SpikeGuard", partial(SpikeGuard, 1.5))
+    made = trainer(tiny_folder, good(60), skip_spikes=True, gradient_accumulation_steps=2)
     found = replay(stop(made))
     assert places(found.bundle.refusals) == places(found.found) == [("spike", None)]
     # value and limit, digit by digit

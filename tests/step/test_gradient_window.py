@@ -578,13 +578,13 @@ def one_step(
 
 LOSSES: tuple[dict[str, Any], ...] = (
     {},
-    {"loss": "nmse_update", "layer_weights": "linear"},
-    {"loss": "direction", "token_weighting": "disagreement"},
+    {"loss": "nmse_update"},
+    {"loss": "direction"},
     {"loss": "mse"},
-    {"loss": "smooth_l1", "smooth_l1_beta": 0.1},
-    {"loss": "cosine", "layer_weights": "3,1"},
+    {"loss": "smooth_l1"},
+    {"loss": "cosine"},
     {"strategy": "end_to_end"},
-    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "token_weighting": "disagreement"},
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5},
     {
         "strategy": "end_to_end",
         "logit_kl_weight": 0.5,

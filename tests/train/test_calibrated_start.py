@@ -274,10 +274,6 @@ def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
             {"data": iter(()), "eval_data": texts(2)},
             "--init calibrated reads training data before the run does",
         ),
-        (
-            {"form": {"init": "random"}, "rank_budget": 8},
-            "--rank_budget is 8, which means nothing without --init calibrated",
-        ),
         ({"form": {"residual": "keep"}}, "residual keep"),
     ],
 )
@@ -289,12 +285,12 @@ def test_what_no_start_can_be_fitted_to_is_refused(build, settings, message) -> 
 SMALL = (
     "pretrain --use_quantization --init calibrated --calibration_tokens 200 --max_length 32"
     " --layers 6-7 --adapter_rank 8 --batch_size 2 --eval_samples 2 --no_smoke_test --log_steps 1"
-    " --save_steps 1 --safe_mode --rank_budget 12"
+    " --save_steps 1 --safe_mode"
 )
 
 
 @pytest.mark.usefixtures("short_library")
-def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(
+def test_ranks_are_given_out_by_the_command_line_and_held_to_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -303,7 +299,7 @@ def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(
     said = capsys.readouterr().out
     assert said.index("Attention cut to R directions") < said.index("fidelity on")
     settings = json.loads((folder / "run.json").read_text())["settings"]
-    assert sum(settings["ranks"]) == 12 and settings["modulation"] == "additive"
+    assert sum(settings["ranks"]) == 16 and settings["modulation"] == "additive"
     assert main([*arguments, "--max_steps", "2", "--resume", "auto"]) == 0
     assert "Attention cut to R directions" not in capsys.readouterr().out
     adapter = folder / "checkpoints" / "step-00000002" / "adapter"

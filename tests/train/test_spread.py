@@ -71,13 +71,8 @@ def filled(model: Any, batch: Batch, config: TrainConfig) -> dict[str, Tensor]:
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"loss": "nmse_update", "token_weighting": "disagreement"},
-    {
-        "strategy": "end_to_end",
-        "loss": "nmse_update",
-        "token_weighting": "disagreement",
-        "logit_kl_weight": 0.5,
-    },
+    {"loss": "nmse_update"},
+    {"strategy": "end_to_end", "loss": "nmse_update", "logit_kl_weight": 0.5},
     {
         "strategy": "end_to_end",
         "logit_kl_weight": 0.5,
@@ -215,7 +210,7 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
 @pytest.mark.parametrize(
     "way",
     [
-        {"token_weighting": "disagreement"},
+        {"strategy": "local"},
         {"strategy": "propagated"},
         {"strategy": "end_to_end", "logit_kl_weight": 1.0},
     ],

@@ -360,8 +360,8 @@ def test_the_first_loss_is_the_strategys_sum_over_its_tokens(build) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"loss": "nmse_update", "layer_weights": "linear"},
-        {"loss": "smooth_l1", "token_weighting": "disagreement"},
+        {"loss": "nmse_update"},
+        {"loss": "smooth_l1"},
         *[
             {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
             for loss in LOGIT_LOSSES
@@ -645,11 +645,6 @@ def test_a_folder_in_use_is_refused_before_the_data_is_read(build, tmp_path) -> 
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "weights for other layers": (
-        unreadable,
-        {"layer_weights": "1,2,3"},
-        r"--layer_weights has 3 weights .* 2 layers are converted",
-    ),
     "more steps than a run may have": (
         lambda: texts(10),
         {"num_epochs": 2_000_000_000, "batch_size": 5},
@@ -870,7 +865,7 @@ def test_a_run_on_the_logits_alone_reports_no_hidden_states(build, real_reports)
 def test_a_packed_run_trains_on_the_same_tokens_in_fewer_rows(build) -> None:
     results = {}
     for packing in (False, True):
-        options = {"packing": packing, "padding_side": "left", "max_length": 40}
+        options = {"packing": packing, "max_length": 40}
         settings = {"folder": f"run-{packing}", "batch_size": 4, "smoke_test": packing}
         trainer = build(texts(24), data_options=options, **settings)
         results[packing] = trainer.train()

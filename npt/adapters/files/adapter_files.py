@@ -51,7 +51,9 @@ CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
 # settings that folders of earlier versions do not have
-_LATER = {"ranks", "mult_form", "init_a", "init_std_m"}
+_LATER = {"ranks", "mult_form"}
+# settings of a random start, which only folders of earlier versions have
+_RETIRED = {"init_std_a", "init_std_b", "init_a", "init_std_m"}
 
 
 def save_adapter(
@@ -355,7 +357,9 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
         raise AdapterFileError(
             f"{path} has no entry 'npt'; it is not an NPT adapter's configuration"
         )
-    odd = sorted((set(settings) | _LATER) ^ {f.name for f in fields(NPTConfig)})
+    settings = {name: value for name, value in settings.items() if name not in _RETIRED}
+    known = {f.name for f in fields(NPTConfig)}
+    odd = sorted((set(settings) | _LATER) ^ known)
     if odd:
         raise AdapterFileError(
             f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}"

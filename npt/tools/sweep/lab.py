@@ -20,8 +20,6 @@ from npt.data.batch import Batch, Sample, collate
 from npt.data.report import no_sample
 from npt.data.samples import Samples
 from npt.data.source import check_source, open_source, own_heldout
-from npt.distill.hidden_losses import layer_weights
-from npt.distill.stages import stages_of
 from npt.errors import NPTError
 from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.heldout import evaluation_samples
@@ -58,11 +56,9 @@ def check_design(design: Design) -> None:
                 check_source(s.data)
                 seen.add(s.data)
             config = read_config(s.base.model_name)
-            layers = check_fit(s.adapter, config, s.data.max_length)
-            check_calibration(s.adapter, None, len(layers), config.hidden_size)
+            check_fit(s.adapter, config, s.data.max_length)
+            check_calibration(s.adapter)
             check_trainable(s.adapter, s.data, s.base.teacher_precision is not None)
-            layer_weights(s.training, len(layers))
-            stages_of(s.training, s.training.max_steps)
         except NPTError as error:
             place = trial.places[0]
             arm = f", arm {place.arm}" if place.arm else ""
@@ -123,10 +119,8 @@ class Lab:
         assert training.max_steps is not None
         size, k = training.batch_size, training.gradient_accumulation_steps
         samples = self._samples(base, settings, training.max_steps * k * size)
-        side = settings.data.padding_side
         batches = [
-            replace(collate(samples[i : i + size], side=side), offset=i)
-            for i in range(0, len(samples), size)
+            replace(collate(samples[i : i + size]), offset=i) for i in range(0, len(samples), size)
         ]
         return [batches[i : i + k] for i in range(0, len(batches), k)]
 

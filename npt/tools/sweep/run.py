@@ -21,13 +21,11 @@ from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.calibration.calibrate import calibrate
 from npt.data.batch import Batch, collate
-from npt.distill.stages import stage_at, stages_of
 from npt.distill.step import add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import drive
 from npt.evaluation.evaluate import evaluate
 from npt.guard.outcome import Outcome
 from npt.guard.schedule import rate_table
-from npt.guard.spikes import SpikeGuard
 from npt.tools.sweep.inspect_student import Inspection, inspect_student
 from npt.tools.sweep.lab import Lab
 from npt.tools.sweep.settings import ProbeConfig, Settings
@@ -44,7 +42,7 @@ Row = dict[str, Any]
 @dataclass
 class Course:
     """The steps of a run. losses, norms: None if nothing of a window was finite. reason: why the
-    run must end, once it must. stage_from: a loss is compared with those of its own stage.
+    run must end, once it must.
     """
 
     settings: Settings
@@ -56,7 +54,6 @@ class Course:
     reason: str | None = None
     detail: str | None = None
     fault: Row = field(default_factory=dict)
-    stage_from: int = 0
 
     def take(self, result: Outcome, faulted: bool) -> None:
         """Count a window; a faulted one's loss ends no run."""
@@ -70,7 +67,7 @@ class Course:
         self.applied += result.applied
         self.tokens += result.tokens
         most = self.settings.probe.divergence_factor
-        first = next((loss for loss in self.losses[self.stage_from :] if loss is not None), None)
+        first = next((loss for loss in self.losses if loss is not None), None)
         if result.refused:
             self.detail = str(result.refused[-1])
         if result.longest >= self.settings.training.max_consecutive_bad:
@@ -201,7 +198,6 @@ class _Student:
         self.windows = lab.windows(self.base, settings)
         teacher = self.base.teacher
         self.strategy = drive if teacher is None else partial(drive, teacher=teacher)
-        self.stages = stages_of(settings.training, settings.training.max_steps)
 
     def start(self) -> None:
         c = self.settings.training
@@ -215,10 +211,10 @@ class _Student:
             )  # fmt: skip
 
     def loss(self) -> float:
-        """Return the mean loss per token of the first window with the adapters as they are, in the
-        run's first stage; nothing is stepped.
+        """Return the mean loss per token of the first window with the adapters as they are;
+        nothing is stepped.
         """
-        config, window = self.stages[0].config, self.windows[0]
+        config, window = self.settings.training, self.windows[0]
         sums = [forward_backward(self.model, self.strategy, batch, config) for batch in window]
         for parameter in adapter_parameters(self.model).values():
             parameter.grad = None
@@ -228,7 +224,7 @@ class _Student:
         """Measure the student on held-out samples."""
         samples, _ = self.lab.heldout(self.base, self.settings)
         first = samples[: self.settings.training.batch_size]
-        batch = collate(first, side=self.settings.data.padding_side)
+        batch = collate(first)
         return inspect_student(self.model, batch.to(self.model.device))
 
     def fidelity(self) -> Row:
@@ -286,12 +282,8 @@ def _train(student: _Student) -> tuple[Course, Refused]:
     course, last = Course(student.settings), None
     for step, window in enumerate(student.windows, 1):
         student.between()
-        stage, faulted = stage_at(student.stages, step - 1), step == probe.fault_step
-        # losses of another kind are not measured by those before
-        if stage.start != course.stage_from and guarded.spikes is not None:
-            guarded.spikes = SpikeGuard(config.spike_sigmas)
-        course.stage_from = stage.start
-        compute = partial(summed, student.model, student.strategy, config=stage.config)
+        faulted = step == probe.fault_step
+        compute = partial(summed, student.model, student.strategy, config=config)
         before = student.loss() if faulted else math.nan
         for index, batch in enumerate(window):
             with enlarged(student.model, probe, armed=faulted and index == 0):

@@ -53,7 +53,7 @@ LEFT_OUT = {
     for names, why in (
         ("device_map shard_base", "a study's base lies on one device of one process"),
         (
-            "dataset_mix replay_dataset replay_ratio streaming",
+            "replay_dataset replay_ratio streaming",
             "a study's runs read the beginning of one data set",
         ),
         (
@@ -61,19 +61,15 @@ LEFT_OUT = {
             "a study's runs are as long as max_steps and save nothing",
         ),
         (
-            "output_dir run_name log_steps eval_steps sample_steps smoke_test trace_steps"
-            " trace_every use_tensorboard",
+            "output_dir run_name log_steps eval_steps smoke_test trace_steps trace_every"
+            " use_tensorboard",
             "a study's runs write no folder of their own",
         ),
         ("max_memory", "a study's runs compute a batch at once"),
-        (
-            "max_refused_share",
-            "a study's runs are too short for a share; max_consecutive_bad ends them",
-        ),
+        ("rank_timeout", "a study's run is one process"),
         ("use_wandb", "the record of a study's runs is its table"),
         ("share_embeddings", "it does nothing"),
-        ("rank_timeout", "a study's run is one process"),
-        ("ranks rank_budget", "a study's runs have one rank for all layers"),
+        ("ranks", "a study's runs have one rank for all layers"),
         ("seed", "write seeds: [0, 1] instead"),
     )
     for name in names.split()

@@ -262,9 +262,7 @@ DAMAGE = {
 
 
 def test_a_folder_older_than_other_forms_loads_with_the_usual_one(load_model, saved):
-    in_record(
-        lambda r: [r["npt"].pop(name) for name in ("ranks", "mult_form", "init_a", "init_std_m")]
-    )(saved)
+    in_record(lambda r: [r["npt"].pop(name) for name in ("ranks", "mult_form")])(saved)
     assert npt.load_adapter(load_model(), saved).mult_form == "sigmoid"
 
 

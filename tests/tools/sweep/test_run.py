@@ -12,7 +12,6 @@ import torch
 
 from npt.adapters.converted import is_attached
 from npt.errors import StoppedError
-from npt.guard.spikes import SpikeGuard
 from npt.tools.sweep.run import Course, enlarged, run, run_trial
 from npt.tools.sweep.spec import design_of
 
@@ -139,21 +138,6 @@ def test_the_first_loss_is_of_the_first_window_even_if_refused(lab, trial, monke
     assert row["loss_first"] == plain["loss_first"] == pytest.approx(losses[0])
 
 
-def test_a_stage_has_a_spike_guard_of_its_own(lab, trial, monkeypatch) -> None:
-    import npt.tools.sweep.run as module
-
-    made: list[int] = []
-    monkeypatch.setattr(
-        module, "SpikeGuard", lambda sigmas: made.append(sigmas) or SpikeGuard(sigmas)
-    )
-    stages = {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0}
-    run_trial(lab, trial(skip_spikes=True, **stages))
-    assert len(made) == 1  # that of the first stage comes with the transaction
-    run_trial(lab, trial(**stages))
-    run_trial(lab, trial(skip_spikes=True))
-    assert len(made) == 1
-
-
 def test_the_norm_of_a_faults_gradient_is_per_token(lab, trial) -> None:
     # With a scale of 1 nothing is changed, and a window of one batch has that batch's norm.
     row = run_trial(lab, trial(fault_step=4, fault_scale=1.0, learning_rate=1e-3))
@@ -230,7 +214,7 @@ def test_a_bracket_that_does_not_hold_the_limit_says_so(lab, trial, low, high, b
             "gradient_accumulation_steps": 2,
             "compute_dtype": "bf16",
         },
-        {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
+        {"strategy": "end_to_end", "logit_kl_weight": 1.0},
         {"init": "calibrated", "calibration_tokens": 256},
         {"residual": "keep", "teacher_precision": "fp32", "safe_mode": True},
         {"use_quantization": False, "use_fp16": True, "mult_form": "one_plus_tanh"},
