@@ -77,7 +77,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunActions:
-    """What a loop does between steps.
+    """The acts of a loop between steps.
 
     Attributes:
         evaluate: measure the model as it is.

@@ -225,7 +225,7 @@ class RunData:
 
     def _leaves_enough(self, after: Position) -> bool:
         """Return whether the run can begin after the samples that its start was fitted to: a tenth
-        of them is left out at most. A stream, or `max_steps`, must only go on in the epoch.
+        of them is left out at most. With `max_steps`, or a stream, one more sample is enough.
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
