@@ -60,20 +60,19 @@ def measure_window(
     """Train windows of random tokens, `samples` of `length` a micro-batch; return the bytes of all
     that is alive at the highest moment, model and moments included, and the seconds of a window.
 
-    model: with adapters attached, which are trained.
+    Args:
+        model: with adapters attached, which are trained.
     """
-    device, vocab = next(model.parameters()).device, model.config.vocab_size
-    held = storage_bytes(tensors_of(model, teacher))
-    draw, batches = torch.Generator().manual_seed(0), []
-    for _ in range(config.gradient_accumulation_steps):
-        ids = torch.randint(vocab, (samples, length), generator=draw)
-        batches.append(batch_from_tensors(ids, torch.ones_like(ids)))
+    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    shape = (config.gradient_accumulation_steps, samples, length)
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
     compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
     guards: list[Guard] = []
 
     def window() -> None:
         for batch in batches:
-            add_batch(guards[0], batch, compute, vocab)
+            add_batch(guards[0], batch, compute, model.config.vocab_size)
         guards[0].step()
 
     def first_windows() -> None:
@@ -90,6 +89,8 @@ def measure_window(
         wait_for(device)
         return peak, time.perf_counter() - started
     finally:
+        for guard in guards:
+            guard.close()
         model.zero_grad()
 
 

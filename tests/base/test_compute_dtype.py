@@ -25,7 +25,6 @@ from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.runs.resume import changed_settings
-from npt.tools.sweep.settings import Settings
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2
 
@@ -153,12 +152,6 @@ def test_a_run_is_not_gone_on_with_in_another_dtype() -> None:
     ):
         changed_settings({"compute_dtype": "bf16"}, {"compute_dtype": "fp32"})
     assert changed_settings({}, {"compute_dtype": "fp32"}) == {}
-
-
-def test_a_studys_compute_dtype_is_the_probes() -> None:
-    settings = Settings.of({"compute_dtype": "fp16", "max_steps": 2}, seed=0)
-    assert (settings.probe.compute_dtype, settings.base.compute_dtype) == ("fp16", "fp32")
-    assert settings.values()["compute_dtype"] == "fp16"
 
 
 def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:

@@ -25,7 +25,7 @@ def base():
 
 
 @pytest.fixture(scope="module")
-def adapter(base, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(base, tmp_path_factory) -> Path:
     model, _ = base
     npt.attach(model, npt.NPTConfig(rank=8, layers="6,7", residual="keep"))
     generator = torch.Generator().manual_seed(5)
@@ -38,7 +38,7 @@ def adapter(base, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(adapter: Path, base, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+def call(adapter, base, tmp_path, monkeypatch, capsys):
     """Return status, page and JSON of a call."""
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from cli_words import flags
 from gguf_files import Type, write_gguf
 
 from npt.cli.main import main
@@ -58,5 +59,5 @@ def test_a_run_on_a_file_records_its_origin_and_resumes(file, tmp_path, capsys) 
 
 def test_a_plan_takes_a_file(file, tmp_path, capsys) -> None:
     plan = ["doctor", "--plan", "--json", "--model_name", str(file), "--layers", "1"]
-    assert main([*plan, "--max_length", "32", "--adapter_rank", "2", "--init", "random"]) == 0
+    assert main([*plan, *flags("--max_length 32 --adapter_rank 2 --init random")]) == 0
     assert json.loads(capsys.readouterr().out)

@@ -32,7 +32,7 @@ VERBS = {
 
 
 @pytest.fixture(scope="module", params=OWN)
-def adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     AutoTokenizer.from_pretrained(EMBEDDED_FOLDER).save_pretrained(folder / "base")
     AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER).save_pretrained(folder / "base")

@@ -17,7 +17,7 @@ from npt.errors import ConfigError
 from npt.evaluation.evaluate import evaluate
 from npt.guard.window import IN_FLIGHT
 from npt.planning.measure import measure_window, peak_bytes, storage_bytes, tensors_of
-from npt.planning.memory import MemoryPlan, Term, Workload, base_bytes, shown
+from npt.planning.memory import Workload, base_bytes, shown
 from npt.planning.shape import SHAPES, Shape, llama_config, parse_shape
 
 SMALL = "64,160,5,4,2,5000"
@@ -123,23 +123,6 @@ def test_the_named_shapes_have_the_sizes_in_their_names() -> None:
         assert found == pytest.approx(numbers, rel=1e-3), name
 
 
-def test_a_plan_adds_up_by_phase() -> None:
-    terms = (
-        Term("base", 10),
-        Term("graph", 30, ("micro-batch",)),
-        Term("logits", 35, ("evaluation",)),
-        Term("matrices", 90, ("start",)),
-    )
-    plan = MemoryPlan(terms, 2, 1)
-    assert plan.as_dict()["phases"] == {
-        "start": 100,
-        "micro-batch": 40,
-        "step": 10,
-        "evaluation": 45,
-    }
-    assert (plan.peak, plan.phase) == (45, "evaluation")
-
-
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 bytes"), (1024, "1.00 KiB"), (2**20, "1.00 MiB"), (6.2 * 2**30, "6.20 GiB")],
@@ -152,6 +135,13 @@ def test_a_teacher_of_its_own_is_counted() -> None:
     alone, beside = workload(), replace(workload(), teacher=torch.bfloat16)
     more = beside.plan().of("step") - alone.plan().of("step")
     assert more == base_bytes(alone.shape, None, torch.bfloat16)
+
+
+def test_an_unspent_budget_is_planned_evenly() -> None:
+    budget = workload(layers="1,3,4", rank_budget=50)
+    assert list(budget.ranks.values()) == [17, 17, 17]
+    spent = replace(budget, adapter=replace(budget.adapter, ranks=(40, 5, 5)))
+    assert list(spent.ranks.values()) == [40, 5, 5]
 
 
 @pytest.mark.parametrize(

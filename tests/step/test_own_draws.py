@@ -28,7 +28,7 @@ from npt.config import DataConfig
 from npt.data.batch import Sample
 from npt.data.loader import Loader
 from npt.data.samples import Samples
-from npt.diagnostics.diagnose import diagnose
+from npt.diagnostics.guards import diagnose
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import reference_outputs

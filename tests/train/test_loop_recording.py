@@ -83,7 +83,7 @@ def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> Non
     assert all(record.micro_batch == 0 and len(record.rows) > 100 for record in found.values())
     assert all(row.finite for record in found.values() for row in record.rows)
     lines = here.said.getvalue().splitlines()
-    chosen = "recording steps 1,3-4 and every 6th step, of each the first micro-batch on process 0"
+    chosen = "recording steps 1,3-4 and every 6 steps, of each the first micro-batch on process 0"
     assert f"{chosen} only, into {trace}" in lines
     for step, record in found.items():
         line = f"recorded step {step} (micro-batch 0, process 0) in {trace}/step-{step:08d}.json"

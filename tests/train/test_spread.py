@@ -23,7 +23,7 @@ from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample
-from npt.diagnostics.diagnose import diagnose
+from npt.diagnostics.guards import diagnose
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError

@@ -1,9 +1,10 @@
-"""Badness: numbers of every dtype and layout are judged in one pass, and the first bad element is
-the one that is named.
+"""Badness and memory: numbers of every dtype and layout are judged in one pass; a note on memory is
+found by every view, ends when it is overwritten, and does not outlive it.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 
@@ -13,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npt.diagnostics.tracer.nonfinite import (
+from npt.diagnostics.tracer.tensors import (
     Badness,
+    Memory,
     absmax,
     count,
     element,
@@ -122,13 +124,6 @@ def test_the_first_bad_element_is_the_first_in_the_order_of_reading(
     assert first_bad(x, limit, soft) == expected
 
 
-def test_sizes_and_counts_are_of_what_is_there() -> None:
-    x = torch.tensor([1.0, NAN, -5.0, INF, -INF])
-    assert absmax(x) == 5.0 and count(x) == (1, 2)
-    assert absmax(torch.tensor([NAN])) == 0.0 and absmax(torch.ones(0)) == 0.0
-    assert absmax(torch.tensor([True])) == 1.0 and absmax(torch.tensor([-(2**62), 3])) == 2.0**62
-
-
 @pytest.mark.parametrize(
     "value",
     [-INF, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -65504.0, -65504.0 / 2],
@@ -141,3 +136,84 @@ def test_another_number_is_a_mask_only_if_there_is_nothing_beside_it() -> None:
     assert looks_like_a_mask(torch.tensor([0.0, -1e9, -1e9, 0.0]))
     assert not looks_like_a_mask(torch.tensor([0.3, -1e9]))
     assert not looks_like_a_mask(torch.tensor([1]))
+
+
+# --- memory
+
+
+def test_every_view_of_a_tensor_finds_its_note() -> None:
+    memory: Memory[str] = Memory()
+    x = torch.zeros(3, 4)
+    memory.add(x, "a")
+    for view in (x, x.t(), x[1], x[:, 2], x.view(-1), x.detach(), x[None], x[2, 3]):
+        assert memory.of(view) == ["a"]
+    assert memory.of(torch.zeros(3, 4)) == [] and memory.of(x.clone()) == []
+
+
+def test_overwriting_ends_a_note_and_overwriting_a_part_does_not() -> None:
+    memory: Memory[str] = Memory()
+    x = torch.zeros(3, 4)
+    memory.add(x, "a")
+    memory.forget(x[1])
+    assert memory.of(x) == ["a"]
+    memory.forget(x.view(-1))
+    assert memory.of(x) == []
+    memory.add(x[:, 2], "column")
+    memory.forget(x[:, 1])
+    assert memory.of(x) == ["column"]
+    memory.forget(x[:, 2])
+    assert memory.of(x) == []
+
+
+def test_memory_that_is_freed_and_used_again_has_no_note() -> None:
+    memory: Memory[str] = Memory()
+    for _ in range(200):
+        x = torch.zeros(1000)
+        assert memory.of(x) == []
+        memory.add(x, "a")
+        del x
+        gc.collect(0)
+
+
+def test_a_note_does_not_keep_memory() -> None:
+    memory: Memory[str] = Memory()
+    x = torch.zeros(10)
+    memory.add(x, "a")
+    ((storage, _, _),) = next(iter(memory._notes.values()))
+    del x
+    assert storage.expired()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_without_memory_take_no_notes() -> None:
+    memory: Memory[str] = Memory()
+    for tensor in (torch.zeros(0), torch.eye(2).to_sparse_csr()):
+        memory.add(tensor, "a")
+        memory.forget(tensor)
+        assert memory.of(tensor) == []
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (3,))
+    memory.add(sparse, "a")
+    assert memory.of(sparse._values()) == ["a"]
+
+
+SLICE = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(
+    lambda pair: slice(pair[0], min(8, pair[0] + pair[1]))
+)
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), SLICE), max_size=12))
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_notes_on_slices_are_what_a_list_of_intervals_says(steps) -> None:
+    memory: Memory[int] = Memory()
+    buffer, reference = torch.zeros(8), []
+    for number, (add, part) in enumerate(steps):
+        if add:
+            memory.add(buffer[part], number)
+            reference.append((part, number))
+        else:
+            memory.forget(buffer[part])
+            reference = [
+                (p, n) for p, n in reference if not (part.start <= p.start and p.stop <= part.stop)
+            ]
+    for i in range(8):
+        assert memory.of(buffer[i]) == [n for p, n in reference if p.start <= i < p.stop]
