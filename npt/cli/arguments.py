@@ -126,7 +126,7 @@ def check_run(
     from npt.base.load import check_teacher, read_config
     from npt.calibration.calibrate import check_calibration
     from npt.runs.trackers import check_trackers
-    from npt.train.run_checks import check_replay, check_trainable
+    from npt.train.run_setup import check_replay, check_trainable
     from npt.train.sources import check_sources
 
     config = read_config(base.model_name)

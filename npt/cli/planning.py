@@ -79,7 +79,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
     from npt.planning.shape import llama_config, parse_shape
-    from npt.train.run_checks import check_trainable
+    from npt.train.run_setup import check_trainable
 
     base, adapter, data, training = (
         build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig)

@@ -18,10 +18,10 @@ def sweep(given: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
-    from npt.versions import versions
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import Display, check_folder, open_folder, run_workers, storage_url
+    from npt.versions import versions
 
     console = silent_console() if given["json"] else make_console()
     if given["parent"] is not None:

@@ -26,11 +26,9 @@ from npt.guard.outcome import Outcome
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import FAILED
 from npt.runs.signals import StopOnSignal
-from npt.train.divergence import Divergence
+from npt.train.observers import Divergence, StepMetrics, StepRecording
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunActions, RunContext, Window
-from npt.train.step_metrics import StepMetrics
-from npt.train.step_recording import StepRecording
 
 T = TypeVar("T")
 

@@ -12,16 +12,9 @@ from npt.runs.run_folder import REPORT
 
 
 def write_report(run: Path, output: Path | None = None) -> RunRecord:
-    """Read the run folder, verify its checkpoints, and write the page about it.
-
-    Args:
-        run: the folder of a run that has ended in any way, or not yet.
-        output: where to; default `report.html` in the folder.
-
-    Raises:
-        OSError: the page cannot be written.
+    """Read the run folder, verify its checkpoints, and write the page about it, by default as
+    `report.html` in the folder; OSError if it cannot be written.
     """
-    record = read_run(run, verify_checkpoint)
-    place = run / REPORT if output is None else output
-    write_text(place, page(record, place))
+    record, path = read_run(run, verify_checkpoint), output or run / REPORT
+    write_text(path, page(record, path))
     return record

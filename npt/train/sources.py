@@ -6,7 +6,6 @@ is drawn from the seed and the sample's number (npt/data/loader.py).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from npt.data.source import READERS, Record, check_source, is_local, open_source
 from npt.errors import DataError
 
 if TYPE_CHECKING:
-    from npt.data.batch import Sample
     from npt.data.samples import Samples
 
 FIRST, REPLAY = "data", "replay data"
@@ -41,8 +39,12 @@ DATASETS: dict[str, dict[str, Any]] = {
 class Source:
     """A data set of a run.
 
-    label: in messages. share: of all samples. config: how it is read. records: empty until it is
-    opened. own: held-out records of its own. evaluated: the run is evaluated on it.
+    Attributes:
+        label: in messages.
+        share: of all samples.
+        config: how it is read.
+        records: empty until it is opened.
+        own: held-out records of its own.
     """
 
     label: str
@@ -50,7 +52,6 @@ class Source:
     config: DataConfig
     records: Iterable[Record] = ()
     own: Iterable[Record] | None = None
-    evaluated: bool = True
 
 
 def named(name: str) -> dict[str, Any] | None:
@@ -59,21 +60,17 @@ def named(name: str) -> dict[str, Any] | None:
 
 
 def sources_of(config: DataConfig) -> tuple[Source, ...]:
-    """Return the sources that settings name, unopened. The end of the first is an epoch's end; the
-    others are repeated."""
+    """Return the sources that settings name, unopened."""
     plain, other = replace(config, replay_dataset=None, replay_ratio=None), config.replay_dataset
     if other is None:
         return (Source(FIRST, 1.0, plain),)
     here = other in READERS or is_local(other)
+    split = "train" if here else config.dataset_split
     second = replace(
-        plain,
-        dataset_name=other,
-        dataset_config=None,
-        dataset_split="train" if here else config.dataset_split,
-        num_samples=None,
+        plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
     )
     share = config.replay_share
-    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second, evaluated=False)
+    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second)
 
 
 def check_sources(config: DataConfig) -> None:
@@ -87,25 +84,22 @@ def open_sources(
     data: Iterable[Record] | None = None,
     replay_data: Iterable[Record] | None = None,
 ) -> list[Source]:
-    """Open the sources of a run, each with columns that it has.
-
-    Args:
-        config: names them, and how they are read.
-        data, replay_data: records to take instead.
+    """Open the sources of a run, each with columns that it has; `data` and `replay_data` are
+    records to take instead.
     """
     if replay_data is not None and config.replay_dataset is None:
         config = replace(config, replay_dataset=REPLAY)  # a label only: it is not opened
-    given, found = {FIRST: data, REPLAY: replay_data}, []
+    given, opened = {FIRST: data, REPLAY: replay_data}, []
     for source in sources_of(config):
-        records, own = given.get(source.label), None
+        first, records, own = source.label == FIRST, given[source.label], None
         if records is None:
             records = open_source(source.config)
-            own = own_heldout(source.config) if source.evaluated else None
-        elif iter(records) is records and not (source.label == FIRST and config.streaming):
+            own = own_heldout(source.config) if first else None
+        elif iter(records) is records and not (first and config.streaming):
             records = list(records)  # a generator can be read once only
-        found.append(replace(source, records=records, own=own))
-    first, *others = found
-    return [first, *(replace(s, config=fitting_columns(s.config, s.records)) for s in others)]
+        columns = source.config if first else fitting_columns(source.config, records)
+        opened.append(replace(source, config=columns, records=records, own=own))
+    return opened
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
@@ -127,54 +121,18 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 def samples_of(
     sources: Sequence[Source], tokenizer: Any, seed: int, held: Sequence[bool]
 ) -> list[Samples]:
-    """Return the samples of every source, each in an order of its own.
-
-    held: of each source, its held-out samples are left out.
+    """Return the samples of every source, each in an order of its own; where `held` is true its
+    held-out samples are left out.
     """
     from npt.data.samples import Samples  # the command line reads this file without torch
 
-    found = []
+    every = []
     for number, (source, hold_out) in enumerate(zip(sources, held, strict=True)):
+        records, config = source.records, source.config
         try:
-            config, own_seed = source.config, seed + number
-            found.append(
-                Samples(source.records, tokenizer, config, seed=own_seed, hold_out=hold_out)
-            )
+            every.append(Samples(records, tokenizer, config, seed=seed + number, hold_out=hold_out))
         except DataError as error:
-            raise (
-                error if source.label == FIRST else DataError(f"{source.label}: {error}")
-            ) from error
-    return found
-
-
-def evaluation_of(
-    sources: Sequence[Source], tokenizer: Any, count: int, vocab_size: int
-) -> tuple[list[Sample], list[str], list[bool]]:
-    """Return `count` evaluation samples of the sources by their shares, one of each at least.
-
-    Also the label of each sample's source, and for each source if its samples are held out.
-    """
-    from npt.evaluation.heldout import evaluation_samples
-
-    samples: list[Sample] = []
-    labels: list[str] = []
-    held = []
-    total, passed = sum(source.share for source in sources if source.evaluated), 0.0
-    for source in sources:
-        if not source.evaluated:
-            held.append(True)
-            continue
-        wanted = round(count * (passed + source.share) / total) - round(count * passed / total)
-        passed += source.share
-        found, heldout = evaluation_samples(
-            source.records, tokenizer, source.config, max(1, wanted), vocab_size, source.own
-        )
-        samples += found
-        labels += [source.label] * len(found)
-        held.append(heldout)
-    return samples, labels, held
-
-
-def per_source(labels: Iterable[str]) -> str:
-    """Return how many samples are of which source, in words."""
-    return ", ".join(f"{count} of {label}" for label, count in Counter(labels).items())
+            if source.label == FIRST:
+                raise
+            raise DataError(f"{source.label}: {error}") from error
+    return every

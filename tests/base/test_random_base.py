@@ -12,7 +12,7 @@ from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError, ModelError
 from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
-from npt.train.smoke import smoke_test
+from npt.train.preparation import smoke_test
 
 FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
 

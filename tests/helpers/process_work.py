@@ -42,8 +42,7 @@ from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
-from npt.train.progress import ProgressDisplay
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)

@@ -143,7 +143,7 @@ class Runs:
 
 def without_report(trainer: Trainer) -> Trainer:
     """The trainer, whose run writes no report at its end, nor what only that is made of."""
-    trainer.setup.options.report = False
+    trainer.report = False
     return trainer
 
 

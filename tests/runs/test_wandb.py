@@ -190,7 +190,7 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     assert kinds["report"] == ("report", ["health.html", "health.png", "report.html"])
     adapters = [one for one in found.artifacts if one[1] == "model"]
     assert {alias for one in adapters for alias in one[2]} == {"latest", "best", "last"}
-    assert adapters[-1][3]["settings"]["rank"] == 4
+    assert adapters[-1][3]["rank"] == 4
     assert found.exit == 0 and not found.alerts
 
     again = tmp_path / "first"

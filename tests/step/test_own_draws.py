@@ -37,7 +37,7 @@ from npt.postmortem import restore
 from npt.postmortem.replay import replay
 from npt.random_state import named_draws, random_state
 from npt.train.loop import Loop
-from npt.train.smoke import smoke_test
+from npt.train.preparation import smoke_test
 
 DRAWING = Setting(change=let_draw)
 

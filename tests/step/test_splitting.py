@@ -432,7 +432,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
-    from npt.train import run_evaluation as module
+    from npt.train import preparation as module
 
     evaluate, sizes = module.evaluate, []
 
