@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, Sample, batch_from_tensors
 from npt.errors import AdapterFileError, BundleError, CheckpointError, ConfigError
 from npt.guard.outcome import Refusal
-from npt.guard.spikes import SpikeGuard
 from npt.manifest import write_manifest
 from npt.postmortem import restore
 from npt.postmortem.bundle import read_bundle
@@ -188,7 +186,7 @@ def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None
 
 
 def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder, monkeypatch) -> None:
-    monkeypatch.setattr("npt.distill.step.SpikeGuard", partial(SpikeGuard, 1.5))
+    monkeypatch.setattr("npt.distill.step.SIGMAS", 1.5)
     made = trainer(tiny_folder, good(60), skip_spikes=True, gradient_accumulation_steps=2)
     found = replay(stop(made))
     assert places(found.bundle.refusals) == places(found.found) == [("spike", None)]

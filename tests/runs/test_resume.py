@@ -134,8 +134,7 @@ def nothing(number: int, batch: Batch) -> None:
 @pytest.fixture(autouse=True)
 def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MINIMUM", 4)
-    early = functools.partial(spikes.SpikeGuard, 1.5)
-    monkeypatch.setattr("npt.distill.step.SpikeGuard", early)
+    monkeypatch.setattr("npt.distill.step.SIGMAS", 1.5)
 
 
 # --- interrupted anywhere, taken up again
