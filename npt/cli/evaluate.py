@@ -9,16 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
+from npt.cli.arguments import add_number, add_student, load_student, print_json, with_base
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
 from npt.flags import build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-
-NEW_TOKENS = 64
-"""Default length of a greedy continuation."""
 
 
 def evaluate(given: dict[str, Any]) -> int:
@@ -43,11 +40,6 @@ def evaluate(given: dict[str, Any]) -> int:
             "--lm_eval_tasks_path and --lm_eval_limit mean nothing without --lm_eval; name the"
             " tasks, or drop them"
         )
-    if given["max_new_tokens"] is not None and not given["divergence_prompts"]:
-        raise ConfigError(
-            f"--max_new_tokens is {given['max_new_tokens']}, and nothing is continued without"
-            " --divergence_prompts; add it or drop this"
-        )
     own, begun = own_heldout(data), _date_of_run(given["adapter"].folder)
 
     def samples_of(model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
@@ -65,13 +57,7 @@ def evaluate(given: dict[str, Any]) -> int:
     model, tokenizer, _, other = load_student(base, given, console)
     samples, heldout = samples_of(model, tokenizer)
     fidelity = npt.evaluate(
-        model,
-        tokenizer,
-        samples,
-        batch_size=given["batch_size"],
-        divergence_prompts=given["divergence_prompts"],
-        max_new_tokens=given["max_new_tokens"] or NEW_TOKENS,
-        unquantized=reference,
+        model, tokenizer, samples, batch_size=given["batch_size"], unquantized=reference
     )
     scores = None
     if tasks is not None:
@@ -147,15 +133,6 @@ def _reference(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "eval_samples", "samples to evaluate on", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
-    add_number(
-        parser,
-        "divergence_prompts",
-        "continue the beginnings of so many samples greedily, and see where the student parts from"
-        " its teacher",
-        0,
-        natural,
-    )
-    add_number(parser, "max_new_tokens", f"of such a continuation (default: {NEW_TOKENS})")
     parser.add_argument(
         "--attribution",
         nargs="?",

@@ -26,8 +26,7 @@ from npt.evaluation.greedy import end_ids
 Show = Callable[[str], None]
 
 _CONTEXT = 8
-"""Tokens decoded again before those that follow them, at least: special ones are no text."""
-
+"""Tokens decoded again before those that follow them: special ones are no text."""
 
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by far less are not finite in fp32."""
@@ -37,8 +36,10 @@ LEAST_TEMPERATURE = 1e-6
 class Decoding:
     """The choice of tokens.
 
-    temperature: 0 for the most likely token, else logits are divided by it and a token is drawn.
-    top_p: of the most likely tokens that together have this probability. seed: of the draws.
+    Attributes:
+        temperature: 0 for the most likely token, else logits are divided by it and one is drawn.
+        top_p: of the most likely tokens that together have this probability.
+        seed: of the draws.
     """
 
     max_new_tokens: int = 64
@@ -86,8 +87,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Written:
-    """ids: the new tokens. text: theirs after the prompt, without special tokens. seconds: of
-    wall-clock time. ended: by an end token, not by the limit.
+    """What was written.
+
+    Attributes:
+        ids: the new tokens.
+        text: theirs after the prompt, without special tokens.
+        seconds: of wall-clock time.
+        ended: by an end token, not by the limit.
     """
 
     ids: tuple[int, ...]
@@ -119,10 +125,8 @@ class NoNaN(LogitsProcessor):
 
 
 class Streamer(TextStreamer):
-    """Shows text as soon as it is words; a token may be a part of a character only.
-
-    Tokens are decoded together with the last ones that were shown: by themselves they would lose
-    the space that they begin with.
+    """Shows text as soon as it is words. Tokens are decoded together with the last ones that were
+    shown: by themselves they would lose the space that they begin with.
     """
 
     def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
@@ -137,15 +141,13 @@ class Streamer(TextStreamer):
             self._continue_after(shown)
 
     def _continue_after(self, ids: list[int]) -> None:
-        """Keep as few of these as end in whole characters: one that was cut in two may spoil all
-        that follow it.
-        """
-        size = _CONTEXT
-        text = self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
-        while "\ufffd" in text and size < len(ids):
+        size = _CONTEXT  # a character that was cut in two may spoil all that follows it
+        while "\ufffd" in (text := self._decoded(ids[-size:])) and size < len(ids):
             size *= 2
-            text = self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
         self.token_cache, self.print_len = ids[-size:], len(text)
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, **self.decode_kwargs))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._show(text)

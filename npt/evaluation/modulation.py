@@ -1,15 +1,26 @@
-"""The effect of the adapters on a student's tokens: how far multipliers move, how many sit at their
-bounds, how large the additive terms are.
+"""The effect of the adapters on a student's tokens: of many tokens together, and token by token.
 
-A loss does not show that a multiplicative term has run into its bounds, so that it has no gradient
-left, or that an additive term has outgrown the product it corrects. Only counts and sums of squares
-are kept.
+`measure_modulation`: how far multipliers move, how many sit at their bounds, how large the additive
+terms are. A loss does not show that a multiplicative term has run into its bounds, so that it has
+no gradient left, or that an additive term has outgrown the product it corrects.
+
+`modulation_map`: attention reaches a token's MLP through the modulation alone, so what the
+modulation changes, token by token and layer by layer, is what the context does there:
+
+    change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
+
+for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
+as large as the output itself. It is the same quantity for every form, bound and scale of an
+adapter. Left out: the change that later layers make of it.
+
+Shapes: T tokens, L converted layers, D hidden, O outputs of a product, N valid tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,13 +29,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
-from npt.adapters.layer import NPTAdapter, device_of
+from npt.adapters.layer import NPTAdapter, NPTLayer, device_of, student_output, whole
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
+from npt.adapters.token_modulation import as_row
 from npt.config import TARGETS
 from npt.data.batch import Batch
+from npt.distill.hidden_losses import nmse_per_token
 from npt.errors import DataError
-from npt.evaluation.metrics import check_ids, evaluating
+from npt.evaluation.metrics import COLUMNS, checked_batches, compare_tokens, evaluating, most_likely
 from npt.random_state import kept_random_state
 
 BINS = 40
@@ -35,14 +48,21 @@ SATURATED = 0.99
 end.
 """
 
+_CONTEXT = 8
+"""Tokens that are decoded before a token, at least: alone it would lose its leading space."""
+
+Stages = dict[str, Tensor | None]
+
 
 @dataclass(frozen=True)
 class TargetModulation:
     """One target of one layer; what its form does not have is None.
 
-    counts: finite multipliers in each of BINS equal parts of the range. saturated, bad: shares of
-    multipliers at their bounds, and not finite. mean, std: of the finite ones. add_rms: of the
-    additive term. product_rms: of what it is added to.
+    Attributes:
+        counts: finite multipliers in each of BINS equal parts of the range.
+        saturated, bad: shares of multipliers at their bounds, and not finite.
+        mean, std: of the finite ones.
+        add_rms, product_rms: of the additive term, and of what it is added to.
     """
 
     counts: list[int] | None
@@ -74,12 +94,6 @@ class Modulation:
     layers: dict[int, LayerModulation]
 
     @property
-    def edges(self) -> list[float]:
-        """Of the bins that multipliers are counted in, `BINS` + 1."""
-        bound = self.mult_bound
-        return [1 - bound + 2 * bound * i / BINS for i in range(BINS + 1)]
-
-    @property
     def saturated(self) -> tuple[float, str]:
         """The share of all multipliers at their bounds, and the layer and target with the most;
         targets of other widths weigh alike.
@@ -92,14 +106,12 @@ class Modulation:
         }
         if not shares:
             return 0.0, "no layer"
-        return sum(shares.values()) / len(shares), max(shares, key=lambda place: shares[place])
+        return sum(shares.values()) / len(shares), max(shares, key=lambda name: shares[name])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
-        return {
-            **asdict(self),
-            "layers": {str(index): asdict(layer) for index, layer in self.layers.items()},
-        }
+        layers = {str(index): asdict(layer) for index, layer in self.layers.items()}
+        return {**asdict(self), "layers": layers}
 
 
 @kept_random_state()
@@ -114,85 +126,89 @@ def measure_modulation(
     """
     config = attached_config(model)
     layers = npt_layers(model)
-    looks = {index: _Look(layer.npt) for index, layer in layers}
-    before = {index: layer.npt.observer for index, layer in layers}
+    sums = [_Sums(layer.npt) for _, layer in layers]
     tokens = 0
-    try:
-        for index, layer in layers:
-            layer.npt.observer = looks[index]
-        with torch.no_grad(), evaluating(model), adapter_mode(model, "student"):
-            for batch in batches:
-                if between is not None:
-                    between()
-                check_ids(batch, model, "modulation data")
-                batch = batch.to(next(model.parameters()).device)
-                for look in looks.values():
-                    look.valid = batch.valid_index
-                _pass(model, batch, layers[-1][0])
-                tokens += batch.tokens
-    finally:
-        for index, layer in layers:
-            layer.npt.observer = before[index]
+    with (
+        _observed([(layer.npt, of) for (_, layer), of in zip(layers, sums, strict=True)]),
+        torch.no_grad(),
+        evaluating(model),
+        adapter_mode(model, "student"),
+    ):
+        for batch in checked_batches(model, batches, "modulation data", between):
+            for of_layer in sums:
+                of_layer.valid = batch.valid_index
+            stream = open_stream(model, batch)
+            hidden = stream.hidden
+            for layer in decoder_layers(model)[: layers[-1][0] + 1]:
+                here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
+                hidden = here.clean(layer(hidden, **here.context_of(layer)))
+            tokens += batch.tokens
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
     return Modulation(
         tokens,
         config.mult_bound,
         config.additive_scale,
-        {index: look.result(tokens) for index, look in looks.items()},
+        {index: of.result() for (index, _), of in zip(layers, sums, strict=True)},
     )
 
 
-def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
-    """Run the stream through the layers up to the last one that is modulated."""
-    stream = open_stream(model, batch)
-    hidden = stream.hidden
-    for layer in decoder_layers(model)[: last + 1]:
-        here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
-        hidden = here.clean(layer(hidden, **here.context_of(layer)))
+@contextmanager
+def _observed(
+    observers: Sequence[tuple[NPTAdapter, Callable[[Stages], None] | None]],
+) -> Iterator[None]:
+    """Show each adapter's stages to its observer."""
+    before = [adapter.observer for adapter, _ in observers]
+    try:
+        for adapter, observer in observers:
+            adapter.observer = observer
+        yield
+    finally:
+        for (adapter, _), observer in zip(observers, before, strict=True):
+            adapter.observer = observer
 
 
-class _Look:
-    """Sums of one layer's modulation, in fp64 on the layer's device: nothing waits for them."""
+class _Sums:
+    """Sums of one layer's modulation, in fp64 on the layer's device: nothing waits for them.
+
+    Attributes:
+        valid: [N], positions of the valid tokens of the current batch.
+    """
 
     def __init__(self, adapter: NPTAdapter):
         self.config = adapter.config
-        self.valid: Tensor | None = None  # [N], of the current batch
-        self._width = 0
-        self._sizes: dict[str, int] = {}  # elements of a target's products
-        # "stream": sum of squares. ("product", target): [2], sums of squares of the additive term
-        # and of what it is added to. ("m", target): [BINS + 4], as `_spread` gives them
-        self._sums: dict[Any, Tensor] = {}
+        self.valid: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}  # by "residual", target, or "m_<target>"
+        self._sizes: dict[str, int] = {}  # elements in them
 
-    def __call__(self, stages: dict[str, Tensor | None]) -> None:
+    def __call__(self, stages: Stages) -> None:
         stream = stages.get("stream")
         if stream is not None:
-            self._width = stream.shape[-1]
-            self._add("stream", _squares(self._rows(stream)))
-        for name, target in TARGETS.items():
-            product = stages.get(target.stage)
-            if product is not None and name in self.config.targets:
-                m, s = stages.get(f"m_{name}"), stages.get(f"s_{name}")
-                self._target(name, self._rows(product), m, s)
+            rows = self._rows(stream)
+            self._add("residual", _squares(rows), rows)
+        for name in self.config.targets:
+            product = stages.get(TARGETS[name].stage)
+            if product is None:
+                continue
+            rows, m, s = self._rows(product), stages.get(f"m_{name}"), stages.get(f"s_{name}")
+            added = torch.zeros((), dtype=torch.float64, device=rows.device)
+            if s is not None:
+                shift = self._rows(s)
+                added, rows = _squares(shift), rows - shift
+            self._add(name, torch.stack([added, _squares(rows)]), rows)
+            if m is not None:
+                multipliers = self._rows(m)
+                self._add(f"m_{name}", self._spread(multipliers), multipliers)
 
-    def _add(self, key: Any, part: Tensor) -> None:
+    def _add(self, key: str, part: Tensor, rows: Tensor) -> None:
         self._sums[key] = self._sums[key] + part if key in self._sums else part
+        self._sizes[key] = self._sizes.get(key, 0) + rows.numel()
 
     def _rows(self, states: Tensor) -> Tensor:
         """Return the valid tokens' rows of [B, T, O], as fp32: [N, O]."""
         assert self.valid is not None
         rows = states.reshape(-1, states.shape[-1])
         return rows.index_select(0, self.valid.to(states.device)).to(torch.float32)
-
-    def _target(self, target: str, product: Tensor, m: Tensor | None, s: Tensor | None) -> None:
-        self._sizes[target] = self._sizes.get(target, 0) + product.numel()
-        added = torch.zeros((), dtype=torch.float64, device=product.device)
-        if s is not None:
-            rows = self._rows(s)
-            added, product = _squares(rows), product - rows
-        self._add(("product", target), torch.stack([added, _squares(product)]))
-        if m is not None:
-            self._add(("m", target), self._spread(self._rows(m)))
 
     def _spread(self, m: Tensor) -> Tensor:
         """Return [BINS + 4] of [N, O] multipliers m: counts, saturated, bad, sum and sum of squares
@@ -202,8 +218,8 @@ class _Look:
         away = m - 1.0
         finite = torch.isfinite(away)
         away = torch.where(finite, away, 0.0)
-        place = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
-        counts = torch.bincount(torch.where(finite, place, BINS).flatten(), minlength=BINS + 1)
+        part = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
+        counts = torch.bincount(torch.where(finite, part, BINS).flatten(), minlength=BINS + 1)
         middle, half = multiplier_spread(self.config.mult_form, bound)
         saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
         sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
@@ -211,19 +227,19 @@ class _Look:
             [counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums]
         )
 
-    def result(self, tokens: int) -> LayerModulation:
-        """Return the layer's figures over `tokens` valid tokens."""
-        stream = math.sqrt(float(self._sums["stream"]) / (tokens * self._width))
-        targets = [target for target in TARGETS if target in self._sizes]
+    def result(self) -> LayerModulation:
+        """Return the layer's figures."""
+        stream = math.sqrt(float(self._sums["residual"]) / self._sizes["residual"])
+        targets = [target for target in TARGETS if target in self._sums]
         return LayerModulation(stream, {target: self._result(target) for target in targets})
 
     def _result(self, target: str) -> TargetModulation:
         n = self._sizes[target]
-        added, product = (math.sqrt(x / n) for x in self._sums["product", target].tolist())
+        added, product = (math.sqrt(x / n) for x in self._sums[target].tolist())
         add_rms = added if target in self.config.shifted else None
-        if ("m", target) not in self._sums:
+        if f"m_{target}" not in self._sums:
             return TargetModulation(None, None, None, None, None, add_rms, product)
-        *counts, saturated, bad, total, squares = self._sums["m", target].tolist()
+        *counts, saturated, bad, total, squares = self._sums[f"m_{target}"].tolist()
         finite = n - bad
         mean = total / finite if finite else math.nan
         std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
@@ -235,3 +251,164 @@ class _Look:
 def _squares(values: Tensor) -> Tensor:
     """Return the sum of squares, [] in fp64, which neither overflows as fp32 nor hides a NaN."""
     return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+@dataclass(frozen=True)
+class ModulationMap:
+    """The student's modulation along a text, and its distance from the teacher there, in fp32 on
+    the host. A number that is not finite stays so.
+
+    Attributes:
+        ids: [T], the text.
+        layers: L indices.
+        change: [T, L], ||MLP'(x) - MLP(x)|| / ||MLP(x)||.
+        distance: [T, L], ||o - t||^2 / ||t||^2 of the student's stream after the layer, fed by the
+            layers before it, from the teacher's.
+        kl: [T], KL(teacher, student) in nats of the predictions of each token from those before it.
+        teacher_p, student_p: [T], the probability of the token to each of them.
+        teacher_first, student_first: [T] int64, the token that each finds most likely there.
+            Nothing predicts the first token: its entries are NaN, and -1.
+    """
+
+    ids: Tensor
+    layers: tuple[int, ...]
+    change: Tensor
+    distance: Tensor
+    kl: Tensor
+    teacher_p: Tensor
+    student_p: Tensor
+    teacher_first: Tensor
+    student_first: Tensor
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """Return the text of each token: `token_texts` of `ids`."""
+        return token_texts(tokenizer, self.ids.tolist())
+
+    def as_dict(self, tokenizer: Any = None) -> dict[str, Any]:
+        """Return plain values with three digits, for JSON and for `npt/report/token_view.py`.
+
+        tokenizer: names the tokens; None shows their ids.
+        """
+        numbers = ("change", "distance", "kl", "teacher_p", "student_p")
+        return {
+            "tokens": self.texts(tokenizer),
+            "layers": list(self.layers),
+            **{name: _rounded(getattr(self, name).tolist()) for name in numbers},
+            "teacher_first": _names(tokenizer, self.teacher_first.tolist()),
+            "student_first": _names(tokenizer, self.student_first.tolist()),
+        }
+
+
+@torch.no_grad()
+def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
+    """Run teacher and student over a text, and measure the modulation of each of its tokens.
+
+    The text need not be the student's own: `ids` may be a text that the teacher or a person wrote.
+    The model does not change. Memory: the teacher's states after each converted layer, 4 L T D
+    bytes, and the logits of a few tokens at a time.
+
+    Args:
+        model: with adapters attached, or a view of such a model.
+        ids: [T], or [1, T], token ids of the text, its start token included.
+
+    Raises:
+        ConfigError: no tokens, or ids outside the vocabulary.
+        ModelError: no adapters are attached.
+    """
+    attached_config(model)
+    row, layers = as_row(model, ids), npt_layers(model)
+    teacher: dict[int, Tensor] = {}
+    stages: dict[int, Stages] = {index: {} for index, _ in layers}
+    changes: list[Tensor] = []
+    distances: list[Tensor] = []
+
+    def keep(index: int, _: NPTLayer, output: Tensor) -> None:
+        teacher[index] = output[0].to(torch.float32)
+
+    def compare(index: int, layer: NPTLayer, output: Tensor) -> None:
+        plain = _unmodulated(layer, stages[index])
+        moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
+        changes.append((moved / torch.linalg.vector_norm(plain, dim=-1)).cpu())
+        distances.append(nmse_per_token(output[0], teacher.pop(index)).to("cpu", torch.float32))
+        stages[index].clear()  # the adapter's observer is its `update`
+
+    def states(look: Callable[[int, NPTLayer, Tensor], None]) -> Tensor:
+        with ExitStack() as stack:
+            for index, layer in layers:
+
+                def hook(layer: Any, _: Any, output: Tensor, index: int = index) -> None:
+                    look(index, layer, output)
+
+                stack.callback(layer.register_forward_hook(hook).remove)
+            return model.model(row, use_cache=False).last_hidden_state[0, :-1]
+
+    with evaluating(model):
+        with adapter_mode(model, "teacher"):
+            of_teacher = states(keep)
+        observers = [(layer.npt, stages[index].update) for index, layer in layers]
+        with adapter_mode(model, "student"), _observed(observers):
+            of_student = states(compare)
+        head, size = model.get_output_embeddings(), model.config.vocab_size
+        columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
+        first = [most_likely(each, head, size).cpu() for each in (of_teacher, of_student)]
+    kl, teacher_nll, nll = (columns[:, COLUMNS.index(c)] for c in ("kl", "teacher_nll", "nll"))
+    nothing, nobody = torch.tensor([torch.nan]), torch.tensor([-1])
+    return ModulationMap(
+        row[0].cpu(),
+        tuple(index for index, _ in layers),
+        torch.stack(changes, dim=1),
+        torch.stack(distances, dim=1),
+        *(torch.cat([nothing, each]) for each in (kl, (-teacher_nll).exp(), (-nll).exp())),
+        *(torch.cat([nobody, each]) for each in first),
+    )
+
+
+def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
+    """Return the MLP's output for the input that a pass saw, without the modulation: [T, D]."""
+    plain: Stages = {}
+    adapter: Any = layer.npt
+    mode = adapter.mode
+    try:
+        with _observed([(adapter, plain.update)]), whole(layer):
+            adapter.mode = "floor"
+            student_output(layer, stages["h"], stages["a"])  # type: ignore[arg-type]
+    finally:
+        adapter.mode = mode
+    return _row(plain, "mlp")
+
+
+def _row(stages: Stages, name: str) -> Tensor:
+    """Return the one row of a stage [1, T, O], in fp32: [T, O]."""
+    states = stages[name]
+    assert states is not None
+    return states[0].to(torch.float32)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token within its text, special tokens included.
+
+    A token may be a part of a character: its text is then U+FFFD, and the character belongs to the
+    token that ends it. Without a tokenizer that decodes it is the id.
+    """
+    if not hasattr(tokenizer, "decode"):
+        return [str(token) for token in ids]
+    texts = []
+    for number, token in enumerate(ids):
+        before = list(ids[max(0, number - _CONTEXT) : number])
+        earlier = tokenizer.decode(before).rstrip("\ufffd") if before else ""
+        text = tokenizer.decode([*before, token])
+        inside = text.startswith(earlier)
+        texts.append(text[len(earlier) :] if inside else tokenizer.decode([token]))
+    return texts
+
+
+def _names(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
+    name = (lambda token: tokenizer.decode([token])) if hasattr(tokenizer, "decode") else str
+    return [None if token < 0 else name(token) for token in ids]
+
+
+def _rounded(values: Any) -> Any:
+    """Return the numbers of nested lists with three digits."""
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    return float(f"{values:.3g}")

@@ -96,10 +96,6 @@ def calls_of(model: Any) -> list[int]:
     return counts
 
 
-# --- the same bits
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "settings", SETTINGS, ids=lambda s: ",".join(map(str, s.values())) or "default"
 )
@@ -202,10 +198,6 @@ def test_numbers_drawn_in_forward_are_drawn_again(load_model, batch) -> None:
     assert not torch.equal(filled(model, batch, both()[1])["loss"], found[1]["loss"])
 
 
-# --- memory
-# --------------------------------------------------------------------------------------------------
-
-
 def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
     """The layer's h and the teacher's output, instead of the tensors that its operations keep. A
     teacher's h is not asked for here.
@@ -269,10 +261,6 @@ def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch
         output.sum().backward()
         assert len(made) == (3 if gone else 2)  # forward, its recomputation, backward
         assert all(storage.expired() for storage in made)
-
-
-# --- who looks on
-# --------------------------------------------------------------------------------------------------
 
 
 def test_the_recorder_sees_every_stage_once_and_every_gradient(load_model, batch) -> None:
@@ -355,10 +343,6 @@ def test_a_number_that_only_the_recomputation_spoils_is_traced_to_it(load_model,
     verdict = npt.trace(model, batch, run=lambda: drive(model, batch, both()[1]))
     assert verdict is not None
     assert (verdict.phase, verdict.operation, verdict.layer) == ("recomputation", "mul", 2)
-
-
-# --- settings
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

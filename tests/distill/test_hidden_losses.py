@@ -72,10 +72,6 @@ def gradient_of(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
     return torch.autograd.grad(FUNCTIONS[name](o, t, h).sum(), o)[0]
 
 
-# --- values and gradients
-# --------------------------------------------------------------------------------------------
-
-
 @every
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 300.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -138,10 +134,6 @@ def test_the_setting_names_the_function_and_a_weight_its_token(name) -> None:
     assert torch.equal(hidden_loss(config, o, t, h, weights), (weights * per_token).sum())
 
 
-# --- what counts
-# --------------------------------------------------------------------------------------------------
-
-
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_tokens_give_zero_and_a_gradient_of_zeros(name, dtype) -> None:
@@ -184,10 +176,6 @@ def test_the_teacher_gets_no_gradient(name) -> None:
     h.requires_grad_()
     FUNCTIONS[name](o, t, h).sum().backward()
     assert t.grad is None and h.grad is None and o.grad.any()
-
-
-# --- the edges
-# --------------------------------------------------------------------------------------------------
 
 
 @every

@@ -79,10 +79,6 @@ def gradient_of(name: str, s: Tensor, t: Tensor, temperature: float = 1.0) -> Te
     return torch.autograd.grad(DIVERGENCES[name](s, t, temperature).sum(), s)[0]
 
 
-# --- values and gradients
-# --------------------------------------------------------------------------------------------
-
-
 @every
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -142,10 +138,6 @@ def test_no_tokens_give_zero_and_a_gradient_of_zeros(name) -> None:
     assert total.item() == 0.0
     total.backward()
     assert s.grad.shape == (0, V)
-
-
-# --- what a divergence is
-# --------------------------------------------------------------------------------------------
 
 
 @every
@@ -211,10 +203,6 @@ def test_at_low_temperature_a_kl_counts_the_distance_of_first_choices() -> None:
     assert value(reverse_kl(s, t, 0.01)) / 0.01 == pytest.approx(3.0, rel=1e-4)
     # one row apart, one alike
     assert value(jsd(s, t, 0.01)) / 0.01**2 == pytest.approx(math.log(2), rel=1e-4)
-
-
-# --- where others make NaN
-# -------------------------------------------------------------------------------------------
 
 
 def plain_reverse_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -337,10 +325,6 @@ def test_the_kl_of_certain_and_opposite_distributions_is_finite() -> None:
     assert value(forward_kl(q, p)) == pytest.approx(400.0)
 
 
-# --- cross-entropy
-# --------------------------------------------------------------------------------------------------
-
-
 def test_cross_entropy_is_minus_the_log_of_the_targets_probability() -> None:
     s, _ = logits()
     targets = torch.tensor([3, 0, V - 1, 5, 5])
@@ -351,10 +335,6 @@ def test_cross_entropy_is_minus_the_log_of_the_targets_probability() -> None:
     assert token_cross_entropy(s, targets).tolist() == pytest.approx(expected, rel=1e-6)
     wide = s.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda s: token_cross_entropy(s, targets), wide)
-
-
-# --- through the head
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -135,10 +135,6 @@ def assert_identical(
         assert torch.equal(gradient, other[1][name]), name
 
 
-# --- the slow reference
-# -----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Watched:
     """h, a and the output of every decoder layer of one forward of the model."""
@@ -410,10 +406,6 @@ def test_a_teacher_of_its_own_teaches_what_it_computes(
     assert_same_result(result, reference(teacher, model, batch, config))
 
 
-# --- one attached model for what follows
-# -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def student(load_model) -> nn.Module:
     """NF4, layers 1 and 3 converted (one frozen layer in front and one between), adapters away from
@@ -616,9 +608,6 @@ def test_a_row_of_one_valid_token_is_enough(student) -> None:
         assert sums.tokens == 4 and torch.isfinite(sums.loss)
         assert all(torch.isfinite(g).all() for g in gradients.values())
 
-
-# --- every loss and weight
-# -------------------------------------------------------------------------------------------
 
 every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
 

@@ -89,10 +89,6 @@ def refusals(loop: dict[str, Any]) -> list[tuple[int, int, str]]:
     ]
 
 
-# --- what they compute
-# -----------------------------------------------------------------------------------------------
-
-
 def test_two_processes_agree_bit_for_bit_and_with_one_to_rounding(train: Loops) -> None:
     for ((alone,),), (processes,) in zip(train(GOOD, size=1), train(GOOD), strict=True):
         assert_equal(*(process["state"] for process in processes))
@@ -131,10 +127,6 @@ def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
         assert_close(alone["state"], processes[0]["state"], steps=3)
         assert [process["tokens"] for process in processes] == [alone["tokens"]] * 3
         assert [process["steps"] for process in processes] == [3] * 3
-
-
-# --- what they refuse
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_micro_batch_on_process_1_leaves_no_trace(train: Loops) -> None:
@@ -194,10 +186,6 @@ def test_too_many_refusals_end_all_processes_with_one_bundle(train: Loops, tmp_p
         ]
         seen = [(t["window"], t["micro_batch"]) for t in bundle["history"]]
         assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
-
-
-# --- how they end
-# --------------------------------------------------------------------------------------------------
 
 
 def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) -> None:
@@ -297,10 +285,6 @@ def test_a_stopped_process_that_keeps_the_store_is_named_in_time() -> None:
     _, ended = several.wait()
     assert ended.kind == "ProcessError" and ended.status == 6 and ended.seconds < 20
     assert "process 0 does not answer any more" in ended.error
-
-
-# --- whole runs
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -451,10 +435,6 @@ def test_weights_that_drift_apart_are_found_before_a_save(run: Any, tmp_path: Pa
             one.error
         )
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-
-
-# --- who they are
-# --------------------------------------------------------------------------------------------------
 
 
 def test_one_process_is_alone_whatever_else_is_set() -> None:

@@ -99,7 +99,7 @@ def test_a_reference_of_which_the_model_is_gone_gives_the_same(
     student, load_model, base, tokenizer, batch_size
 ) -> None:
     alone = load_model(None)
-    reference = reference_outputs(alone, samples(), batch_size=3, pad_id=2)
+    reference = reference_outputs(alone, samples(), batch_size=3)
     del alone
     found = evaluate(
         student, tokenizer, samples(), unquantized=reference, batch_size=batch_size

@@ -120,10 +120,6 @@ def change_tensors(
     write_manifest(folder)
 
 
-# --- what is written
-# --------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_has_its_files_and_their_sums(folder) -> None:
     assert sorted(
         p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
@@ -246,10 +242,6 @@ def test_a_poisoned_adapter_is_not_written(model, folder, tmp_path) -> None:
             {0: random_state()},
         )
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
-
-
-# --- damage
-# --------------------------------------------------------------------------------------------------
 
 
 def flip(path: Path, bit: int) -> None:
@@ -385,10 +377,6 @@ def test_an_unreadable_file_is_a_checkpoint_that_does_not_verify(folder, monkeyp
     assert "Input/output error" in refused(folder)
 
 
-# --- which one is picked
-# -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(folder: Path) -> Path:
     """`checkpoints/` with copies of the checkpoint as those of the steps 1 to 3."""
@@ -453,10 +441,6 @@ def test_a_place_without_checkpoints_has_none(tmp_path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "none", tmp_path / "file"):
         assert checkpoints(place) == [] and newest_good(place) == (None, {})
-
-
-# --- what a right sum does not vouch for
-# -------------------------------------------------------------------------------
 
 
 def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
@@ -642,10 +626,6 @@ def test_another_base_is_refused_by_the_part_that_differs(folder, model) -> None
     assert checkpoint.base_mismatch(base) is None and "unpacked tensors" in str(
         checkpoint.base_mismatch(other)
     )
-
-
-# --- nothing that could run code
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

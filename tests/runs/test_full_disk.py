@@ -232,10 +232,6 @@ def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
     one.assert_equal(other)
 
 
-# --- real disks
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 kB, where this process may make one."""
@@ -379,10 +375,6 @@ def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
     assert unprivileged(act) == 0
 
 
-# --- folders that go away
-# ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
 def test_a_folder_removed_during_a_run_is_made_anew(here, whole, what) -> None:
     run = here.place / "run"
@@ -425,10 +417,6 @@ def test_a_folder_that_became_a_file_ends_the_run_in_one_line(here) -> None:
         here.run("run", act)
     assert "\n" not in str(caught.value)
     assert "lines of metrics.jsonl and events.jsonl could not be written" in here.said.getvalue()
-
-
-# --- as a user sees it
-# -------------------------------------------------------------------------------------------------
 
 
 def test_the_program_says_it_in_one_line(tmp_path, monkeypatch, capsys) -> None:

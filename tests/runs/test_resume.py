@@ -143,10 +143,6 @@ def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MINIMUM", 4)
 
 
-# --- interrupted anywhere, taken up again
-# ------------------------------------------------------------------------------
-
-
 @dataclass
 class Whole:
     """A run that was not interrupted: the rows of its micro-batches, what was refused, and what it
@@ -350,10 +346,6 @@ def test_the_random_state_goes_on_where_it_was(runs) -> None:
     abandoned = drawn["part"].pop()
     here.run("part", drawing("part"), resume="auto")
     assert drawn["part"] == drawn["whole"] and drawn["part"][2] == abandoned
-
-
-# --- which checkpoint, and in which folder
-# -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -710,9 +702,6 @@ def test_a_name_in_run_json_that_cannot_be_one_is_not_used(runs, told) -> None:
     assert len(told) == 5
 
 
-# --- what may change, and what may not
-# ---------------------------------------------------------------------------------
-
 MATTER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank": ({"adapter": {"rank": 4}}, ("--adapter_rank", "2", "4")),
     "layers": ({"adapter": {"layers": "3"}}, ("--layers", "1,3", "for 3")),
@@ -927,10 +916,6 @@ def test_a_mixture_by_other_paths_has_its_data_compared(tmp_path, monkeypatch) -
         check_same_data(before, {whole: data_fingerprint(records(7))})
 
 
-# --- which data
-# --------------------------------------------------------------------------------------------------
-
-
 class Rows:
     """A sequence that is no list, as `datasets` has them."""
 
@@ -993,10 +978,6 @@ def test_data_that_went_missing_are_refused_as_data(runs) -> None:
     here = runs()
     here.run("run", at(2))
     refused(lambda: here.run("run", resume="auto", data=list), DataError, "no sample")
-
-
-# --- a checkpoint from somebody else
-# -----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_folder_untouched(stopped) -> None:

@@ -263,10 +263,6 @@ def test_the_best_adapters_are_replaced_as_a_whole(folder, load_model) -> None:
     assert torch.equal(other.model.layers[3].npt.A, model.model.layers[3].npt.A)
 
 
-# --- resuming in a folder
-# ----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def gone_on(path: Path, step: int) -> Iterator[RunFolder]:
     made = RunFolder(path, resume_at=step)
@@ -403,10 +399,6 @@ def test_the_folder_of_a_run_is_told_from_others(tmp_path, content, expected) ->
     for name in content:
         (tmp_path / name).touch()
     assert is_run(tmp_path) is expected
-
-
-# --- a disk that takes nothing more, a folder that goes away
-# -----------------------------------------------------------
 
 
 @contextmanager

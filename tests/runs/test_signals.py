@@ -68,10 +68,6 @@ def in_a_child(act: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# --- the context
-# --------------------------------------------------------------------------------------------------
-
-
 @each_signal
 def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     before = handlers()
@@ -142,10 +138,6 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [None]
-
-
-# --- every phase of a run
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -308,10 +300,6 @@ def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path, m
     assert events(tmp_path / "run", "save")
 
 
-# --- a second signal
-# --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("where", "number"), [("write_manifest", signal.SIGUSR1), ("_sums", signal.SIGTERM)]
 )
@@ -349,10 +337,6 @@ def test_a_second_interrupt_does_not_save_either(here, whole, monkeypatch) -> No
     monkeypatch.undo()
     here.run("run", resume="auto", smoke_test=False)
     here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-# --- before the trainer
-# -------------------------------------------------------------------------------------------
 
 
 @each_signal
