@@ -38,8 +38,8 @@ from npt.errors import NPTError as NPTError
 from npt.errors import TooManyRefusalsError as TooManyRefusalsError
 from npt.evaluation.evaluate import Fidelity as Fidelity
 from npt.evaluation.evaluate import evaluate as evaluate
-from npt.evaluation.modulation import ModulationMap as ModulationMap
-from npt.evaluation.modulation import modulation_map as modulation_map
+from npt.evaluation.modulation_map import ModulationMap as ModulationMap
+from npt.evaluation.modulation_map import modulation_map as modulation_map
 from npt.evaluation.view import student_view as student_view
 from npt.evaluation.view import teacher_view as teacher_view
 from npt.tools.editing.transplant import transplant as transplant

@@ -149,7 +149,7 @@ class _Job:
 
         named: adapter, base and settings.
         """
-        from npt.evaluation.modulation import modulation_map
+        from npt.evaluation.modulation_map import modulation_map
         from npt.files import write_text
         from npt.report.generated import page as generated_page
 

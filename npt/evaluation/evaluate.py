@@ -88,15 +88,20 @@ class Fidelity:
             raise ValueError(
                 f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
             )
+
+        def by_name(kind: str) -> dict[str, Figures]:
+            return {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
+
         return cls(
-            **models,
+            models["teacher"],
+            models["floor"],
+            models["student"],
+            models.get("initial"),
             layers=_layers(values["layers"]),
             unconverted_layers=_layers(values.get("unconverted_layers", {})),
             layer_tokens=values.get("layer_tokens"),
-            **{
-                kind: {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
-                for kind in ("attribution", "sources")
-            },
+            attribution=by_name("attribution"),
+            sources=by_name("sources"),
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
@@ -212,7 +217,7 @@ def evaluate(
     for row, number in enumerate(scored if sources is not None else ()):
         by_source.setdefault(sources[number], []).append(row)  # type: ignore[index]
     return Fidelity(
-        **{mode: measured[mode, "teacher"] for mode in MODES},
+        *(measured[mode, "teacher"] for mode in MODES),
         layers={i: values for i, values in layers.items() if "nmse_student" in values},
         unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
         layer_tokens=layer_errors.tokens,

@@ -18,7 +18,7 @@ MORE_DIGITS = 4
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is written.
+    """A figure of fidelity, and its form.
 
     Attributes:
         name: in words, with the unit unless that follows the number.

@@ -88,8 +88,8 @@ def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tenso
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts])
     columns = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    mask = torch.tensor(columns)
-    batch = batch_from_tensors(ids, mask)
+    batch = batch_from_tensors(ids, torch.tensor(columns))
+    mask = batch.attention_mask
     if apart and batch.padded:
         every = batch_from_tensors(ids, torch.ones_like(mask))
         batch = replace(every, documents=mask, position_ids=batch.position_ids)

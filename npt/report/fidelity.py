@@ -55,7 +55,11 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         for name, values in parts
         if isinstance(values, dict)
     }
+    divergence = as_mapping(record.fidelity.get("divergence"))
     extra = [(*_table(costs), "What costs how much")] if costs else []
+    if divergence:
+        named = {"student and teacher": divergence}
+        extra.append((*_table(named), "Greedy texts after the same prompts, until they part"))
     return {
         "picture": _picture(ways) if ways else "",
         "headline": _headline(found, ways),

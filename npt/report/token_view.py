@@ -1,6 +1,6 @@
 """The modulation along a text, for a page: its tokens coloured, and a grid of tokens by layers.
 
-What is shown is `ModulationMap.as_dict` of npt/evaluation/modulation.py, from a file as a rule:
+What is shown is `ModulationMap.as_dict` of npt/evaluation/modulation_map.py, from a file as a rule:
 anything in it may be missing or wrong. Without its script a page shows the change of the MLP's
 output, the mean of all layers in the text and each layer in the grid; `tokens.js` shows other
 quantities and single layers, and all numbers of the token that is pointed at.

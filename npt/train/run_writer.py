@@ -19,7 +19,8 @@ from npt.data.batch import batches
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
-from npt.evaluation.modulation import Modulation, measure_modulation, modulation_map
+from npt.evaluation.modulation import Modulation, measure_modulation
+from npt.evaluation.modulation_map import modulation_map
 from npt.runs.resume import plain_settings
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
 from npt.runs.trackers import Trackers, known_run, undisturbed

@@ -13,7 +13,7 @@ import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.config import PRODUCTS
 from npt.errors import ConfigError, ModelError
-from npt.evaluation.modulation import modulation_map, token_texts
+from npt.evaluation.modulation_map import modulation_map, token_texts
 from npt.files import to_json
 
 IDS = [1, 5, 9, 4, 9, 30, 2, 7]

@@ -14,7 +14,6 @@ from npt.adapters.converted import adapter_mode
 
 PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62]]
 LIMIT = 8
-MODES = ("student", "teacher", "floor")
 
 # A cache holds the keys and values of earlier steps, computed in rows of other widths: fp32 sums in
 # another order, on logits of size 10.
@@ -83,14 +82,6 @@ def test_a_batch_padded_on_the_left_equals_each_prompt_alone(endless, cache, mod
             torch.testing.assert_close(row, logits_alone(endless, prompt, new), **CLOSE)
 
 
-def test_the_modes_write_different_texts(endless) -> None:
-    texts = []
-    for mode in MODES:
-        with adapter_mode(endless, mode):
-            texts.append(generate(endless)[0])
-    assert texts[0] != texts[1] != texts[2] != texts[0]
-
-
 @pytest.mark.parametrize("mode", ["student", "teacher"])
 def test_a_static_cache_of_ones_own_takes_one_text_after_another(endless, mode) -> None:
     cache = transformers.StaticCache(config=endless.config, max_cache_len=32)
@@ -123,20 +114,8 @@ def log_probability(model, prompt: list[int], new: list[int]) -> float:
     return float(rows[torch.arange(len(new)), torch.tensor(new)].sum())
 
 
-def test_the_score_of_a_beam_is_the_log_probability_of_its_tokens(endless) -> None:
-    found = endless.generate(
-        **batch(PROMPTS[1:2]),
-        max_new_tokens=LIMIT,
-        num_beams=4,
-        do_sample=False,
-        pad_token_id=9,
-        length_penalty=0.0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    expected = log_probability(endless, PROMPTS[1], found.sequences[0, len(PROMPTS[1]) :].tolist())
-    # fp32 against fp64
-    assert float(found.sequences_scores[0]) == pytest.approx(expected, rel=1e-4)
+# --- quantised caches
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_students_drafts_leave_the_teachers_text(endless) -> None:
@@ -144,6 +123,9 @@ def test_the_students_drafts_leave_the_teachers_text(endless) -> None:
     tokens, _ = generate(teacher, PROMPTS[1:2], assistant_model=student)
     assert tokens == [alone(teacher, PROMPTS[1], LIMIT)]
 
+
+# --- pipeline
+# --------------------------------------------------------------------------------------------------
 
 TEXTS = ["class Stack:\n    def __init__(self", "import os", "def read(path):\n"]
 
@@ -163,13 +145,3 @@ def test_the_pipeline_writes_the_models_own_text(tiny, batch_size, view) -> None
     for text, (answer,) in zip(TEXTS, found, strict=True):
         expected = alone(model, tokenizer(text)["input_ids"], LIMIT, [tokenizer.eos_token_id])
         assert answer["generated_text"] == tokenizer.decode(expected, skip_special_tokens=True)
-
-
-def test_the_pipeline_follows_the_mode(tiny) -> None:
-    model, tokenizer = tiny
-    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    texts = {}
-    for mode in ("student", "teacher"):
-        with adapter_mode(model, mode):
-            texts[mode] = pipe(TEXTS[0], max_new_tokens=20, do_sample=False)[0]["generated_text"]
-    assert texts["student"] != texts["teacher"]

@@ -1,0 +1,198 @@
+"""The modulation of every token of a text by every converted layer, as plain numbers.
+
+In an NPT layer attention reaches a token's MLP through the modulation alone. So what the modulation
+changes, token by token and layer by layer, is what the context does there:
+
+    change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
+
+for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
+as large as the output itself. It is the same quantity for every form, bound and scale of an
+adapter. Left out: the change that later layers make of it.
+
+Shapes: T tokens, L converted layers, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.layer import NPTLayer, student_output, whole
+from npt.adapters.token_modulation import as_row
+from npt.config import TARGETS
+from npt.distill.hidden_losses import nmse_per_token
+from npt.evaluation.metrics import COLUMNS, compare_tokens, evaluating, most_likely
+from npt.evaluation.modulation import Stages, observed
+
+_CONTEXT = 8
+"""Tokens that are decoded before a token, at least: alone it would lose its leading space."""
+
+
+@dataclass(frozen=True)
+class ModulationMap:
+    """The student's modulation along a text, and its distance from the teacher there, in fp32 on
+    the host. A number that is not finite stays so.
+
+    Attributes:
+        ids: [T], the text.
+        layers, targets: L indices, and names.
+        change: [T, L], ||MLP'(x) - MLP(x)|| / ||MLP(x)||.
+        distance: [T, L], ||o - t||^2 / ||t||^2 of the student's stream after the layer, fed by the
+            layers before it, from the teacher's.
+        kl: [T], KL(teacher, student) in nats of the predictions of each token from those before it.
+        teacher_p, student_p: [T], the probability of the token to each of them.
+        teacher_first, student_first: [T] int64, the token that each finds most likely there.
+            Nothing predicts the first token: its entries are NaN, and -1.
+    """
+
+    ids: Tensor
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+    change: Tensor
+    distance: Tensor
+    kl: Tensor
+    teacher_p: Tensor
+    student_p: Tensor
+    teacher_first: Tensor
+    student_first: Tensor
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """Return the text of each token: `token_texts` of `ids`."""
+        return token_texts(tokenizer, self.ids.tolist())
+
+    def as_dict(self, tokenizer: Any = None) -> dict[str, Any]:
+        """Return plain values with three digits, for JSON and for `npt/report/token_view.py`.
+
+        tokenizer: names the tokens; None shows their ids.
+        """
+        numbers = ("change", "distance", "kl", "teacher_p", "student_p")
+        return {
+            "tokens": self.texts(tokenizer),
+            "layers": list(self.layers),
+            **{name: _rounded(getattr(self, name).tolist()) for name in numbers},
+            "teacher_first": _names(tokenizer, self.teacher_first.tolist()),
+            "student_first": _names(tokenizer, self.student_first.tolist()),
+        }
+
+
+@torch.no_grad()
+def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
+    """Run teacher and student over a text, and measure the modulation of each of its tokens.
+
+    The text need not be the student's own: `ids` may be a text that the teacher or a person wrote.
+    The model does not change. Memory: the teacher's states after each converted layer, 4 L T D
+    bytes, and the logits of a few tokens at a time.
+
+    Args:
+        model: with adapters attached, or a view of such a model.
+        ids: [T], or [1, T], token ids of the text, its start token included.
+
+    Raises:
+        ConfigError: no tokens, or ids outside the vocabulary.
+        ModelError: no adapters are attached.
+    """
+    config = attached_config(model)
+    row, layers = as_row(model, ids), npt_layers(model)
+    teacher: dict[int, Tensor] = {}
+    stages: dict[int, Stages] = {index: {} for index, _ in layers}
+    changes: list[Tensor] = []
+    distances: list[Tensor] = []
+
+    def keep(index: int, _: NPTLayer, output: Tensor) -> None:
+        teacher[index] = output[0].to(torch.float32)
+
+    def compare(index: int, layer: NPTLayer, output: Tensor) -> None:
+        plain = _unmodulated(layer, stages[index])
+        moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
+        changes.append((moved / torch.linalg.vector_norm(plain, dim=-1)).cpu())
+        distances.append(nmse_per_token(output[0], teacher.pop(index)).to("cpu", torch.float32))
+        stages[index].clear()  # the adapter's observer is its `update`
+
+    def states(look: Callable[[int, NPTLayer, Tensor], None]) -> Tensor:
+        with ExitStack() as stack:
+            for index, layer in layers:
+
+                def hook(layer: Any, _: Any, output: Tensor, index: int = index) -> None:
+                    look(index, layer, output)
+
+                stack.callback(layer.register_forward_hook(hook).remove)
+            return model.model(row, use_cache=False).last_hidden_state[0, :-1]
+
+    with evaluating(model):
+        with adapter_mode(model, "teacher"):
+            of_teacher = states(keep)
+        observers = [(layer.npt, stages[index].update) for index, layer in layers]
+        with adapter_mode(model, "student"), observed(observers):
+            of_student = states(compare)
+        head, size = model.get_output_embeddings(), model.config.vocab_size
+        columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
+        first = [most_likely(each, head, size).cpu() for each in (of_teacher, of_student)]
+    kl, teacher_nll, nll = (columns[:, COLUMNS.index(c)] for c in ("kl", "teacher_nll", "nll"))
+    nothing, nobody = torch.tensor([torch.nan]), torch.tensor([-1])
+    return ModulationMap(
+        row[0].cpu(),
+        tuple(index for index, _ in layers),
+        tuple(target for target in TARGETS if target in config.targets),
+        torch.stack(changes, dim=1),
+        torch.stack(distances, dim=1),
+        *(torch.cat([nothing, each]) for each in (kl, (-teacher_nll).exp(), (-nll).exp())),
+        *(torch.cat([nobody, each]) for each in first),
+    )
+
+
+def _unmodulated(layer: NPTLayer, stages: Stages) -> Tensor:
+    """Return the MLP's output for the input that a pass saw, without the modulation: [T, D]."""
+    plain: Stages = {}
+    adapter: Any = layer.npt
+    mode = adapter.mode
+    try:
+        with observed([(adapter, plain.update)]), whole(layer):
+            adapter.mode = "floor"
+            student_output(layer, stages["h"], stages["a"])  # type: ignore[arg-type]
+    finally:
+        adapter.mode = mode
+    return _row(plain, "mlp")
+
+
+def _row(stages: Stages, name: str) -> Tensor:
+    """Return the one row of a stage [1, T, O], in fp32: [T, O]."""
+    states = stages[name]
+    assert states is not None
+    return states[0].to(torch.float32)
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token within its text, special tokens included.
+
+    A token may be a part of a character: its text is then U+FFFD, and the character belongs to the
+    token that ends it. Without a tokenizer that decodes it is the id.
+    """
+    if not hasattr(tokenizer, "decode"):
+        return [str(token) for token in ids]
+    texts = []
+    for number, token in enumerate(ids):
+        before = list(ids[max(0, number - _CONTEXT) : number])
+        earlier = tokenizer.decode(before).rstrip("\ufffd") if before else ""
+        text = tokenizer.decode([*before, token])
+        inside = text.startswith(earlier)
+        texts.append(text[len(earlier) :] if inside else tokenizer.decode([token]))
+    return texts
+
+
+def _names(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
+    name = (lambda token: tokenizer.decode([token])) if hasattr(tokenizer, "decode") else str
+    return [None if token < 0 else name(token) for token in ids]
+
+
+def _rounded(values: Any) -> Any:
+    """Return the numbers of nested lists with three digits."""
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    return float(f"{values:.3g}")
