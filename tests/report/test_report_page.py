@@ -319,6 +319,7 @@ def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
         "unquantized_to_4bit": figures(0.016),
         "unquantized_to_npt": figures(0.03),
     }
+    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0, "median": None}
     for values in more["layers"].values():
         values["free_running_student"] = 0.0625
     reader = read(make_run(tmp_path / "run", fidelity=more))
@@ -326,6 +327,7 @@ def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
         "unquantised to 4-bit" in reader.sections["fidelity"]
         and "0.0160 ± 0.0010" in reader.sections["fidelity"]
     )
+    assert "31.5 ± 4.0" in reader.sections["fidelity"]
     assert (
         "student, on its own" in reader.sections["layers"]
         and reader.sections["layers"].count("0.0625") == 3
