@@ -7,10 +7,10 @@ One run is made without interruption. Then the same run is started again and aga
 auto` and killed after a random time, saves included, which are a large part of it: a checkpoint
 after every step, rotation that leaves one, an evaluation every fourth. A run that comes to its end
 is compared with the first one: adapters, moments, random state, counters, position, metrics and
-figures, byte for byte; then the next one begins. Most processes are forked from one that has
-imported all and computed nothing, which saves them eight seconds each; one in ten is a fresh
-interpreter. None is forked from this one: packing a base is enough to start OpenMP's threads, which
-a fork does not take along, and the child would wait for them for ever.
+figures, byte for byte; then the next one begins. Processes are forked from one that has
+imported all and computed nothing, which saves them eight seconds each. None is forked from this
+one: packing a base is enough to start OpenMP's threads, which a fork does not take along, and the
+child would wait for them for ever.
 
     kills       processes that were killed
     resumed     kills after which the next process resumed from the newest checkpoint
@@ -30,11 +30,9 @@ import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,16 +40,13 @@ from typing import Any
 
 import crash_run
 from npt.errors import CheckpointError
+from npt.manifest import verify_checkpoint
 from npt.runs.checkpoint import newest_good
-from npt.runs.manifest import verify_checkpoint
 
 STEPS = 24
-FRESH_EVERY = 10
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["npt.train.trainer", "npt.demo", "crash_run"])
-
-Child = BaseProcess | subprocess.Popen[bytes]
 
 
 @dataclass
@@ -65,10 +60,8 @@ class Figures:
     bit_flips: int = 0
     bit_flips_found: int = 0
     runs: int = 0
-    fresh_processes: int = 0
     killed_in_a_save: int = 0
     killed_before_the_first_checkpoint: int = 0
-    saving_share: float = 0.0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -113,22 +106,20 @@ class Campaign:
     def make_reference(self) -> None:
         """Make the run without interruption, and time it."""
         folder = self.place / "reference"
-        status = wait(forked_process(folder, self.steps, timed=True), None)
+        process = started(folder, self.steps)
+        begun = time.perf_counter()
+        status = wait(process, None)
         if status != 0:
             raise SystemExit(f"the uninterrupted run ended with {status}")
+        self.seconds = time.perf_counter() - begun
         self.reference = result_of(folder)
-        times = json.loads((self.place / "times.json").read_text())
-        self.seconds, self.figures.saving_share = (
-            times["all"],
-            round(times["saving"] / times["all"], 3),
-        )
 
-    def kill(self, kills: int, fresh_every: int) -> None:
+    def kill(self, kills: int) -> None:
         """Run until so many processes have been killed, and the last run to its end."""
         while self.figures.kills < kills:
             folder = self.place / f"run-{self.figures.runs}"
             before, losses = self.figures.kills, self.figures.lost
-            while self._one_process(folder, kills, fresh_every):
+            while self._one_process(folder, kills):
                 pass
             self.figures.runs += 1
             if self.figures.lost == losses and result_of(folder) == self.reference:
@@ -137,17 +128,12 @@ class Campaign:
                 self.figures.problems.append(f"{folder.name} is not the run without interruption")
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _one_process(self, folder: Path, kills: int, fresh_every: int) -> bool:
+    def _one_process(self, folder: Path, kills: int) -> bool:
         """Start one, and kill it if there are kills left; return False at the run's end."""
         figures = self.figures
         said = resumptions(folder)
         kill = figures.kills < kills
-        fresh = kill and fresh_every > 0 and figures.kills % fresh_every == fresh_every - 1
-        figures.fresh_processes += fresh
-        process = fresh_process(folder, self.steps) if fresh else forked_process(folder, self.steps)
-        # until then there is nothing to lose
-        wait_for(lambda: crash_run.alive(folder).exists() or ended(process) is not None)
-        crash_run.alive(folder).unlink(missing_ok=True)
+        process = started(folder, self.steps)
         status = wait(process, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
         self._check_resumption(folder, said)
         if status is None:
@@ -218,37 +204,28 @@ class Campaign:
         verify_checkpoint(checkpoint)
 
 
-def forked_process(folder: Path, steps: int, timed: bool = False) -> Child:
-    """Resume the run in a process forked from a server that never computes."""
-    process = _CONTEXT.Process(target=crash_run.work, args=(folder, steps, timed))
+def started(folder: Path, steps: int) -> BaseProcess:
+    """Resume the run in a process forked from a server that never computes; return it when there is
+    something to lose.
+    """
+    process = _CONTEXT.Process(target=crash_run.work, args=(folder, steps))
     process.start()
+    while not crash_run.alive(folder).exists() and process.exitcode is None:
+        time.sleep(0.02)
+    crash_run.alive(folder).unlink(missing_ok=True)
     return process
 
 
-def fresh_process(folder: Path, steps: int) -> Child:
-    """Resume the run in a new interpreter."""
-    return subprocess.Popen([sys.executable, crash_run.__file__, str(folder), str(steps)])
-
-
-def ended(child: Child) -> int | None:
-    """Return its exit status, negative for the signal that ended it; None while it runs."""
-    return child.poll() if isinstance(child, subprocess.Popen) else child.exitcode
-
-
-def wait(child: Child, seconds: float | None) -> int | None:
-    """Return a child's exit status; None if it was killed after so many seconds."""
-    end = float("inf") if seconds is None else time.perf_counter() + seconds
-    while (status := ended(child)) is None and time.perf_counter() < end:
-        time.sleep(0.002)
+def wait(process: BaseProcess, seconds: float | None) -> int | None:
+    """Return a process's exit status, negative for the signal that ended it; None if it was killed
+    after so many seconds.
+    """
+    process.join(seconds)
+    status = process.exitcode
     if status is None:
-        child.kill()
-        wait_for(lambda: ended(child) is not None)
+        process.kill()
+        process.join()
     return status
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.02)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -275,34 +252,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--kills", type=int, default=100, help="processes to kill")
     parser.add_argument("--bit_flips", type=int, default=240)
-    parser.add_argument(
-        "--fresh_every",
-        type=int,
-        default=FRESH_EVERY,
-        help="every so many kills hit a fresh interpreter; 0 for none",
-    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
     args = parser.parse_args(arguments)
-    started = time.perf_counter()
+    begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         campaign = Campaign(Path(place), args.seed, args.steps)
         campaign.make_reference()
-        campaign.kill(args.kills, args.fresh_every)
+        campaign.kill(args.kills)
         campaign.flip_bits(args.bit_flips)
     figures = campaign.figures
-    figures.seconds = round(time.perf_counter() - started, 1)
+    figures.seconds = round(time.perf_counter() - begun, 1)
     if args.json:
         print(json.dumps(asdict(figures)))
     else:
         print(
-            f"{figures.kills} kills in {figures.runs} runs, {figures.fresh_processes} of them of"
-            " fresh interpreters"
+            f"{figures.kills} kills in {figures.runs} runs, {figures.killed_in_a_save} in a save,"
+            f" {figures.killed_before_the_first_checkpoint} before the first checkpoint"
         )
-        print(
-            f"{figures.killed_in_a_save} in a save (saves are {figures.saving_share:.0%} of a run)"
-        )
-        print(f"{figures.killed_before_the_first_checkpoint} before the first checkpoint")
         print(
             f"{figures.resumed} resumed from the newest checkpoint, {figures.bit_equal} in runs"
             f" that ended bit-equal, {figures.lost} lost"

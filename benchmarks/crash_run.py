@@ -1,39 +1,25 @@
-"""The run that benchmarks/crash.py makes over and over, in a process of its own.
-
-python benchmarks/crash_run.py FOLDER STEPS
-"""
+"""The run that benchmarks/crash.py makes over and over, in a process of its own."""
 
 from __future__ import annotations
 
 import io
-import json
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 import npt
-from npt.runs.run_folder import RunFolder
 
 MODEL = "tiny"
 
 
-def work(folder: Path, steps: int, timed: bool = False) -> None:
-    """Resume the run, and end this process with its exit status.
-
-    Args:
-        folder: of the run.
-        steps: that it has.
-        timed: write to `times.json` next to its folder how long the run and its saves took.
-    """
+def work(folder: Path, steps: int) -> None:
+    """Resume the run of so many steps, and end this process with its exit status."""
     model, tokenizer = npt.load_base(MODEL, quantization="nf4", device="cpu")
     alive(folder).touch()
-    sys.exit(
-        _timed(model, tokenizer, folder, steps) if timed else run(model, tokenizer, folder, steps)
-    )
+    sys.exit(run(model, tokenizer, folder, steps))
 
 
 def alive(folder: Path) -> Path:
@@ -51,7 +37,6 @@ def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         warmup_steps=4,
-        max_refused_share=1.0,
         log_steps=1,
         save_steps=1,
         save_total_limit=1,
@@ -74,25 +59,6 @@ def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
     return trainer.train().exit_status
 
 
-def _timed(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
-    saving, original = 0.0, RunFolder.save_checkpoint
-
-    def save(*arguments: Any) -> Path:
-        nonlocal saving
-        started = time.perf_counter()
-        try:
-            return original(*arguments)
-        finally:
-            saving += time.perf_counter() - started
-
-    RunFolder.save_checkpoint = save  # type: ignore[method-assign, assignment]
-    started = time.perf_counter()
-    status = run(model, tokenizer, folder, steps)
-    times = {"all": time.perf_counter() - started, "saving": saving}
-    (folder.parent / "times.json").write_text(json.dumps(times))
-    return status
-
-
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return short records of token ids, one in ten with an id that is refused."""
     source = random.Random(seed)
@@ -100,7 +66,3 @@ def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
     for ids in made[5::10]:
         ids[1] = 10**6
     return [{"id": f"{seed}-{number}", "input_ids": ids} for number, ids in enumerate(made)]
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]))

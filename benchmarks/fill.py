@@ -1,9 +1,9 @@
-"""Write the figures of README and docs/ from the JSON in benchmarks/results/.
+"""Write the figures of README and docs/ from the files in benchmarks/results/.
 
     python benchmarks/fill.py            fill them in
     python benchmarks/fill.py --check    write nothing; a line for each figure that differs
 
-A table lies between `<!-- NAME -->` and `<!-- end -->`; PLACES says which file it is made of. A
+A table lies between `<!-- NAME -->` and `<!-- end -->`; TABLES says which files it is made of. A
 figure within a sentence has its source after it, in a comment of the name of a file without .json,
 the path in it and a format:
 
@@ -22,124 +22,36 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-import real_tables  # noqa: E402
-import run_tables  # noqa: E402
-import speed_tables  # noqa: E402
-from npt.files import write_bytes, write_text  # noqa: E402
-from results_file import END, filled, mark  # noqa: E402
+import tables  # noqa: E402
+from npt.files import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-
-@dataclass(frozen=True)
-class Place:
-    """A table: its files, their renderer, and the commands that write them."""
-
-    files: tuple[str, ...]
-    render: Callable[..., str]
-    commands: tuple[str, ...]
-
-
-def _speed(shape: str, flags: str = "") -> Place:
-    command = f"python benchmarks/speed.py --shape {shape}{flags} --output benchmarks/results"
-    return Place((shape,), speed_tables.markdown, (command,))
-
-
-def _gpu_check(figures: dict[str, Any]) -> str:
-    sys.path.append(str(ROOT / "debug"))  # a run needs the fault rig
-    from gpu_sections.runner import markdown
-
-    return markdown(figures["machine"], figures["small"], figures["sections"])
-
-
-def _printed(name: str, render: Callable[..., str], command: str) -> Place:
-    return Place((name,), render, (f"{command} > benchmarks/results/{name}.json",))
-
-
-def _forms(name: str, settings: str) -> Place:
-    out = f"benchmarks/results/{name}.json"
-    return Place((name,), run_tables.forms, (f"python benchmarks/forms.py{settings} --out {out}",))
-
-
-PLACES: dict[str, Place] = {
-    "pretrain": Place(
-        ("tiny",),
-        run_tables.fidelity,
-        ("make pretrain", "cp outputs/pretrain-.../fidelity.json benchmarks/results/tiny.json"),
-    ),
-    "residual-keep": Place(
-        ("residual-keep",),
-        run_tables.repaired,
-        (
-            "npt pretrain --residual keep ... --output_dir RUN",  # docs/results/fidelity.md
-            "cp RUN/fidelity.json benchmarks/results/residual-keep.json",
-        ),
-    ),
-    "embedded": Place(
-        ("embedded",), run_tables.embedded, ("python -m npt.demo.build --output npt/demo/tiny",)
-    ),
-    "real.py": Place(
-        ("real",),
-        real_tables.markdown,
-        ("python benchmarks/real.py --out benchmarks/results/real.json",),
-    ),
-    speed_tables.place("cpu-0.2b"): _speed("cpu-0.2b", " --sweep"),
-    "gpu_check.py": Place(
-        ("gpu_check",), _gpu_check, ("python benchmarks/gpu_check.py --output benchmarks/results",)
-    ),
-    "masking": _printed("masking", run_tables.masking, "python benchmarks/masking.py --json"),
-    "forms-tiny": _forms("forms-tiny", ""),
-    "forms-real": _forms("forms-real", " --model FILE.gguf --text FILE --minutes 8"),
-    "widths": Place(
-        ("widths",),
-        run_tables.widths,
-        (
-            "python benchmarks/widths.py --output FOLDER",
-            "cp FOLDER/study/trials.csv benchmarks/results/widths.csv",
-        ),
-    ),
-    "fault-campaign": _printed(
-        "faults", run_tables.campaign, "python debug/inject_fault.py --all --json"
-    ),
-    "fault-loops": _printed(
-        "fault-loops", run_tables.compared, "python debug/inject_fault.py --compare --json"
-    ),
-    "fault-trainers": Place(
-        tuple(f"fault-{name}" for name in run_tables.TRAINERS),
-        run_tables.trainers,
-        tuple(
-            f"python debug/inject_fault.py --trainer {name} --all --json"
-            f" > benchmarks/results/fault-{name}.json"
-            for name in run_tables.TRAINERS
-        ),
-    ),
-    "guards": Place(
-        ("guards", "guard_lora"),
-        run_tables.guards,
-        tuple(
-            f"python benchmarks/{name}.py --json > benchmarks/results/{name}.json"
-            for name in ("guards", "guard_lora")
-        ),
-    ),
-    "crash": _printed("crash", run_tables.crash, "python benchmarks/crash.py --kills 100 --json"),
-    "fuzz": _printed("fuzz", run_tables.fuzz, "python benchmarks/fuzz.py --inputs 100000 --json"),
-    "tracer": _printed("tracer", run_tables.tracer, "python debug/debug_nan.py --demo --json"),
+TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "pretrain": (tables.fidelity, ("tiny",)),
+    "residual-keep": (tables.repaired, ("residual-keep",)),
+    "embedded": (tables.embedded, ("embedded",)),
+    "real.py": (tables.real, ("real",)),
+    "speed.py --shape cpu-0.2b": (tables.speed, ("cpu-0.2b",)),
+    "gpu_check.py": (tables.gpu_check, ("gpu_check",)),
+    "masking": (tables.masking, ("masking",)),
+    "forms-tiny": (tables.forms, ("forms-tiny",)),
+    "forms-real": (tables.forms, ("forms-real",)),
+    "widths": (tables.widths, ("widths",)),
+    "fault-campaign": (tables.campaign, ("faults",)),
+    "fault-loops": (tables.compared, ("fault-loops",)),
+    "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
+    "guards": (tables.guards, ("guards", "guard_lora")),
+    "tracer": (tables.tracer, ("tracer",)),
 }
-"""Tables by name, as pages have them."""
-
-COMMANDS = {
-    **{file: place.commands for place in PLACES.values() for file in place.files},
-    "recording": ("python benchmarks/recording.py --json > benchmarks/results/recording.json",),
-}
-"""What writes each file."""
+"""By the name that a page has: what writes the table, and its files."""
 
 ELSEWHERE = {
     "embedded": ROOT / "npt" / "demo" / "tiny" / "build.json",
@@ -147,33 +59,17 @@ ELSEWHERE = {
 }
 """Files that are not JSON in benchmarks/results/."""
 
-PENDING = frozenset({"recording", "crash", "fuzz"})
-"""Files that were not written yet: tables and figures of theirs are left as they are."""
-
+TABLE = re.compile(r"^<!-- (?P<name>[^\n]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
 FIGURE = re.compile(
-    r"<!-- *(?P<file>[\w.-]+):(?P<path>[\w.-]+?)(?P<scale>[*/][\d.e]+)?:(?P<form>[^:>]*?) *-->"
+    r"(?P<number>[-+−]?\d[\d,.]*(?:%| ?[A-Za-z/]+)?)?"
+    r"(?P<source><!-- *(?P<file>[\w.-]+):(?P<path>[\w.-]+?)(?P<scale>[*/][\d.e]+)?"
+    r":(?P<form>[^:>]*?) *-->)"
 )
-NUMBER = re.compile(r"[-+]?\d[\d,.]*(?:%| ?[A-Za-z/]+)?$")
-"""Something like a figure right before its comment."""
-
 FORM = re.compile(r"(?P<form>[^a-zA-Z%]*[a-zA-Z%])(?P<rest>.*)")
 
 
 class SourceError(ValueError):
     """A figure's source that cannot be read."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A figure that is not what its source says."""
-
-    line: int
-    written: str
-    expected: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"has {self.written!r}, but {self.source} says {self.expected!r}"
 
 
 def pages() -> list[Path]:
@@ -182,20 +78,16 @@ def pages() -> list[Path]:
 
 
 def read(name: str, results: Path) -> Any:
-    """Return the content of a file of figures, None if it was not written yet.
+    """Return the content of a file of figures.
 
     Raises:
         SourceError: no such file.
     """
     path = ELSEWHERE.get(name, results / f"{name}.json")
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        return (
-            list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
-        )
-    if name in PENDING:
-        return None
-    raise SourceError(f"benchmarks/results has no {path.name}")
+    if not path.is_file():
+        raise SourceError(f"benchmarks/results has no {path.name}")
+    text = path.read_text(encoding="utf-8")
+    return list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
 
 
 def value_at(content: Any, path: str, scale: str | None) -> Any:
@@ -218,127 +110,77 @@ def value_at(content: Any, path: str, scale: str | None) -> Any:
     return value * factor if scale[0] == "*" else value / factor
 
 
-def written_as(value: Any, form: str) -> str:
+def formatted(value: Any, form: str) -> str:
     """Return a figure by its format, and what follows the format's type.
 
     Raises:
         SourceError: the format does not fit.
     """
-    found = FORM.fullmatch(form)
+    parts = FORM.fullmatch(form)
     try:
-        return f"{format(value, found['form'])}{found['rest']}" if found else format(value, form)
+        return f"{format(value, parts['form'])}{parts['rest']}" if parts else format(value, form)
     except (ValueError, TypeError) as error:
         raise SourceError(f"{value!r} cannot be written as {form!r}: {error}") from None
 
 
-def figures_of(text: str, results: Path) -> Iterator[tuple[re.Match[str], Difference | None, int]]:
-    """Yield each figure's comment, how the figure differs, and where the figure begins."""
-    for comment in FIGURE.finditer(text):
-        before = text[text.rfind("\n", 0, comment.start()) + 1 : comment.start()]
-        before = before.replace("−", "-")
-        line = text.count("\n", 0, comment.start()) + 1
-        number = NUMBER.search(before)
-        written = number[0] if number else ""
-        source = comment[0][4:-3].strip()
+def filled(text: str, results: Path = RESULTS) -> tuple[str, list[str]]:
+    """Return a page as its files have it, and a line for each table and figure that differed."""
+    problems: list[str] = []
+
+    def note(place: int, message: str) -> None:
+        problems.append(f"{text.count(chr(10), 0, place) + 1}: {message}")
+
+    def with_table(match: re.Match[str]) -> str:
+        name, body = match["name"], match["body"]
+        if name not in TABLES:
+            note(match.start(), f"there is no table {name!r}")
+            return match[0]
+        render, files = TABLES[name]
         try:
-            content = read(comment["file"], results)
-            if content is None:
-                continue
-            value = value_at(content, comment["path"], comment["scale"])
-            expected = written_as(value, comment["form"])
+            table = render(*(read(file, results) for file in files)).strip()
         except SourceError as error:
-            yield comment, Difference(line, written, str(error), source), -1
-            continue
-        if not re.search(rf"(?<![\d.,]){re.escape(expected)}$", before):
-            start = comment.start() - len(written)
-            yield comment, Difference(line, written, expected, source), start
+            note(match.start(), f"table {name!r}: {error}")
+            return match[0]
+        if body.strip() != table:
+            old, new = body.strip().splitlines(), table.splitlines()
+            pairs = zip([*old, "nothing"], [*new, "nothing"], strict=False)
+            first = next(((a, b) for a, b in pairs if a != b), ("", ""))
+            note(match.start(), f"table {name!r} has {first[0]!r}, but its file says {first[1]!r}")
+        return f"<!-- {name} -->\n\n{table}\n\n<!-- end -->"
 
+    def with_figure(match: re.Match[str]) -> str:
+        number, source = match["number"] or "", match["source"]
+        try:
+            content = read(match["file"], results)
+            figure = formatted(value_at(content, match["path"], match["scale"]), match["form"])
+        except SourceError as error:
+            note(match.start(), f"{source}: {error}")
+            return match[0]
+        if number.replace("−", "-") == figure:
+            return match[0]
+        note(match.start(), f"has {number!r}, but {source} says {figure!r}")
+        return f"{figure}{source}" if number else match[0]
 
-def tables_of(text: str, results: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield each table's name, and its text as it is and as it should be, if they differ."""
-    for name, place in PLACES.items():
-        if mark(name) not in text:
-            continue
-        contents = [read(file, results) for file in place.files]
-        if None in contents:
-            continue
-        _, _, rest = text.partition(mark(name))
-        now, wanted = rest.partition(END)[0], f"\n{place.render(*contents)}\n"
-        if now.strip() != wanted.strip():
-            yield name, now, wanted
-
-
-def problems(path: Path, results: Path = RESULTS) -> list[str]:
-    """Return a line for each figure and table of a page that differs from its source."""
-    text = path.read_text(encoding="utf-8")
-    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-    found = [
-        f"{name}:{each.line}: {each}; run {command_of(comment['file'])}"
-        for comment, each, _ in figures_of(text, results)
-        if each is not None
-    ]
-    try:
-        tables = list(tables_of(text, results))
-    except SourceError as error:
-        return [*found, f"{name}: {error}"]
-    for place, now, wanted in tables:
-        at = text.index(mark(place)) + len(mark(place))
-        start = text.count("\n", 0, at + len(now) - len(now.lstrip()))
-        lines = list(zip(now.strip().split("\n"), wanted.strip().split("\n"), strict=False))
-        first = next((i for i, (a, b) in enumerate(lines) if a != b), len(lines))
-        a, b = lines[first] if first < len(lines) else ("another number of lines", "")
-        found.append(
-            f"{name}:{start + 1 + first}: table {place!r} has {a!r}, but its JSON says {b!r};"
-            " run python benchmarks/fill.py"
-        )
-    unknown = set(re.findall(r"^<!-- (.+) -->$", text, flags=re.M)) - {"end", *PLACES}
-    found += [f"{name}: there is no table {each!r}" for each in sorted(unknown) if END in text]
-    return found
-
-
-def command_of(file: str) -> str:
-    """Return what puts a figure right."""
-    made = " && ".join(COMMANDS.get(file, ()))
-    return "python benchmarks/fill.py" + (f" (its file is made by: {made})" if made else "")
-
-
-def fill(path: Path, results: Path = RESULTS) -> bool:
-    """Write the figures and tables of a page; return whether it changed."""
-    before = text = path.read_text(encoding="utf-8")
-    for name, _, wanted in list(tables_of(text, results)):
-        text = filled(text, name, wanted[1:-1])
-    for comment, difference, start in reversed(list(figures_of(text, results))):
-        if difference is not None and start >= 0 and difference.written:
-            text = text[:start] + difference.expected + text[comment.start() :]
-    if text != before:
-        write_text(path, text)
-    return text != before
-
-
-def draw(shape: str, results: Path = RESULTS) -> None:
-    """Draw the pictures of a shape from its figures."""
-    figures = read(shape, results)
-    write_bytes(results / f"{shape}-runs.png", speed_tables.draw_runs(figures))
-    if "sweep" in figures:
-        write_bytes(results / f"{shape}-sweep.png", speed_tables.draw_sweep(figures))
+    filled_in = FIGURE.sub(with_figure, text)
+    return TABLE.sub(with_table, filled_in), problems
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
-    given = parser.parse_args(argv)
-    if not given.check:
-        for path in pages():
-            if fill(path):
-                print(f"filled {path.relative_to(ROOT)}")
-    found = [line for path in pages() for line in problems(path)]
-    found += [
-        f"benchmarks/fill.py: {name}.json was written; take it out of PENDING"
-        for name in sorted(PENDING)
-        if (RESULTS / f"{name}.json").is_file()
-    ]
-    print("\n".join(found), end="\n" if found else "")
-    return 1 if found else 0
+    check = parser.parse_args(argv).check
+    stale = False
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new, problems = filled(text)
+        if not check and new != text:
+            write_text(page, new)
+            print(f"filled {page.relative_to(ROOT)}")
+            _, problems = filled(new)
+        for problem in problems:
+            print(f"{page.relative_to(ROOT)}:{problem}; run python benchmarks/fill.py")
+        stale = stale or bool(problems)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 Markdown for docs/results/gpu-check.md.
 
     python benchmarks/gpu_check.py --output FOLDER              at most ten minutes on one card
-    python benchmarks/gpu_check.py --output FOLDER --only 3,5   some sections; other results stay
+    python benchmarks/gpu_check.py --output FOLDER --only 3,4   some sections; other results stay
     python benchmarks/gpu_check.py --output FOLDER --small      tiny shapes, without a GPU too
 
 FOLDER/gpu_check.json and FOLDER/gpu_check.md are written anew as each section ends, so that a run

@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -65,43 +64,33 @@ def guarded(ids: torch.Tensor) -> tuple[Callable[[], None], Guard]:
     return step, guard
 
 
-def seconds(step: Callable[[], None]) -> float:
-    started = time.process_time()
-    step()
-    return time.process_time() - started
-
-
 def measure(pairs: int, rows: int, length: int) -> dict[str, Any]:
     """Return the figures over so many pairs of steps, after one of each that is not counted."""
     ids = torch.randint(0, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
     without = plain(ids)
-    under, guard = guarded(ids)
+    under, _ = guarded(ids)
     ratios = []
     for pair in range(pairs + 1):
-        steps = (under, without) if pair % 2 else (without, under)
-        times = {step: seconds(step) for step in steps}
+        times = {}
+        for step in (under, without) if pair % 2 else (without, under):
+            started = time.process_time()
+            step()
+            times[step] = time.process_time() - started
         ratios.append(times[under] / times[without])
     low, middle, high = statistics.quantiles(ratios[1:])
-    memory = guard.memory()
-    return {
-        "ratio": round(middle, 4),
-        "quartiles": [round(low, 4), round(high, 4)],
-        "memory": asdict(memory),
-    }
+    return {"ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=40, help="of steps (default %(default)s)")
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    figures = measure(given.pairs, given.rows, given.length)
-    if given.json:
+    figures = measure(args.pairs, args.rows, args.length)
+    if args.json:
         print(json.dumps(figures, indent=2))
     else:
         low, high = figures["quartiles"]

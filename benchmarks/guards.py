@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from npt.data.batch import Batch, batch_from_tensors, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.local import MicroBatch
+from npt.distill.step import add_batch, student_guard, summed
 from npt.distill.strategies import STRATEGIES
-from npt.step.train_step import TrainStep
 
 
 class Bench:
@@ -55,9 +56,6 @@ class Bench:
         self.config = npt.TrainConfig()
         self.parameters = adapter_parameters(model)
 
-    def optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self.parameters.values(), lr=1e-4, fused=True)
-
     def strategy(self, batch: Batch) -> MicroBatch:
         return STRATEGIES["local"](self.model, batch.to(self.device), self.config)
 
@@ -66,21 +64,19 @@ class Bench:
     ) -> Callable[[list[Batch]], None]:
         # whatever the rows of a batch, it is computed in one part, as the plain loop does
         config = replace(self.config, learning_rate=1e-4, skip_spikes=True, batch_size=1 << 20)
-        guarded = TrainStep(self.model, STRATEGIES["local"], config, [1e-4], late=late)
+        guard = student_guard(self.model, config, [1e-4], late=late)
+        vocab_size = self.model.config.vocab_size if check else None
+        compute = partial(summed, self.model, STRATEGIES["local"], config=config)
 
         def step(window: list[Batch]) -> None:
-            if check:
-                guarded.run(window)
-                return
             for batch in window:
-                guarded.window.begin()
-                guarded.window.add(guarded.forward_backward(batch), batch.sample_ids)
-            guarded.window.commit()
+                add_batch(guard, batch, compute, vocab_size)
+            guard.step()
 
         return step
 
     def plain(self) -> Callable[[list[Batch]], None]:
-        optimizer = self.optimizer()
+        optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-4, fused=True)
 
         def step(window: list[Batch]) -> None:
             tokens = 0

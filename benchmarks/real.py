@@ -1,27 +1,22 @@
-"""A real language model converted: how near the student is to its base, what that costs, and what
-one would use instead.
+"""A real language model converted: how near the student is to its base, and what that costs.
 
     python benchmarks/real.py [--model FOLDER_OR_FILE.gguf] [--text builtin-prose | FILE]
-        [--rows NAME,...] [--minutes 30] [--out FILE] [--json] [--fill FILE]
+        [--rows NAME,...] [--steps 300] [--out FILE] [--json]
 
-Every row is made in one process on the same NF4 base and measured on the same held-out documents,
-which no row is fitted to and nothing is chosen on; errors are over documents. `real_rows.py` has
-the rows and all their settings, `real_text.py` the documents.
+Every row is made on the same NF4 base and measured on the same held-out samples, one of a document
+each, so that errors are over documents. No row is fitted to these; of four students on its way a
+training keeps the one that is nearest on documents of their own. `real_text.py` has the documents.
 
     parameters          trainable ones
     minutes             of start and training, without measuring
-    start_passes        the time of `npt.calibrate` over that of one forward pass of the whole base
-                        over the same tokens, one half of which is timed before and one after it
+    start_passes        the time of the closed-form start over that of one forward pass of the whole
+                        base over the same tokens
     forward_passes      the same of all the row's minutes, training included
     figures             KL(teacher, student), perplexity ratio, top-1 agreement, ..., with errors
     kl_share_of_nf4     that KL over what NF4 itself costs against the 16-bit model (the row nf4)
-    documents           the sums that the figures are made of, for paired comparisons
 
-Each row is written to --out as soon as it is made, and the table next to it, as Markdown. Started
-again with the same --out, rows that were made with the same settings are kept; remove the file to
-make all of them anew, as after a change of the code.
-
-Run it on a machine that does nothing else.
+Each row is written to --out as soon as it is made; other rows of the file stay, so that --rows adds
+to it. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -29,138 +24,233 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 import npt
 from fetch_model import fetched
+from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.adapters.fit import format_layers
+from npt.base.device import wait_for
+from npt.base.load import load_teacher, read_config
 from npt.console import make_console, silent_console
+from npt.data.batch import Sample
 from npt.errors import ConfigError, NPTError
-from npt.files import finite_or_null, to_json, write_json, write_text
-from real_rows import QUANTIZATION, ROWS, Bench, Row
-from real_tables import markdown, terminal, with_shares
-from real_text import read_text
-from results_file import check_place, filled
+from npt.evaluation.attribution import reference_outputs
+from npt.evaluation.evaluate import Fidelity
+from npt.files import finite_or_null, to_json, write_json
+from real_text import Text, read_text
+from tables import real as markdown
 from this_machine import code_hash, machine
 
-PLACE = "real.py"
+QUANTIZATION = "nf4"
+BATCH = 4
+"""Samples of a batch in measuring."""
 
 
-class Results:
-    """The file of all rows. A row is replaced by one that was made with other settings.
+@dataclass(frozen=True)
+class Row:
+    """A student, or a rival that no training makes.
 
-    Args:
-        path: of the file.
-        about: what holds for all rows.
-        common: settings that all rows share.
-
-    Raises:
-        ConfigError: the file is of something else, or of rows that do not share these.
+    Attributes:
+        about: what it is.
+        layers: that are converted; `{last}` is the number of the last one.
+        divisor: the rank is D over it.
+        form: settings of the adapter besides rank and layers.
+        training: settings of the training, `max_steps` among them; None without one.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any], common: dict[str, Any]):
-        self.path, self.about = path, about
-        self.failed: dict[str, str] = {}
+    about: str
+    layers: str = "upper_half"
+    divisor: int = 4
+    form: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] | None = None
+
+    def config(self, base: Any) -> npt.NPTConfig:
+        """Return the adapter's settings on a base of this configuration."""
+        rank = max(1, base.hidden_size // self.divisor)
+        layers = self.layers.format(last=base.num_hidden_layers - 1)
+        return npt.NPTConfig(rank=rank, layers=layers, **{"additive_scale": 1.0, **self.form})
+
+
+STREAM = {"init": "calibrated", "targets": ("stream",)}
+LOGITS = {"strategy": "end_to_end", "hidden_weight": 0.0, "logit_kl_weight": 1.0, "batch_size": 1}
+ORIGINAL = {"targets": ("gate",), "mult_form": "half_sigmoid", "additive_scale": 0.1}
+NEAR = {**LOGITS, "learning_rate": 5e-5, "max_steps": 300}
+
+ROWS = {
+    "nf4": Row("NF4 against the 16-bit model"),
+    "floor": Row("upper half without attention, nothing in its place"),
+    "start": Row("upper half, D/4 on average, the start alone", form=STREAM),
+    "best": Row("upper half, D/4 on average, trained", form=STREAM, training=NEAR),
+    "best-small": Row(
+        "upper half, D/16 on average, trained",
+        divisor=16,
+        form=STREAM,
+        training={**NEAR, "learning_rate": 3e-4},
+    ),
+    "all-but-first": Row(
+        "all layers but the first, D/4 on average, trained",
+        layers="1-{last}",
+        form=STREAM,
+        training=NEAR,
+    ),
+    "original": Row(
+        "upper half, the first form: gate alone, half sigmoid, random start, layer by layer",
+        divisor=2,
+        form=ORIGINAL,
+        training={"learning_rate": 5e-5, "max_steps": 600, "batch_size": 2},
+    ),
+}
+"""Every row by its name, in the order of the table."""
+
+
+@dataclass
+class Bench:
+    """The base of all rows, and the text that they are fitted to and measured on.
+
+    Attributes:
+        name: of the base.
+        tokens: that a start is fitted to.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    text: Text
+    tokens: int
+    console: Console
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self.seconds_per_token = self._seconds_per_token(self.text.fitted[:8])
+
+    @torch.no_grad()
+    def _seconds_per_token(self, samples: list[Sample]) -> float:
+        """Return the time of a forward pass of the base, logits included."""
+        wait_for(self.device)
+        started = time.perf_counter()
+        for sample in samples:
+            self.model(torch.tensor([sample.input_ids], device=self.device), use_cache=False)
+        wait_for(self.device)
+        return (time.perf_counter() - started) / sum(len(s.input_ids) for s in samples)
+
+    def make(self, row: Row, name: str = "") -> dict[str, Any]:
+        """Return a row's figures, and leave the base unchanged."""
+        config = row.config(self.model.config)
+        npt.attach(self.model, config, seed=self.seed)
         try:
-            self.rows = {row["name"]: row for row in json.loads(path.read_text("utf-8"))["rows"]}
-        except FileNotFoundError:
-            self.rows = {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"--out {path} is not a file of this benchmark; name another one, or remove it"
-            ) from error
-        if any(not common.items() <= row["settings"].items() for row in self.rows.values()):
-            raise ConfigError(
-                f"--out {path} has rows of another model, text, sample length or seed; name another"
-                " file, or remove it"
+            if name == "nf4":
+                return {"parameters": 0, "minutes": 0.0, "figures": self._cost_of_nf4()}
+            layers = format_layers(tuple(index for index, _ in npt_layers(self.model)))
+            if name == "floor":
+                made = {"layers": layers, "rank": None, "parameters": 0, "minutes": 0.0}
+                return {**made, "figures": self._evaluate().floor.as_dict()}
+            cost = self._start(config) if row.training is None else self._train(row)
+            return {
+                "layers": layers,
+                "rank": config.rank,
+                "parameters": sum(p.numel() for p in adapter_parameters(self.model).values()),
+                **cost,
+                "figures": self._evaluate().student.as_dict(),
+            }
+        finally:
+            npt.detach(self.model)
+
+    def _evaluate(self, **settings: Any) -> Fidelity:
+        return npt.evaluate(
+            self.model, self.tokenizer, self.text.heldout, batch_size=BATCH, **settings
+        )
+
+    def _cost_of_nf4(self) -> dict[str, Any]:
+        stored = getattr(read_config(self.name), "dtype", None)
+        # a checkpoint in fp16 would lose bits as bf16
+        precision = "bf16" if stored == torch.bfloat16 else "fp32"
+        full = load_teacher(self.name, precision, device=self.device)
+        reference = reference_outputs(full, self.text.heldout, batch_size=BATCH)
+        del full
+        attribution = self._evaluate(unquantized=reference).attribution
+        return attribution["unquantized_to_4bit"].as_dict()
+
+    def _start(self, config: npt.NPTConfig) -> dict[str, Any]:
+        """Make the start, if the form has one that is not random."""
+        if config.init != "calibrated":
+            return self._cost(0.0, 0.0)
+        report = npt.calibrate(
+            self.model,
+            self.tokenizer,
+            self.text.fitted,
+            self.tokens,
+            batch_size=2,
+            seed=self.seed,
+            console=self.console,
+        )
+        return self._cost(report.seconds, 0.0)
+
+    def _train(self, row: Row) -> dict[str, Any]:
+        """Train, the start included, and load the adapters that were nearest on the way."""
+        assert row.training is not None
+        steps = row.training["max_steps"]
+        with tempfile.TemporaryDirectory() as folder:
+            settings = npt.TrainConfig(
+                **row.training,
+                warmup_steps=steps // 20,
+                calibration_tokens=self.tokens,
+                eval_steps=max(1, steps // 4),
+                eval_samples=len(self.text.choosing),
+                log_steps=steps,
+                seed=self.seed,
+                smoke_test=False,
+                output_dir=f"{folder}/run",
             )
+            trainer = npt.Trainer(
+                self.model,
+                self.tokenizer,
+                records(self.text.fitted),
+                settings,
+                data_config=npt.DataConfig(max_length=self.text.length),
+                eval_data=records(self.text.choosing),
+                console=self.console,
+                report=False,
+            )
+            result = trainer.train()
+            npt.load_adapter(self.model, f"{folder}/run/best/adapter")
+            best = json.loads(Path(folder, "run", "best", "fidelity.json").read_text("utf-8"))
+        start = 0.0 if trainer.calibration is None else trainer.calibration.seconds
+        trained = {
+            "rate": settings.learning_rate,
+            "steps": result.steps,
+            "tokens": result.tokens,
+            "choosing_kl": best["student"]["kl"],
+        }
+        return {"trained": trained, **self._cost(start, result.seconds)}
 
-    def has(self, name: str, settings: dict[str, Any]) -> bool:
-        """Return whether a row is in the file, made with these settings."""
-        return name in self.rows and self.rows[name]["settings"] == settings
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Write the file and the table with one more row."""
-        self.rows[row["name"]] = finite_or_null(row)
-        self.write()
-
-    def write(self) -> None:
-        """Write the file, and the table next to it."""
-        write_json(self.path, self.figures())
-        write_text(self.path.with_suffix(".md"), markdown(self.figures()))
-
-    def figures(self) -> dict[str, Any]:
-        """Return everything, rows in the order of the table."""
-        rows = [self.rows[name] for name in ROWS if name in self.rows]
-        return {**self.about, "rows": with_shares(rows), "failed": self.failed}
-
-
-def settings_of(row: Row, minutes: float, common: dict[str, Any]) -> dict[str, Any]:
-    """Return all that a row's figures follow from, but for the code, as JSON reads it."""
-    found = {**row.as_dict(), **common}
-    if row.training is not None:
-        found["minutes"] = minutes
-    return json.loads(json.dumps(found))
-
-
-def chosen(args: argparse.Namespace) -> list[Row]:
-    """Return the rows that were asked for.
-
-    Raises:
-        ConfigError: an unknown row, or a number that cannot be.
-    """
-    names = list(ROWS) if args.rows is None else [name.strip() for name in args.rows.split(",")]
-    unknown = [name for name in names if name not in ROWS]
-    if unknown:
-        raise ConfigError(f"--rows names {unknown[0]!r}; choose from {', '.join(ROWS)}")
-    for flag in ("length", "heldout_tokens", "choosing_tokens", "tokens"):
-        value = getattr(args, flag)
-        if value is not None and value < 2:
-            raise ConfigError(f"--{flag} is {value}; it is 2 at least")
-    if args.minutes <= 0:
-        raise ConfigError(f"--minutes is {args.minutes}; it lies above 0")
-    tokens = {} if args.tokens is None else {"tokens": args.tokens}
-    return [replace(ROWS[name], **tokens) for name in ROWS if name in names]
+    def _cost(self, start: float, training: float) -> dict[str, Any]:
+        """Return what the seconds of start and training are in minutes and forward passes."""
+        forward = self.seconds_per_token * self.tokens
+        figures = {
+            "tokens": self.tokens,
+            "minutes": (start + training) / 60,
+            "forward_passes": (start + training) / forward,
+        }
+        return figures | ({"start_passes": start / forward} if start else {})
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument(
-        "--model", help="folder, GGUF file or hub id; default what fetch_model.py fetched"
-    )
-    parser.add_argument(
-        "--text",
-        default="builtin-prose",
-        help="file, folder or glob, or a name for --dataset_name; default builtin-prose",
-    )
-    parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; default all")
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="of a row that trains, the start included"
-    )
-    parser.add_argument(
-        "--tokens", type=int, help="that a start is fitted to, in place of each row's own"
-    )
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sample at most")
-    parser.add_argument("--heldout_tokens", type=int, default=8192, help="to measure on")
-    parser.add_argument(
-        "--choosing_tokens", type=int, default=4096, help="by which training keeps what is nearest"
-    )
-    parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="default a file in outputs/, by the model's name")
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    parser.add_argument(
-        "--fill", type=Path, help="text that is given the table, such as docs/results/real-model.md"
-    )
-    return parser
+def records(samples: list[Sample]) -> list[dict[str, Any]]:
+    """Return samples as data to train on."""
+    return [{"id": sample.id, "input_ids": list(sample.input_ids)} for sample in samples]
 
 
-def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any], dict[str, Any]]:
-    """Return the bench, what is said of it, and the settings that all rows share.
+def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
+    """Return the bench, and what holds for all rows.
 
     Raises:
         NPTError: no such model, or too little text.
@@ -177,7 +267,6 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any], dict[st
         choosing_tokens=args.choosing_tokens,
         seed=args.seed,
     )
-    console = silent_console() if args.json else make_console(stderr=True)
     about = {
         "model": Path(name).name,
         "quantization": QUANTIZATION,
@@ -187,63 +276,95 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any], dict[st
             "ffn": config.intermediate_size,
             "vocab": config.vocab_size,
         },
-        "text": {
-            "name": Path(args.text).name,
-            "length": args.length,
-            "heldout_documents": len({s.document for s in text.heldout}),
-            **{
-                f"{part}_tokens": sum(len(sample.input_ids) for sample in getattr(text, part))
-                for part in ("fitted", "choosing", "heldout")
-            },
-        },
+        "text": {"name": Path(args.text).name, **text.sizes()},
         "machine": machine(next(model.parameters()).device),
     }
-    common = {"base": npt.base_hash(model), "text": text.fingerprint, "seed": args.seed}
-    return Bench(name, model, tokenizer, text, args.minutes, console, args.seed), about, common
+    console = silent_console() if args.json else make_console(stderr=True)
+    return Bench(name, model, tokenizer, text, args.tokens, console, args.seed), about
+
+
+def rows_in(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows that a file has already, by name.
+
+    Raises:
+        ConfigError: the file is of something else, or of another model or text.
+    """
+    if not path.exists():
+        return {}
+    try:
+        figures = json.loads(path.read_text("utf-8"))
+        rows = {row["name"]: row for row in figures["rows"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--out {path} is not a file of this benchmark; name another") from error
+    for key in ("model", "sizes", "text"):
+        if figures[key] != about[key]:
+            raise ConfigError(f"--out {path} has rows of another model or text; name another file")
+    return rows
+
+
+def write(path: Path, about: Mapping[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """Write all rows in the order of the table, and return what was written."""
+    unit = rows["nf4"]["figures"]["kl"] if "nf4" in rows else None
+    for row in rows.values():
+        row["kl_share_of_nf4"] = row["figures"]["kl"] / unit if unit else None
+    order = [*ROWS, *(name for name in rows if name not in ROWS)]
+    figures = finite_or_null({**about, "rows": [rows[name] for name in order if name in rows]})
+    write_json(path, figures)
+    return figures
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument(
+        "--model", help="folder, GGUF file or hub id; default what fetch_model.py fetched"
+    )
+    parser.add_argument(
+        "--text",
+        default="builtin-prose",
+        help="file, folder or glob, or a name for --dataset_name (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows", default=",".join(ROWS), help="names with commas (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, help="of a training, in place of each row's own")
+    parser.add_argument("--tokens", type=int, default=49152, help="that a start is fitted to")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sample at most")
+    parser.add_argument("--heldout_tokens", type=int, default=8192, help="to measure on")
+    parser.add_argument(
+        "--choosing_tokens", type=int, default=4096, help="by which training keeps what is nearest"
+    )
+    parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("outputs/real.json"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        rows = chosen(args)
-        if args.fill is not None:
-            check_place(args.fill, PLACE)
+        names = args.rows.split(",")
+        if unknown := [name for name in names if name not in ROWS]:
+            raise ConfigError(f"--rows names {unknown[0]!r}; choose from {', '.join(ROWS)}")
         if args.threads is not None:
             torch.set_num_threads(args.threads)
-        bench, about, common = open_bench(args)
-        path = args.out if args.out is not None else Path("outputs", f"real-{about['model']}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        results = Results(path, about, common)
-        results.write()  # what cannot be written is known before anything is measured
+        bench, about = open_bench(args)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        rows = rows_in(args.out, about)
+        for name in names:
+            row = ROWS[name]
+            if args.steps is not None and row.training is not None:
+                row = Row(**{**vars(row), "training": {**row.training, "max_steps": args.steps}})
+            print(f"{name}: {row.about}", file=sys.stderr, flush=True)
+            ended = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            made = {"name": name, "about": row.about, "code": code_hash(), "ended": ended}
+            rows[name] = {**made, **bench.make(row, name)}
+            figures = write(args.out, about, rows)
     except (NPTError, OSError) as error:
         print(error, file=sys.stderr)
         return getattr(error, "exit_status", 2)
-    status = 0
-    for row in rows:
-        settings = settings_of(row, args.minutes, common)
-        if results.has(row.name, settings):
-            print(f"{row.name}: kept from {path}", file=sys.stderr)
-            continue
-        print(f"{row.name}: {row.about}", file=sys.stderr, flush=True)
-        try:
-            found = bench.make(row)
-        except NPTError as error:
-            print(f"{row.name} is left out: {error}", file=sys.stderr)
-            results.failed[row.name] = str(error)
-            status = error.exit_status
-            continue
-        said = {"name": row.name, "about": row.about, "settings": settings, "code": code_hash()}
-        results.add({**said, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **found})
-    results.write()
-    figures = results.figures()
-    if args.json:
-        print(to_json(figures))
-    else:
-        make_console().print(terminal(figures))
-    if args.fill is not None:
-        text = args.fill.read_text(encoding="utf-8")
-        write_text(args.fill, filled(text, PLACE, markdown(figures)))
-    return status
+    print(to_json(figures) if args.json else markdown(figures))
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,20 +45,29 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """Samples of whole documents each: those that rows are fitted to, in an order in which every
-    document comes once before any comes twice; those that settings are chosen on; those that all
-    rows are measured on.
+    """Samples of whole documents each.
+
+    Attributes:
+        length: tokens of a sample at most.
+        fitted: every document comes once before any comes twice.
+        choosing: by which training keeps what is nearest, one of a document.
+        heldout: that all rows are measured on, one of a document.
     """
 
+    length: int
     fitted: list[Sample]
     choosing: list[Sample]
     heldout: list[Sample]
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all three."""
-        ids = [[s.input_ids for s in part] for part in (self.fitted, self.choosing, self.heldout)]
-        return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+    def sizes(self) -> dict[str, int]:
+        """Return length, documents and tokens."""
+        parts = {name: getattr(self, name) for name in ("fitted", "choosing", "heldout")}
+        tokens = {f"{name}_tokens": token_count(part) for name, part in parts.items()}
+        return {"length": self.length, "heldout_documents": len(self.heldout), **tokens}
+
+
+def token_count(samples: Iterable[Sample]) -> int:
+    return sum(len(sample.input_ids) for sample in samples)
 
 
 def read_text(
@@ -89,55 +98,48 @@ def read_text(
         TooLittleTextError: no text is left to be fitted, or too little to be measured on.
     """
     config = DataConfig(dataset_name=name, max_length=length)
+    seen: set[str] = set()
 
-    def windows(documents: Iterable[Document]) -> dict[str, list[Sample]]:
-        found: dict[str, list[Sample]] = {}
-        records = ({"text": d.text, "id": d.name} for d in documents)
+    def windows(documents: Iterable[Document]) -> list[list[Sample]]:
+        samples: dict[str, list[Sample]] = {}
+        new = shuffled(unique(documents, seen), seed)
+        records = ({"text": document.text, "id": document.name} for document in new)
         for sample in within(cut(records, tokenizer, config), vocab_size):
-            found.setdefault(sample.document, []).append(sample)
-        for title, samples in found.items():
-            random.Random(f"{seed}/{title}").shuffle(samples)
-        return found
+            samples.setdefault(sample.document, []).append(sample)
+        for title, parts in samples.items():
+            random.Random(f"{seed}/{title}").shuffle(parts)
+        return list(samples.values())
+
+    def take(documents: list[list[Sample]], tokens: int, share: int) -> list[Sample]:
+        """Take samples off the documents, whose places in the list they give up."""
+        count = min(-(-tokens // length), len(documents) // share)
+        taken = documents[:count]
+        del documents[:count]
+        least = min(LEAST, length)
+        return [
+            next((sample for sample in samples if len(sample.input_ids) >= least), samples[0])
+            for samples in taken
+        ]
 
     own = own_heldout(config)
-    known: set[str] = set()
-    measured = shuffled(unique(documents_of(own), known), seed) if own is not None else []
-    rest = windows(shuffled(unique(read_documents(config), known), seed))
-    documents, least = list(rest.values()), min(LEAST, length)
-    if own is not None:
-        heldout = take(windows(measured).values(), heldout_tokens, least)
-    else:
-        count = min(-(-heldout_tokens // length), len(documents) // 4)
-        heldout = take(documents[:count], heldout_tokens, least)
-        documents = documents[count:]
-    count = min(-(-choosing_tokens // length), len(documents) // 8)
-    choosing = take(documents[:count], choosing_tokens, least)
-    fitted = list(in_turn(documents[count:]))
-    if min(len({s.document for s in part}) for part in (heldout, choosing)) < 2 or not fitted:
+    measured = windows(documents_of(own)) if own is not None else []
+    documents = windows(read_documents(config))
+    count = len(documents)
+    heldout = take(documents if own is None else measured, heldout_tokens, 4 if own is None else 1)
+    choosing = take(documents, choosing_tokens, 8)
+    if min(len(heldout), len(choosing)) < 2 or not documents:
         raise TooLittleTextError(
-            f"--text {name} has {len(rest)} documents, which leaves {len(heldout)} samples to"
-            f" measure on, {len(choosing)} to choose by and {len(fitted)} to fit; give it more text"
-            " (two documents each at least)"
+            f"--text {name} has {count} documents, which leaves {len(heldout)} to measure on,"
+            f" {len(choosing)} to choose by and {len(documents)} to fit; give it more text (two"
+            " documents each at least)"
         )
-    return Text(fitted, choosing, heldout)
+    return Text(length, list(in_turn(documents)), choosing, heldout)
 
 
 def in_turn(documents: Iterable[Iterable[T]]) -> Iterator[T]:
     """Yield the first part of every document, then the second of every one that has it, ..."""
     turns = itertools.zip_longest(*documents)
     return (part for turn in turns for part in turn if part is not None)
-
-
-def take(documents: Iterable[Sequence[Sample]], tokens: int, least: int) -> list[Sample]:
-    """Return samples in turn, none of fewer than `least` tokens, up to a number of tokens."""
-    long = [[sample for sample in d if len(sample.input_ids) >= least] for d in documents]
-    found: list[Sample] = []
-    for sample in in_turn(long):
-        if tokens < least:
-            break
-        found.append(Sample(sample.id, sample.input_ids[:tokens]))
-        tokens -= len(found[-1].input_ids)
-    return found
 
 
 def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
@@ -147,13 +149,15 @@ def shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
 
 def read_documents(config: DataConfig) -> list[Document]:
     """Return the documents of a data set."""
-    found = documents_of(open_source(config))
-    return [part for one in found for part in divided(one)] if len(found) < FEW else found
+    documents = documents_of(open_source(config))
+    if len(documents) >= FEW:
+        return documents
+    return [part for document in documents for part in divided(document)]
 
 
 def documents_of(records: Iterable[Record]) -> list[Document]:
     """Return records as documents, pieces of one text together, up to LARGEST characters."""
-    found: list[Document] = []
+    documents: list[Document] = []
     pieces: list[str] = []
     size = 0
     for number, record in enumerate(records):
@@ -165,21 +169,20 @@ def documents_of(records: Iterable[Record]) -> list[Document]:
         if record.get(PIECE, (True, True))[1] or size >= LARGEST:
             name = str(record.get("id", number))
             name = name.partition("#")[0] if PIECE in record else name
-            found.append(Document(name, "".join(pieces)))
+            documents.append(Document(name, "".join(pieces)))
             pieces.clear()
         if size >= LARGEST:
             break
-    return found
+    return documents
 
 
-def unique(documents: Iterable[Document], known: set[str]) -> Iterator[Document]:
+def unique(documents: Iterable[Document], seen: set[str]) -> Iterator[Document]:
     """Yield documents whose text was not seen, under names that were not; note the texts."""
     names: set[str] = set()
     for name, text in documents:
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        if digest in known or not text.strip():
+        if text in seen or not text.strip():
             continue
-        known.add(digest)
+        seen.add(text)
         name = name if name not in names else f"{name} ({len(names)})"
         names.add(name)
         yield Document(name, text)

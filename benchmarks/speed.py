@@ -1,8 +1,7 @@
 """Speed, memory and arithmetic of a training step against what one would otherwise run, in one
 process.
 
-    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json | --markdown] [--output FOLDER]
-    [--fill FILE]
+    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json] [--output FOLDER]
 
 Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's
 step is first taken twice under instruments, which also warms it up: once with its matrix products
@@ -53,17 +52,16 @@ from typing import Any
 import torch
 
 from flop_count import count_flops, matmul_roofline
-from flop_formulas import floor_flops, training_flops
+from flop_formulas import adapter_flops, floor_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
 from npt.errors import ConfigError, NPTError
-from npt.files import write_bytes, write_text
+from npt.files import write_text
 from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
-from results_file import check_place, filled
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
 from speed_sweep import sweep
-from speed_tables import draw_runs, draw_sweep, markdown, place
+from tables import speed as markdown
 from this_machine import machine
 
 BASELINE = "two_model"
@@ -122,15 +120,12 @@ def instrumented(run: Run, batch: Batch, note: Callable[[str], None]) -> dict[st
 def floors(setting: Setting, name: str) -> dict[str, float]:
     """The least arithmetic of one of our runs, per token."""
     shape = SHAPES[setting.shape]
-    strategy = "local" if name == "local" else "end_to_end"
     scored = (setting.length - 1) / setting.length if name == "end_to_end_kl" else 0.0
-    formula = floor_flops(
-        shape, setting.length, resolve_layers(setting.layers, shape.layers), strategy, logits=scored
-    )
+    converted = resolve_layers(setting.layers, shape.layers)
+    local = name == "local"
+    formula = floor_flops(shape, setting.length, converted, local=local, logits=scored)
     return {
-        "floor_flops_per_token": training_flops(
-            shape, setting.length, setting.form, strategy, logits=scored
-        ),
+        "floor_flops_per_token": formula + adapter_flops(shape, setting.form, local=local),
         "formula_flops_per_token": formula,
     }
 
@@ -230,37 +225,9 @@ def make_setting(args: argparse.Namespace) -> Setting:
     )
 
 
-def make_folder(folder: Path) -> None:
-    """
-    Raises:
-        ConfigError: it cannot be made, or not be written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / ".writable", "")
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"--output is {folder}, which cannot be written to: {error.strerror}; name another"
-            " folder"
-        ) from error
-
-
-def write_all(figures: dict[str, Any], folder: Path) -> None:
-    """The figures as JSON, tables and pictures, each under the shape's name."""
-    shape = figures["shape"]
-    write_text(folder / f"{shape}.json", json.dumps(figures, indent=1) + "\n")
-    write_text(folder / f"{shape}.md", markdown(figures))
-    write_bytes(folder / f"{shape}-runs.png", draw_runs(figures))
-    if "sweep" in figures:
-        write_bytes(folder / f"{shape}-sweep.png", draw_sweep(figures))
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print one JSON object")
-    shown.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shape", default="cpu-0.2b", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=1024, help="of a step; full rows of --length")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
@@ -281,16 +248,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sweep", action="store_true", help="vary tokens, length and converted layers as well"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="folder for the figures, the tables and the plots, under the shape's name",
-    )
-    parser.add_argument(
-        "--fill",
-        type=Path,
-        help="text whose place for this shape is given the tables, such as docs/results/speed.md",
-    )
+    parser.add_argument("--output", type=Path, help="folder for the figures: SHAPE.json")
     return parser
 
 
@@ -298,17 +256,15 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         setting = make_setting(args)
-        if args.fill is not None:
-            check_place(args.fill, place(args.shape))
         if args.output is not None:
-            make_folder(args.output)
+            args.output.mkdir(parents=True, exist_ok=True)
         names = tuple(name.strip() for name in args.runs.split(","))
         unknown = [name for name in names if name not in RUNS]
         if unknown:
             raise ConfigError(f"--runs names {unknown[0]!r}; choose from {', '.join(RUNS)}")
-    except NPTError as error:
+    except (NPTError, OSError) as error:
         print(error, file=sys.stderr)
-        return error.exit_status
+        return getattr(error, "exit_status", 2)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision(args.matmul_precision)
@@ -322,10 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     # first: nothing that fails later loses them
     print(json.dumps(figures) if args.json else markdown(figures), flush=True)
     if args.output is not None:
-        write_all(figures, args.output)
-    if args.fill is not None:
-        text = args.fill.read_text(encoding="utf-8")
-        write_text(args.fill, filled(text, place(args.shape), markdown(figures)))
+        write_text(args.output / f"{args.shape}.json", json.dumps(figures, indent=1) + "\n")
     return 0
 
 

@@ -29,7 +29,6 @@ DATA = (
     "completion_column",
     "replay_dataset",
     "replay_ratio",
-    "dataset_mix",
 )
 
 

@@ -89,10 +89,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
             "npt.consolidate",
             "npt.update_from",
             "npt.consolidated",
-            "npt.consolidation_disabled",
             "npt.unconsolidate",
-            "npt.save_consolidated",
-            "npt.load_consolidated",
         ),
     ),
     "Faults": (

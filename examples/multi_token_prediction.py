@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -34,19 +33,9 @@ from npt.data.batch import Batch, collate, target_index
 from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import through_head, token_cross_entropy
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import GuardedUpdate
+from npt.guard import Guard
 
 BATCH_SIZE, WINDOW, LENGTH, RATE = 4, 2, 64, 3e-3
-
-
-@dataclass
-class Sums:
-    """Loss and targets of one micro-batch, summed over all heads; report: [2 K], of each head."""
-
-    loss: Tensor
-    tokens: int
-    report: Tensor
 
 
 class Head(nn.Module):
@@ -87,8 +76,10 @@ def prediction_losses(
     return sums
 
 
-def forward_backward(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch) -> Sums:
-    """Add the heads' gradients of one micro-batch to `.grad`; return its sums."""
+def forward_backward(
+    model: PreTrainedModel, heads: nn.ModuleList, batch: Batch
+) -> tuple[Tensor, int, Tensor]:
+    """Add the heads' gradients of one micro-batch to `.grad`; return loss, tokens and report."""
     with torch.no_grad():
         hidden = model.model(**model_inputs(model, batch), use_cache=False).last_hidden_state
     per_head = prediction_losses(hidden, batch, list(heads), model.config.vocab_size)
@@ -96,7 +87,7 @@ def forward_backward(model: PreTrainedModel, heads: nn.ModuleList, batch: Batch)
     loss.backward()
     counts = [count for _, count in per_head]
     report = torch.tensor([*(part.item() for part, _ in per_head), *counts])
-    return Sums(loss.detach(), sum(counts), report)
+    return loss, sum(counts), report
 
 
 def text(tokenizer: object) -> Iterator[Batch]:
@@ -114,17 +105,16 @@ def train(count: int, steps: int) -> list[list[float]]:
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     heads = nn.ModuleList(Head(model.lm_head, model.config.hidden_size) for _ in range(count))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, fused=True)
-    update = GuardedUpdate(dict(heads.named_parameters()), optimizer)
-    window: GradientWindow[Sums] = GradientWindow(update, max_grad_norm=1.0, rates=[RATE])
+    guard = Guard(heads, optimizer, max_grad_norm=1.0, rates=[RATE])
     batches, curve = text(tokenizer), []
     for _ in range(steps):
         for batch in islice(batches, WINDOW):
-            window.begin()
-            window.add(forward_backward(model, heads, batch), batch.sample_ids)
-        (result,) = window.commit()
-        for refusal in result.refusals:
+            with guard.micro_batch(ids=batch.sample_ids) as micro:
+                micro.loss, micro.tokens, micro.report = forward_backward(model, heads, batch)
+        (outcome,) = guard.step()
+        for refusal in outcome.refused:
             print(f"refused: {refusal}")
-        sums, counts = torch.tensor(result.reports).reshape(-1, 2, count).sum(dim=0)
+        sums, counts = torch.tensor(outcome.reports).reshape(-1, 2, count).sum(dim=0)
         curve.append((sums / counts).tolist())
     return curve
 

@@ -5,7 +5,6 @@ from npt.adapters.attach import attach as attach
 from npt.adapters.attach import detach as detach
 from npt.adapters.consolidate import consolidate as consolidate
 from npt.adapters.consolidate import consolidated as consolidated
-from npt.adapters.consolidate import consolidation_disabled as consolidation_disabled
 from npt.adapters.consolidate import unconsolidate as unconsolidate
 from npt.adapters.consolidate import update_from as update_from
 from npt.adapters.converted import adapter_mode as adapter_mode
@@ -13,8 +12,6 @@ from npt.adapters.converted import adapters_disabled as adapters_disabled
 from npt.adapters.files.adapter_files import from_pretrained as from_pretrained
 from npt.adapters.files.adapter_files import load_adapter as load_adapter
 from npt.adapters.files.adapter_files import save_adapter as save_adapter
-from npt.adapters.files.consolidated_files import load_consolidated as load_consolidated
-from npt.adapters.files.consolidated_files import save_consolidated as save_consolidated
 from npt.adapters.files.export import export as export
 from npt.adapters.files.peft_shim import register_peft as register_peft
 from npt.adapters.files.push import push_to_hub as push_to_hub

@@ -158,25 +158,6 @@ def lock_folder(path: Path) -> int | None:
     return handle
 
 
-@contextmanager
-def locked_folder(path: Path) -> Iterator[bool]:
-    """Wait until no other process holds the folder, and hold it for the block; False if the file
-    system has no locks.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            alone = True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            alone = False
-        yield alone
-    finally:
-        os.close(handle)
-
-
 def clean(folder: Path) -> list[str]:
     """Remove what killed processes left directly below a folder that nobody else is writing to.
 

@@ -69,6 +69,22 @@ RETIRED = {
     "save_strategy": "--save_steps says how often",
     "eval_strategy": "--eval_steps says how often",
     "evaluation_strategy": "--eval_steps says how often",
+    "smooth_l1_beta": "the loss smooth_l1 is squared up to 1",
+    "cosine_weight": "the loss cosine is half NMSE, half 1 - cos",
+    "jsd_weight": "the loss jsd is of the even mixture",
+    "layer_weights": "every layer counts alike",
+    "token_weighting": "every token counts alike",
+    "stages": "a run has one --strategy; a second run continues with another by --adapter",
+    "max_refused_share": "a run stops when more than a fifth of its micro-batches was refused",
+    "spike_sigmas": "--skip_spikes refuses beyond ten robust standard deviations",
+    "sample_steps": "npt generate --compare shows texts, the report multipliers at their bounds",
+    "rank_budget": "--adapter_rank is the mean of the ranks that a calibrated start gives out",
+    "init_std_a": "A starts with standard deviation 0.02",
+    "init_std_b": "B starts with standard deviation 0.001",
+    "init_std_m": "M starts at 0",
+    "init_a": "A starts normal, with standard deviation 0.02",
+    "padding_side": "rows are padded on the right; the side changes nothing",
+    "dataset_mix": "--replay_dataset mixes in a second data set; write more of them into one file",
 }
 """Flags that do not exist, and what to use instead."""
 

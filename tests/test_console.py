@@ -21,7 +21,7 @@ from npt.cli.main import main
 from npt.console import QuietConsole
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import printable
-from npt.train.progress import ProgressDisplay
+from npt.train.run_context import ProgressDisplay
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from npt.config import DataConfig, TrainConfig
 from npt.data.source import check_source, open_source
-from npt.errors import ConfigError, ModelError
+from npt.errors import ConfigError
 from npt.extras import EXTRAS, installed, require
 from npt.runs.trackers import Trackers
 
@@ -174,7 +174,7 @@ def test_peft_is_asked_for_by_its_extra(monkeypatch) -> None:
     from npt.adapters.files.peft_shim import register_peft
 
     absent(monkeypatch, "peft")
-    with pytest.raises(ModelError, match=r"pip install 'npt-distill\[peft\]'$"):
+    with pytest.raises(ConfigError, match=r"pip install 'npt-distill\[peft\]'$"):
         register_peft()
 
 

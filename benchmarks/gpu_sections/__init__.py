@@ -3,15 +3,13 @@ first.
 """
 
 from gpu_sections.cost import CALIBRATION, GENERATION, GUARDS, MEMORY, SPEED
-from gpu_sections.numbers import ATTENTION, GRADIENTS, LOADING, MACHINE, PRODUCTS
+from gpu_sections.numbers import ATTENTION, GRADIENTS, MACHINE, PRODUCTS
 from gpu_sections.runner import Section
-from gpu_sections.steps import BITS, WAITS
-from gpu_sections.whole import CAMPAIGN, TWO_GPUS
+from gpu_sections.steps import BITS
+from gpu_sections.tests import TESTS
 
 SECTIONS: tuple[Section, ...] = (
     MACHINE,
-    LOADING,
-    WAITS,
     GRADIENTS,
     BITS,
     PRODUCTS,
@@ -21,6 +19,5 @@ SECTIONS: tuple[Section, ...] = (
     SPEED,
     GENERATION,
     CALIBRATION,
-    TWO_GPUS,
-    CAMPAIGN,
+    TESTS,
 )

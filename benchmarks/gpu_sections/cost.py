@@ -202,7 +202,7 @@ def measure_speed(bench: Bench, found: Findings) -> None:
     products.
     """
     import speed
-    import speed_tables
+    from tables import speed as markdown
 
     cases = bench.pick(
         (("embedded", "upper_half", 64),),
@@ -226,7 +226,7 @@ def measure_speed(bench: Bench, found: Findings) -> None:
             found.figures[f"{shape}, {precision}"] = figures
             found.tables.append(
                 f"{shape}, layers {layers}, {length:,} tokens, `--matmul_precision"
-                f" {precision}`:\n\n{speed_tables.markdown(figures)}"
+                f" {precision}`:\n\n{markdown(figures)}"
             )
             rows = {row["name"]: row for row in figures["runs"]}
             found.check(

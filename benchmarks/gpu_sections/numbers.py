@@ -1,4 +1,4 @@
-"""Sections 1 to 4 and 6: the machine, and whether it computes what the CPU or fp64 computes."""
+"""Sections 1, 3, 4 and 6: the machine, and whether it computes what the CPU or fp64 computes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.adapters.layer import attention_output
 from npt.adapters.stream import open_stream
 from npt.base.device import wait_for
-from npt.base.linear import dense_weight, multiply, multiply_backward, quantized_linears
-from npt.base.precision import audit_precision
+from npt.base.linear import dense_weight, multiply, multiply_backward
 from npt.base.random_base import STD
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import STRATEGIES
@@ -103,43 +102,6 @@ def describe_machine(bench: Bench, found: Findings) -> None:
             if found.figures.get(name)
         )
     )
-
-
-def check_loading(bench: Bench, found: Findings) -> None:
-    """The embedded model is packed on the device as on the CPU."""
-    models = [
-        npt.load_base("tiny", quantization="nf4", device=device)[0]
-        for device in ("cpu", bench.device)
-    ]
-    for name, model in zip(("cpu", str(bench.device)), models, strict=True):
-        found.attempt(f"precision audit on {name}", partial(audit_precision, model, torch.float32))
-    pairs = list(zip(*(quantized_linears(model) for model in models), strict=True))
-    found.check(
-        "all layers are packed",
-        len(pairs) == 7 * models[0].config.num_hidden_layers,
-        f"{len(pairs)} of them",
-    )
-    different = [
-        name
-        for (name, one), (_, other) in pairs
-        if not torch.equal(one.weight.data.cpu(), other.weight.data.cpu())
-    ]
-    found.check(
-        "4-bit codes",
-        not different,
-        f"{len(different)} layers differ, the first {different[:1]}" if different else "",
-    )
-    drift = max(
-        _relative(dense_weight(other).cpu(), dense_weight(one)) for (_, one), (_, other) in pairs
-    )
-    # The scales are quantised once more, from statistics whose last bit depends on how a device
-    # divides: the code of one in some hundred may be a neighbour, which is off by some percent.
-    found.below("dequantised weights, relative error", drift, 1e-3)
-    found.figures["dequantised_error"] = drift
-    one, other = (npt.base_identity(model) for model in models)
-    mismatch = other.mismatch(one.as_record())
-    found.check("an adapter of either base fits the other", mismatch is None, mismatch or "")
-    found.figures["same_statistics"] = one.strict == other.strict  # they may differ in the last bit
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
@@ -386,7 +348,6 @@ def compare_gradients(bench: Bench, found: Findings) -> None:
 
 
 MACHINE = Section(1, "driver, card, libraries", describe_machine)
-LOADING = Section(2, "load in NF4, as on the CPU", check_loading)
 PRODUCTS = Section(3, "4-bit products against fp64", check_products)
 ATTENTION = Section(4, "attention: kernel, memory, time", check_attention)
 GRADIENTS = Section(6, "loss and gradients, as on the CPU", compare_gradients)

@@ -24,9 +24,10 @@ import torch
 
 from npt.base.device import wait_for
 from npt.files import write_json, write_text
+from tables import gpu_check as markdown
 
 PASS, FAIL, MISS = "PASS", "FAIL", "MISS"
-NEEDS_CUDA, NEEDS_TWO, LEFT = "needs CUDA", "needs two GPUs", "not reached"
+NEEDS_CUDA, LEFT = "needs CUDA", "not reached"
 
 DONE, FAILED, CUT = 0, 1, 3
 """Exit statuses: nothing failed; something did; nothing did, but not all was reached."""
@@ -35,9 +36,7 @@ JSON, MARKDOWN = "gpu_check.json", "gpu_check.md"
 
 
 class UnavailableError(Exception):
-    """This machine cannot run a section at all. Its text is the verdict: `NEEDS_CUDA` or
-    `NEEDS_TWO`.
-    """
+    """This machine cannot run a section at all. Its text is the verdict."""
 
 
 class OutOfTimeError(BaseException):
@@ -50,46 +49,56 @@ class OutOfTimeError(BaseException):
 class Findings:
     """The findings of a section so far.
 
-    checks: [name, passed, detail]. targets: [name, met, detail], of which a missed one is no
-    failure. figures: by name. tables: in Markdown. notes: for the closing line, what was left out
-    among them.
+    Attributes:
+        checks: name, passed, detail.
+        targets: name, met, detail, of which a missed one is no failure.
+        figures: by name.
+        tables: in Markdown.
+        notes: for the closing line, what was left out among them.
     """
 
-    checks: list[tuple[str, bool, str]] = field(default_factory=list)
-    targets: list[tuple[str, bool, str]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    targets: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
         """Something that holds on every machine."""
-        self.checks.append((name, bool(passed), detail))
-
-    def attempt(self, name: str, act: Callable[[], Any]) -> None:
-        """A check that `act` does not raise."""
-        message = ""
-        try:
-            act()
-        except Exception as error:
-            message = one_line(error)
-        self.check(name, not message, message)
+        self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
 
     def below(self, name: str, value: float, limit: float) -> None:
         """A check that a value is finite and at most its limit."""
-        self.check(
-            name, math.isfinite(value) and value <= limit, f"{value:.3g}, at most {limit:.3g}"
-        )
+        good = math.isfinite(value) and value <= limit
+        self.check(name, good, f"{value:.3g}, at most {limit:.3g}")
 
     def target(self, name: str, met: bool, detail: str) -> None:
         """Check a figure that must be reached, and report it if it is not."""
-        self.targets.append((name, bool(met), detail))
+        self.targets.append({"name": name, "met": bool(met), "detail": detail})
+
+    def judged(self, failure: str) -> tuple[str, str]:
+        """Return the verdict and the text of the section's line. failure: what it raised."""
+        failed = [
+            f"{check['name']}: {check['detail']}".removesuffix(": ")
+            for check in self.checks
+            if not check["passed"]
+        ]
+        missed = [f"{each['name']}: {each['detail']}" for each in self.targets if not each["met"]]
+        counted = f"{len(self.checks) - len(failed)} of {len(self.checks)}" if self.checks else ""
+        more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
+        parts = [counted, *self.notes, failure, "; ".join(failed[:3]) + more]
+        parts += ["target missed: " + "; ".join(missed)] if missed else []
+        verdict = FAIL if failed or failure else MISS if missed else PASS
+        return verdict, ", ".join(part for part in parts if part)
 
 
 @dataclass
 class Bench:
     """The place that sections run in.
 
-    folder: for what they write, removed at the end. small: tiny models and shapes.
+    Attributes:
+        folder: for what they write, removed at the end.
+        small: tiny models and shapes.
     """
 
     device: torch.device
@@ -112,24 +121,15 @@ class Bench:
             raise UnavailableError(NEEDS_CUDA)
 
     def seconds(self, act: Callable[[], Any], repeats: int = 5, warmups: int = 1) -> float:
-        """The median time of a call: between events on a GPU, by the clock elsewhere."""
-        for _ in range(warmups):
-            act()
-        wait_for(self.device)
+        """The median time of a call."""
         spent = []
-        for _ in range(repeats):
-            if self.cuda:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                act()
-                end.record()
-                end.synchronize()
-                spent.append(start.elapsed_time(end) / 1000)
-            else:
-                started = time.perf_counter()
-                act()
-                spent.append(time.perf_counter() - started)
-        return sorted(spent)[len(spent) // 2]
+        for _ in range(warmups + repeats):
+            wait_for(self.device)
+            started = time.perf_counter()
+            act()
+            wait_for(self.device)
+            spent.append(time.perf_counter() - started)
+        return sorted(spent[warmups:])[repeats // 2]
 
 
 @dataclass(frozen=True)
@@ -141,42 +141,17 @@ class Section:
     run: Callable[[Bench, Findings], None]
 
 
-@dataclass
-class Result:
-    """The outcome of a section."""
+Result = dict[str, Any]
+"""Of a section: number, name, verdict, text, seconds, ended, and its findings."""
 
-    number: int
-    name: str
-    verdict: str
-    text: str
-    seconds: float
-    ended: str
-    findings: Findings
 
-    @property
-    def line(self) -> str:
-        judged = self.verdict in (PASS, FAIL, MISS)
-        told = ", ".join(
-            part
-            for part in ("" if judged else self.verdict, self.text, f"{self.seconds:.1f} s")
-            if part
-        )
-        return f"{self.verdict if judged else '-':<4} {self.number:>2} {self.name:<34} {told}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        names = ("name", "passed", "detail"), ("name", "met", "detail")
-        found = asdict(self.findings)
-        found["checks"], found["targets"] = (
-            [dict(zip(keys, entry, strict=True)) for entry in found[kind]]
-            for keys, kind in zip(names, ("checks", "targets"), strict=True)
-        )
-        return {
-            "number": self.number,
-            "name": self.name,
-            "verdict": self.verdict,
-            "text": self.text,
-        } | {"seconds": round(self.seconds, 2), "ended": self.ended, **found}
+def line_of(result: Result) -> str:
+    """Return a section's line."""
+    judged = result["verdict"] in (PASS, FAIL, MISS)
+    words = ["" if judged else result["verdict"], result["text"], f"{result['seconds']:.1f} s"]
+    mark = result["verdict"] if judged else "-"
+    text = ", ".join(word for word in words if word)
+    return f"{mark:<4} {result['number']:>2} {result['name']:<34} {text}"
 
 
 def one_line(error: BaseException) -> str:
@@ -187,15 +162,15 @@ def one_line(error: BaseException) -> str:
 
 def run_section(section: Section, bench: Bench, left: float) -> Result:
     """Run one section, whatever error it raises; it is cut off when `left` seconds are over."""
-    found, started = Findings(), time.perf_counter()
-    failure = verdict = None
+    findings, started = Findings(), time.perf_counter()
+    failure = unjudged = ""
     try:
         with _as_it_was(bench.device), _deadline(left):
-            section.run(bench, found)
+            section.run(bench, findings)
     except UnavailableError as error:
-        verdict = str(error)
+        unjudged = str(error)
     except OutOfTimeError:
-        verdict, failure = LEFT, "cut off by --minutes"
+        unjudged, failure = LEFT, "cut off by --minutes"
     except Exception as error:
         failure = one_line(error)
     seconds = time.perf_counter() - started
@@ -206,31 +181,17 @@ def run_section(section: Section, bench: Bench, left: float) -> Result:
             torch.cuda.empty_cache()
         except RuntimeError as error:  # of an earlier kernel
             failure = failure or one_line(error)
-    verdict, text = _judged(found, verdict, failure)
-    return Result(section.number, section.name, verdict, text, seconds, _now(), found)
-
-
-def _judged(found: Findings, verdict: str | None, failure: str | None) -> tuple[str, str]:
-    """The verdict, and the text of the section's line."""
-    failed = [
-        f"{name}: {detail}" if detail else name
-        for name, passed, detail in found.checks
-        if not passed
-    ]
-    missed = [f"{name}: {detail}" for name, met, detail in found.targets if not met]
-    counted = f"{len(found.checks) - len(failed)} of {len(found.checks)}" if found.checks else ""
-    if verdict is None:
-        verdict = FAIL if failed or failure else MISS if missed else PASS
-    parts = [counted, *found.notes]
-    if failure:
-        parts.append(failure)
-    if failed:
-        parts.append(
-            "; ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
-        )
-    if missed:
-        parts.append("target missed: " + "; ".join(missed))
-    return (FAIL if failed else verdict), ", ".join(part for part in parts if part)
+    verdict, text = findings.judged(failure)
+    failed = any(not check["passed"] for check in findings.checks)
+    return {
+        "number": section.number,
+        "name": section.name,
+        "verdict": verdict if failed or not unjudged else unjudged,
+        "text": text,
+        "seconds": round(seconds, 2),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(findings),
+    }
 
 
 @contextmanager
@@ -253,6 +214,8 @@ def _deadline(seconds: float) -> Iterator[None]:
     def over(*_: Any) -> None:
         raise OutOfTimeError
 
+    if seconds <= 0:
+        raise OutOfTimeError
     before, started = signal.signal(signal.SIGALRM, over), time.monotonic()
     # somebody else's alarm, such as that of a test with a time limit
     due, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -272,7 +235,7 @@ class Report:
 
     def __init__(self, folder: Path, machine: dict[str, Any], small: bool):
         self.folder, self.machine, self.small = folder, machine, small
-        self.sections: dict[int, dict[str, Any]] = {}
+        self.sections: dict[int, Result] = {}
         try:
             earlier = json.loads((folder / JSON).read_text(encoding="utf-8"))
             if (earlier["machine"], earlier["small"]) == (json.loads(json.dumps(machine)), small):
@@ -284,42 +247,13 @@ class Report:
         """Write the files anew, with one more result; one that was not reached replaces none that
         was.
         """
-        if result.verdict == LEFT and result.number in self.sections:
+        if result["verdict"] == LEFT and result["number"] in self.sections:
             return
-        self.sections[result.number] = result.as_dict()
+        self.sections[result["number"]] = result
         ordered = [self.sections[number] for number in sorted(self.sections)]
-        write_json(
-            self.folder / JSON, {"machine": self.machine, "small": self.small, "sections": ordered}
-        )
-        write_text(self.folder / MARKDOWN, markdown(self.machine, self.small, ordered))
-
-
-def markdown(machine: dict[str, Any], small: bool, sections: Iterable[dict[str, Any]]) -> str:
-    """The results as a part of docs/results/gpu-check.md."""
-    ordered = list(sections)
-    libraries = ", ".join(
-        f"{name} {machine[name]}"
-        for name in ("torch", "cuda", "transformers", "bitsandbytes")
-        if machine.get(name)
-    )
-    date = max((section["ended"][:10] for section in ordered), default="")
-    lines = [
-        f"### {machine['device']}, {date}",
-        "",
-        f"`benchmarks/gpu_check.py{' --small' if small else ''}`, {libraries}.",
-        "",
-    ]
-    lines += ["| section | verdict | result | seconds |", "|---|---|---|---|"]
-    for section in ordered:
-        text = section["text"].replace("|", "\\|")
-        lines.append(
-            f"| {section['number']} {section['name']} | {section['verdict']} | {text} |"
-            f" {section['seconds']:.1f} |"
-        )
-    for section in ordered:
-        for table in section["tables"]:
-            lines += ["", table]
-    return "\n".join(lines) + "\n"
+        figures = {"machine": self.machine, "small": self.small, "sections": ordered}
+        write_json(self.folder / JSON, figures)
+        write_text(self.folder / MARKDOWN, markdown(figures))
 
 
 def run_sections(
@@ -344,18 +278,12 @@ def run_sections(
     until = time.perf_counter() + 60 * minutes
     verdicts = []
     for section in sections:
-        left = until - time.perf_counter()
-        not_reached = Result(section.number, section.name, LEFT, "", 0.0, _now(), Findings())
-        result = run_section(section, bench, left) if left > 0 else not_reached
+        result = run_section(section, bench, until - time.perf_counter())
         report.add(result)
-        say(result.line)
-        verdicts.append(result.verdict)
+        say(line_of(result))
+        verdicts.append(result["verdict"])
         shutil.rmtree(bench.folder, ignore_errors=True)
         bench.folder.mkdir(parents=True, exist_ok=True)
     if FAIL in verdicts:
         return FAILED
     return CUT if LEFT in verdicts else DONE
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,6 +1,4 @@
-"""Sections 5 and 7: a step that makes the host wait for nothing, and whose bits are what they are
-to be.
-"""
+"""Section 7: a step whose bits are what they are to be."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +15,14 @@ from safetensors.torch import load_file
 import npt
 from faults.bench import Base, Fill, Setting, Student, difference, run
 from faults.runs import NoTokenizer
-from gpu_sections.models import LENGTHS, embedded_student, small_batch
 from gpu_sections.runner import Bench, Findings, Section
-from host_waits import HostWaitError, no_waits
 from npt.adapters.converted import adapter_parameters
-from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
-from npt.step.train_step import TrainStep
 
 FIRST = 3
 """Smallest token id of a sample; below lie the start, end and padding tokens."""
-
-
-def check_waits(bench: Bench, found: Findings) -> None:
-    """The third step of each strategy on each kind of batch."""
-    for strategy, kind in product(STRATEGIES, LENGTHS):
-        model = embedded_student(bench.device)
-        batch, config = small_batch(kind).to(bench.device), npt.TrainConfig(strategy=strategy)
-        train_step = TrainStep(model, STRATEGIES[strategy], config, [1e-3], late=True)
-
-        def step(train_step: TrainStep = train_step, batch: Batch = batch) -> None:
-            train_step.window.begin()
-            train_step.window.add(train_step.forward_backward(batch))
-            train_step.window.commit()
-
-        step()
-        step()
-        wait_for(bench.device)
-        waited = ""
-        try:
-            with no_waits(bench.device):
-                step()
-        except HostWaitError as error:
-            waited = str(error)
-        found.check(f"{strategy}, {kind}", not waited, waited)
 
 
 @contextmanager
@@ -116,7 +85,6 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             log_steps=1,
             learning_rate=1e-2,
             smoke_test=False,
-            max_refused_share=1.0,
             output_dir=str(folder / name),
             **settings,
         )
@@ -170,5 +138,4 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
     return None if apart is None else f"differs in {apart}"
 
 
-WAITS = Section(5, "no host wait in a step", check_waits)
 BITS = Section(7, "bits: late, refused, resumed", check_bits)

@@ -27,15 +27,7 @@ SETS: dict[str, dict[str, Any]] = {
     "no-clipping": {"max_grad_norm": 0.0},
     "hard-clipping": {"max_grad_norm": 0.01, "gradient_accumulation_steps": 2},
     "cosine-with-warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 5},
-    "inverse-sqrt": {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0.5},
-    "stable-then-decay": {
-        "lr_scheduler_type": "warmup_stable_decay",
-        "lr_scheduler_kwargs": {"num_decay_steps": 1},
-        "warmup_steps": 1,
-    },
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", **EVALUATED},
-    "greedy": {"lr_scheduler_type": "greedy", **EVALUATED},
-    "weight-decay": {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6},
     "label-smoothing": {"label_smoothing_factor": 0.1},
     "checkpointing": {"gradient_checkpointing": True},
     "checkpointing-reentrant": {
@@ -45,10 +37,7 @@ SETS: dict[str, dict[str, Any]] = {
     },
     "bf16": {"bf16": True, "gradient_accumulation_steps": 2, "bf16_full_eval": True, **EVALUATED},
     "log-nothing": {"logging_strategy": "no", "gradient_accumulation_steps": 2},
-    "log-epochs": {"logging_strategy": "epoch", "logging_first_step": True, **EPOCHS},
-    "log-unfiltered": {"logging_nan_inf_filter": False, "logging_steps": 2},
     "best-at-end": {"eval_on_start": True, "save_total_limit": 1, **EVALUATED, **SAVED, **BEST},
-    "save-best": {"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATED},
     "by-epoch": {
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -56,21 +45,11 @@ SETS: dict[str, dict[str, Any]] = {
         "eval_accumulation_steps": 1,
         **EPOCHS,
     },
-    "grouped-by-length": {"train_sampling_strategy": "group_by_length", **EPOCHS},
-    "in-order-drop-last": {
-        "train_sampling_strategy": "sequential",
-        "dataloader_drop_last": True,
-        **EPOCHS,
-    },
     "workers": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3, **EPOCHS},
     "dispatched": {"accelerator_config": {"dispatch_batches": True, "even_batches": False}},
     "noisy-embeddings": {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 2},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "tokens-seen": {"include_num_input_tokens_seen": "non_padding", **EVALUATED},
-    "all-tokens-seen": {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2},
-    "seeds": {"seed": 7, "data_seed": 11, "max_steps": 4},
-    "batch-size-found": {"auto_find_batch_size": True},
-    "memory-measured": {"torch_empty_cache_steps": 1, "prediction_loss_only": True, **EVALUATED},
 }
 
 

@@ -30,40 +30,6 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 """Names of `optim`, and what else they are given."""
 
-THE_SAME = {
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "paged_ademamix_32bit": "ademamix",
-    "paged_ademamix_8bit": "ademamix_8bit",
-    "paged_lion_32bit": "lion_32bit",
-    "rmsprop_bnb_32bit": "rmsprop_bnb",
-}
-"""Names that run the code of another one on a CPU, which pages nothing."""
-
-NOT_HERE = {
-    "adamw_anyprecision": "torchdistx is on no package index",
-    "adamw_torch_4bit": "torchao is not installed",
-    "adamw_torch_8bit": "torchao is not installed",
-    "adamw_torch_npu_fused": "for an NPU",
-    "adamw_torch_xla": "for XLA",
-    "adalomo": "steps inside backward, which a guard refuses",
-    "apollo_adamw": "apollo_torch is not installed",
-    "apollo_adamw_layerwise": "steps inside backward, which a guard refuses",
-    "galore_adafactor": "galore_torch is not installed",
-    "galore_adafactor_layerwise": "steps inside backward, which a guard refuses",
-    "galore_adamw": "galore_torch is not installed",
-    "galore_adamw_8bit": "galore_torch is not installed",
-    "galore_adamw_8bit_layerwise": "steps inside backward, which a guard refuses",
-    "galore_adamw_layerwise": "steps inside backward, which a guard refuses",
-    "grokadamw": "grokadamw is not installed",
-    "lomo": "steps inside backward, which a guard refuses",
-    "schedule_free_adamw": "schedulefree is not installed",
-    "schedule_free_radam": "schedulefree is not installed",
-    "schedule_free_sgd": "schedulefree is not installed",
-    "stable_adamw": "torch-optimi is not installed",
-}
-"""Names without an example, by the reason; torch's own optimizers below replace them."""
-
 OWN: dict[str, tuple[type, dict[str, Any]]] = {
     "Adadelta": (torch.optim.Adadelta, {}),
     "Adafactor": (torch.optim.Adafactor, {}),

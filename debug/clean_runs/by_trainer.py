@@ -48,31 +48,6 @@ def classifier(folder: Path) -> Any:
     )
 
 
-def tagger(folder: Path) -> Any:
-    """Classify tokens."""
-    rows = [
-        {"input_ids": row["input_ids"], "labels": [i % 3 for i in row["input_ids"]]}
-        for row in token_rows()
-    ]
-    model = seeded(hf.BertForTokenClassification, encoder())
-    collator = hf.DataCollatorForTokenClassification(tokenizer())
-    return causal(folder, model=model, train_dataset=rows, data_collator=collator)
-
-
-def masked(folder: Path) -> Any:
-    """Guess masked tokens; the collator draws random numbers."""
-    marked = hf.AutoTokenizer.from_pretrained(tokenizer().name_or_path)
-    marked.pad_token = tokenizer().pad_token
-    marked.mask_token = marked.convert_ids_to_tokens(5)
-    return causal(
-        folder,
-        model=seeded(hf.BertForMaskedLM, encoder()),
-        train_dataset=[{"input_ids": row["input_ids"]} for row in token_rows()],
-        data_collator=hf.DataCollatorForLanguageModeling(marked, mlm_probability=0.4),
-        arguments=ACCUMULATED,
-    )
-
-
 def translator(folder: Path) -> Any:
     """Train a T5 with Seq2SeqTrainer, and generate at evaluations."""
     config = hf.T5Config(
@@ -148,40 +123,6 @@ def channels_last(folder: Path) -> Any:
     return trainer
 
 
-def speech(folder: Path) -> Any:
-    """Train a Wav2Vec2 with a CTC loss."""
-    config = hf.Wav2Vec2Config(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        conv_dim=(8, 8),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        mask_time_length=2,
-        ctc_loss_reduction="mean",
-    )
-    generator = torch.Generator().manual_seed(0)
-    rows = [
-        {
-            "input_values": torch.randn(400, generator=generator),
-            "labels": torch.tensor([1 + i % 5, 6, 2]),
-        }
-        for i in range(ROWS)
-    ]
-    return causal(
-        folder,
-        model=seeded(hf.Wav2Vec2ForCTC, config),
-        train_dataset=rows,
-        data_collator=hf.default_data_collator,
-        arguments=ACCUMULATED,
-    )
-
-
 def experts(folder: Path) -> Any:
     """Train a mixture of experts with the loss of its router."""
     config = hf.MixtralConfig(
@@ -251,28 +192,18 @@ def lora_in_4_bit(folder: Path) -> Any:
     return causal(folder, model=model, arguments={**ACCUMULATED, **saved})
 
 
-def lora_and_head(folder: Path) -> Any:
-    """Train a LoRA with a head and an embedding that are trained whole."""
-    model = lora(llama(tie_word_embeddings=False), modules_to_save=["lm_head", "embed_tokens"])
-    return causal(folder, model=model, arguments=ACCUMULATED)
-
-
 def transformers_own() -> list[Example]:
     """Return the examples of transformers and PEFT."""
     builds: dict[str, Any] = {
         "bert-classifier": classifier,
-        "bert-tagger": tagger,
-        "bert-masked": masked,
         "t5-seq2seq": translator,
         "vit": vit,
         "resnet": resnet,
         "resnet-channels-last": channels_last,
-        "wav2vec2-ctc": speech,
         "mixtral": experts,
         "own-module": of_ones_own,
         "own-loss": partial(causal, compute_loss_func=summed, arguments=ACCUMULATED),
         "lora": lambda folder: causal(folder, model=lora(llama()), arguments=ACCUMULATED),
-        "lora-and-head": lora_and_head,
         "lora-4-bit": lora_in_4_bit,
     }
     return [Example(name, "trainers", build) for name, build in builds.items()]
@@ -333,11 +264,6 @@ def answers() -> list[Row]:
     ]
 
 
-def completions() -> list[Row]:
-    """Return prompts with completions."""
-    return [{name: row[name] for name in ("prompt", "completion")} for row in answers()]
-
-
 def pairs() -> list[Row]:
     """Return prompts with a better and a worse completion."""
     return [
@@ -349,11 +275,6 @@ def pairs() -> list[Row]:
 def whole_pairs() -> list[Row]:
     """Return pairs of whole texts."""
     return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs()]
-
-
-def triples() -> list[Row]:
-    """Return pairs with a third completion to learn from."""
-    return [{**row, "reference": sentence(2)} for row in pairs()]
 
 
 def judge() -> nn.Module:
@@ -370,33 +291,15 @@ def trls() -> list[Example]:
         "save_steps": 1,
     }
     by_lora = {"arguments": {"learning_rate": 0.1}}
-    cpo, orpo = "trl.experimental.cpo", "trl.experimental.orpo"
     generating = {"max_new_tokens": 4, "lmbda": 0.5}
     given: dict[str, tuple[str, str, Callable[[], list[Row]], dict[str, Any]]] = {
         "sft": ("trl", "SFT", texts, {"arguments": accurate}),
-        "sft-chats": ("trl", "SFT", chats, {}),
-        "sft-completions": ("trl", "SFT", completions, {}),
         "sft-packed": ("trl", "SFT", texts, {"arguments": {"packing": True, "max_length": 24}}),
         "sft-lora": ("trl", "SFT", texts, {"peft_config": lora_config, **by_lora}),
         "dpo": ("trl", "DPO", pairs, {"reference": llama}),
-        "dpo-precomputed": (
-            "trl",
-            "DPO",
-            pairs,
-            {"arguments": {"precompute_ref_log_probs": True}, "reference": llama},
-        ),
         "dpo-lora": ("trl", "DPO", pairs, {"peft_config": lora_config, **by_lora}),
         "reward": ("trl", "Reward", whole_pairs, {"model": judge}),
-        "dpo-synchronised": (
-            "trl",
-            "DPO",
-            pairs,
-            {"arguments": {"sync_ref_model": True, "ref_model_sync_steps": 1}, "reference": llama},
-        ),
         "kto": ("trl", "KTO", answers, {"reference": llama}),
-        "cpo": (cpo, "CPO", pairs, {}),
-        "orpo": (orpo, "ORPO", pairs, {}),
-        "tpo": ("trl.experimental.tpo", "TPO", triples, {}),
         "gkd": ("trl.experimental.gkd", "GKD", chats, {"teacher": llama, "arguments": generating}),
     }
     return [

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,11 +27,12 @@ from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.distill.local import MicroBatch
+from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES
-from npt.step.schedule import rate_table
-from npt.step.spikes import HISTORY
-from npt.step.train_step import ADAM_BETAS, TrainStep, forward_backward
-from npt.step.window_result import Refusal, WindowResult
+from npt.guard.outcome import Outcome as WindowOutcome
+from npt.guard.outcome import Refusal
+from npt.guard.schedule import rate_table
+from npt.guard.spikes import HISTORY
 
 PAD_ID = 2
 FIRST_ID = 3
@@ -239,11 +241,11 @@ class Outcome:
 
     state: dict[str, Tensor]
     rng: Tensor
-    results: list[WindowResult[MicroBatch]] = field(default_factory=list)
+    results: list[WindowOutcome] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
-        return [r.rate for r in self.results if r.applied]
+        return [r.rate for r in self.results if r.applied and r.rate is not None]
 
     @property
     def steps(self) -> int:
@@ -252,7 +254,7 @@ class Outcome:
     @property
     def refusals(self) -> list[tuple[int, Refusal]]:
         """Return (window, refusal) of everything that was refused."""
-        return [(r.index, refusal) for r in self.results for refusal in r.refusals]
+        return [(r.index, refusal) for r in self.results for refusal in r.refused]
 
     def difference(self, other: Outcome) -> str | None:
         """Return what differs from another outcome, by name, or None if not one bit does."""
@@ -279,19 +281,15 @@ class Run(Student):
         # Every step has a rate of its own, so a schedule that moved by one is seen.
         rates = setting.rates or rate_table(setting.learning_rate, "linear", 0, 2 * setting.windows)
         strategy = STRATEGIES[self.config.strategy]
-        with mock.patch("npt.step.spikes.HISTORY", setting.spike_history):
-            self.step = TrainStep(self.model, strategy, self.config, rates, late=setting.late)
-        self.optimizer = self.step.update.optimizer
-        self.results: list[WindowResult[MicroBatch]] = []
+        with mock.patch("npt.guard.spikes.HISTORY", setting.spike_history):
+            self.guard = student_guard(self.model, self.config, rates, late=setting.late)
+        self.compute = partial(summed, self.model, strategy, config=self.config)
+        self.optimizer = self.guard.update.optimizer
+        self.results: list[WindowOutcome] = []
 
     def micro_batch(self, batch: Batch, fill: Fill | None = None) -> None:
-        strategy = self.step.strategy
-        if fill is not None:
-            self.step.strategy = lambda *_: fill()
-        try:
-            self.step.add(batch)
-        finally:
-            self.step.strategy = strategy
+        compute = self.compute if fill is None else lambda _: fill()
+        add_batch(self.guard, batch, compute, self.model.config.vocab_size)
 
     def window(
         self,
@@ -304,11 +302,11 @@ class Run(Student):
                 fault = (faults or {}).get(place, no_fault)
                 with fault(self, self.setting.batch(place)) as (batch, fill):
                     self.micro_batch(batch, fill)
-        self.results += self.step.window.commit()
+        self.results += self.guard.step()
 
     def outcome(self) -> Outcome:
         """Return the state once every window's result is known."""
-        self.results += self.step.window.flush()
+        self.results += self.guard.flush()
         return Outcome(self.state(), torch.get_rng_state(), list(self.results))
 
 

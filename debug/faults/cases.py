@@ -281,7 +281,7 @@ def run_cases() -> list[Case]:
              "stopped, exit status 3; the bundle holds it and nothing else that is not finite;"
              " nothing saved", runs.poisoned_run),
         Case("run-budget", "every other micro-batch bad",
-             "stopped over --max_refused_share, with the bundle", runs.over_budget),
+             "stopped over the share of refusals, with the bundle", runs.over_budget),
         Case("run-dtype", "a 4-bit layer flipped to fp16 during a run",
              "the audit at the next checkpoint names it; no checkpoint of that step",
              runs.dtype_flipped_in_a_run),

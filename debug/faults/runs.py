@@ -28,18 +28,18 @@ from npt.config import DataConfig, TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.guards import tensor_fault
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter
+from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json
+from npt.guard.schedule import rate_table
 from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.step.schedule import rate_table
-from npt.step.train_step import TrainStep
 from npt.train.loop import Loop
-from npt.train.progress import ProgressDisplay
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -128,13 +128,10 @@ def looped(
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name) / "run")
         config = replace(student.config, log_steps=1)
-        step = TrainStep(
-            student.model,
-            strategy if strategy is not None else STRATEGIES[config.strategy],
-            config,
-            rate_table(student.setting.learning_rate, "constant", 0, None),
-            late=late,
-        )
+        strategy = strategy if strategy is not None else STRATEGIES[config.strategy]
+        rates = rate_table(student.setting.learning_rate, "constant", 0, None)
+        guard = student_guard(student.model, config, rates, late=late, trace=1)
+        splitter = MicroBatchSplitter(config.batch_size)
         context = RunContext(
             student.model,
             config,
@@ -144,11 +141,11 @@ def looped(
             StopOnSignal(),
         )
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, step, len(windows), actions)
+        loop = Loop(context, guard, strategy, splitter, len(windows), actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")
-    student.optimizer = loop.step.update.optimizer
+    student.optimizer = loop.guard.update.optimizer
     return loop, lines
 
 
@@ -159,7 +156,7 @@ def _never() -> Any:
 @contextmanager
 def reading(late: bool) -> Iterator[None]:
     """Let the loop's guarded steps read their flags one window late, or at once."""
-    with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)):
+    with mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=late)):
         yield
 
 
@@ -325,7 +322,7 @@ def over_budget(setting: Setting) -> Verdict:
     with trainer(
         setting, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4
     ) as made:
-        return stopped(made, "--max_refused_share", None, check)
+        return stopped(made, "micro-batches refused, over 20%", None, check)
 
 
 def dtype_flipped_in_a_run(setting: Setting) -> Verdict:

@@ -32,8 +32,14 @@ from faults.transient_faults import (
 )
 from faults.verdict import Verdict
 from npt.adapters.stream import open_stream
-from npt.diagnostics.diagnose import diagnose
-from npt.diagnostics.guards import Finding, base_fault, logits_fault, moments_fault, tensor_fault
+from npt.diagnostics.guards import (
+    Finding,
+    base_fault,
+    diagnose,
+    logits_fault,
+    moments_fault,
+    tensor_fault,
+)
 from npt.diagnostics.tracer.mask_check import mask_fault
 
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))

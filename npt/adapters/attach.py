@@ -43,12 +43,11 @@ class AttachReport:
     def of(cls, model: PreTrainedModel) -> AttachReport:
         """Return that of a model that has adapters."""
         trainable = sum(p.numel() for p in adapter_parameters(model).values())
-        base = 0
-        for parameter in model.parameters():
-            packed = getattr(parameter, "quant_state", None)  # which stores two weights in a byte
-            base += parameter.numel() if packed is None else packed.shape.numel()
+        # a packed weight stores two in a byte
+        states = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
+        everything = sum(p.numel() if s is None else s.shape.numel() for p, s in states)
         layers = tuple(index for index, _ in npt_layers(model))
-        return cls(layers, len(decoder_layers(model)), trainable, base - trainable)
+        return cls(layers, len(decoder_layers(model)), trainable, everything - trainable)
 
     def __str__(self) -> str:
         return (
@@ -79,8 +78,7 @@ def attach(
     if is_attached(model):
         raise ModelError("the model has NPT adapters already; call npt.detach(model) first")
     layers = decoder_layers(model)
-    missing = missing_parts(model, MODEL_PARTS)
-    if missing:
+    if missing := missing_parts(model, MODEL_PARTS):
         raise ModelError(
             f"{type(model).__name__} has no {', '.join(missing)}; load it for causal language"
             " modelling"
@@ -92,9 +90,9 @@ def attach(
     sizes = model.config.hidden_size, model.config.intermediate_size
     adapters = {}
     with torch.inference_mode(False):  # they are trained, whatever mode the caller is in
-        for index, own in config_by_layer(config, chosen).items():
+        for index, form in config_by_layer(config, chosen).items():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            adapters[index] = NPTAdapter(own, *sizes, generator).to(device_of(layers[index]))
+            adapters[index] = NPTAdapter(form, *sizes, generator).to(device_of(layers[index]))
     trainable_before = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -139,15 +137,12 @@ def adapter_shapes(model: PreTrainedModel, config: NPTConfig) -> dict[str, tuple
     """Return names and shapes of the parameters that `attach` would make, without making them.
 
     Raises:
-        ConfigError, ModelError: as `attach`.
+        ConfigError: as `attach`.
     """
-    decoder_layers(model)
-    chosen = check_fit(config, model.config)
-    shapes = {}
+    sizes, shapes = (model.config.hidden_size, model.config.intermediate_size), {}
     with torch.device("meta"):
-        for index, own in config_by_layer(config, chosen).items():
-            adapter = NPTAdapter(own, model.config.hidden_size, model.config.intermediate_size)
-            for name, parameter in adapter.named_parameters():
+        for index, form in config_by_layer(config, check_fit(config, model.config)).items():
+            for name, parameter in NPTAdapter(form, *sizes).named_parameters():
                 shapes[f"model.layers.{index}.npt.{name}"] = tuple(parameter.shape)
     return shapes
 
@@ -168,15 +163,15 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     assert shapes == adapter_shapes(model, config)
     assert replace(config, ranks=None) == replace(record.config, ranks=None)
     if config != record.config:
-        sizes, converted = (
+        sizes, layers = (
             (model.config.hidden_size, model.config.intermediate_size),
             npt_layers(model),
         )
-        own = config_by_layer(config, tuple(index for index, _ in converted))
+        forms = config_by_layer(config, tuple(index for index, _ in layers))
         with torch.inference_mode(False):
-            resized = {index: NPTAdapter(own[index], *sizes) for index, _ in converted}
-            for index, layer in converted:
-                layer.npt.resize(resized[index])
+            resized = [NPTAdapter(forms[index], *sizes) for index, _ in layers]
+        for (_, layer), adapter in zip(layers, resized, strict=True):
+            layer.npt.resize(adapter)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
@@ -225,8 +220,8 @@ def _check_forwards(layers: nn.ModuleList) -> None:
     """Refuse layers whose own forward hides that of their class."""
     for index, layer in enumerate(layers):
         kept = [vars(layer)[name] for name in _FORWARDS if name in vars(layer)]
-        own = type(layer).forward
-        if kept and not any(getattr(forward, "__func__", None) is own for forward in kept):
+        of_class = type(layer).forward
+        if kept and all(getattr(forward, "__func__", None) is not of_class for forward in kept):
             raise ModelError(
                 f"the forward of layer {index} was replaced, so no adapter could take part in it;"
                 " load the model with npt.load_base"

@@ -16,13 +16,11 @@ is the first to go.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import decoder_layers, viewed
@@ -42,8 +40,9 @@ Place = tuple[int, str]
 class Update:
     """One consolidated modulation.
 
-    rows: scale and bias [O] of each place, fp32, on the host. record: its origin, for the history:
-    text, token, alpha and more, all JSON.
+    Attributes:
+        rows: scale and bias [O] of each place, fp32, on the host.
+        record: its origin, for the history: text, token, alpha and more, all JSON.
     """
 
     rows: dict[Place, Rows]
@@ -77,26 +76,22 @@ def update_from(
     """
     if not 0 < alpha <= 1:
         raise ConfigError(f"--alpha is {alpha}; it must lie above 0 and be at most 1")
-    chosen = set(modulation.terms) if layers is None else set(layers)
     have = {target for terms in modulation.terms.values() for target in terms}
-    wanted = have if targets is None else set(targets)
-    if not chosen or not chosen <= set(modulation.terms):
-        named = format_layers(tuple(sorted(chosen))) or "none"
-        raise ConfigError(
-            f"--layers is {named}; the adapter modulates layers"
-            f" {format_layers(tuple(sorted(modulation.terms)))}"
-        )
-    if not wanted or not wanted <= have:
-        raise ConfigError(
-            f"--targets is {', '.join(sorted(wanted)) or 'none'}; the adapter modulates"
-            f" {', '.join(sorted(have))}"
-        )
-    targets = [t for t in TARGETS if t in wanted]
+    for flag, asked, possible in (
+        ("layers", layers, set(modulation.terms)),
+        ("targets", targets, have),
+    ):
+        if asked is not None and (not asked or not set(asked) <= possible):
+            raise ConfigError(
+                f"--{flag} is {_listed(asked)}; the adapter modulates {_listed(possible)}"
+            )
+    chosen = sorted(modulation.terms if layers is None else set(layers))
+    wanted = [t for t in TARGETS if t in (have if targets is None else targets)]
     rows: dict[Place, Rows] = {}
-    for index in sorted(chosen):
-        for target in (t for t in targets if t in modulation.terms[index]):
+    for index in chosen:
+        for target in (t for t in wanted if t in modulation.terms[index]):
             m, s = (
-                part if part is None else part.detach().to("cpu", torch.float32)
+                None if part is None else part.detach().to("cpu", torch.float32)
                 for part in modulation.terms[index][target]
             )
             like = m if m is not None else s
@@ -107,10 +102,14 @@ def update_from(
         "token": modulation.token,
         "token_id": modulation.token_id,
         "alpha": alpha,
-        "layers": format_layers(tuple(sorted(chosen))),
-        "targets": targets,
+        "layers": format_layers(tuple(chosen)),
+        "targets": wanted,
     }
     return Update(rows, {**(record or {}), **origin})
+
+
+def _listed(values: Collection[Any]) -> str:
+    return ", ".join(map(str, sorted(values))) or "none"
 
 
 def consolidate(model: PreTrainedModel, update: Update) -> None:
@@ -118,9 +117,8 @@ def consolidate(model: PreTrainedModel, update: Update) -> None:
 
     Raises:
         ConfigError: rows that are not finite, or a scale that is not above 0.
-        ModelError: rows that do not fit the model, or updates are switched off at present.
+        ModelError: rows that do not fit the model.
     """
-    check_enabled(model)
     check_update(model, update)
     _set_history(model, (*consolidated(model), update))
 
@@ -134,9 +132,7 @@ def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update
 
     Raises:
         ConfigError: the model has fewer.
-        ModelError: updates are switched off at present.
     """
-    check_enabled(model)
     history = consolidated(model)
     if count is not None and not 0 <= count <= len(history):
         raise ConfigError(f"{count} updates are to be taken back, the model has {len(history)}")
@@ -150,26 +146,6 @@ def consolidated(model: PreTrainedModel) -> tuple[Update, ...]:
     return getattr(viewed(model), _HISTORY, ())
 
 
-@contextmanager
-def consolidation_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model compute as before any update within the context. Nests."""
-    model = viewed(model)
-    _apply(model, ())
-    setattr(model, _OFF, getattr(model, _OFF, 0) + 1)
-    try:
-        yield
-    finally:
-        left = getattr(model, _OFF) - 1
-        setattr(model, _OFF, left)
-        if not left:
-            delattr(model, _OFF)
-            _apply(model, consolidated(model))
-
-
-_OFF = "_npt_consolidation_off"
-"""How many contexts switch a model's updates off."""
-
-
 def check_update(model: PreTrainedModel, update: Update) -> None:
     """Refuse an update that does not fit the model or would poison it; errors as `consolidate`."""
     layers = decoder_layers(model)
@@ -181,13 +157,12 @@ def check_update(model: PreTrainedModel, update: Update) -> None:
             )
         product = product_of(layers[index], target)
         check_row_scalable(product)
-        if scale.shape != (product.out_features,) or bias.shape != scale.shape:
+        if not scale.shape == bias.shape == (product.out_features,):
             raise ModelError(
                 f"layer {index}, {target}: the update has {list(scale.shape)} scales and"
                 f" {list(bias.shape)} biases, the model {product.out_features} rows"
             )
-        finite = torch.isfinite(scale).all() and torch.isfinite(bias).all()
-        if not bool(finite and (scale > 0).all()):
+        if not bool((torch.isfinite(scale) & torch.isfinite(bias) & (scale > 0)).all()):
             raise ConfigError(
                 f"layer {index}, {target}: the update has a scale or bias that is not finite, or a"
                 " scale that is not above 0"
@@ -203,38 +178,23 @@ def product_of(layer: Any, target: str) -> Any:
     return layer.get_submodule(TARGETS[target].module)
 
 
-def check_enabled(model: PreTrainedModel) -> None:
-    """Refuse, with a ModelError, to change updates that are switched off."""
-    if getattr(viewed(model), _OFF, 0):
-        raise ModelError(
-            "the model's updates are switched off; leave npt.consolidation_disabled first"
-        )
-
-
 def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
-    model = viewed(model)
-    _apply(model, history)
-    if history:
-        setattr(model, _HISTORY, history)
-    elif hasattr(model, _HISTORY):
-        delattr(model, _HISTORY)
-
-
-def _apply(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
     """Give every place the rows of these updates: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
-    composed: dict[Place, tuple[Tensor, Tensor]] = {}
+    model = viewed(model)
+    composed: dict[Place, Rows] = {}
     for update in history:
         for place, (scale, bias) in update.rows.items():
             if place in composed:
-                before_scale, before_bias = composed[place]
-                scale, bias = scale * before_scale, scale * before_bias + bias
+                scale_before, bias_before = composed[place]
+                scale, bias = scale * scale_before, scale * bias_before + bias
             composed[place] = (scale, bias)
     layers = decoder_layers(model)
     before = {place for update in consolidated(model) for place in update.rows}
     with torch.inference_mode(False):  # gradients pass the products and their rows
         for index, target in before | set(composed):
             rows = composed.get((index, target))
-            set_rows(
-                product_of(layers[index], target),
-                None if rows is None else (rows[0].clone(), rows[1].clone()),
-            )
+            fresh = None if rows is None else (rows[0].clone(), rows[1].clone())
+            set_rows(product_of(layers[index], target), fresh)
+    setattr(model, _HISTORY, history)
+    if not history:
+        delattr(model, _HISTORY)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from npt.adapters.layer import NPT_FORMS, Mode, NPTLayer, in_parts
-from npt.base.families import check_layer
+from npt.adapters.layer import Mode, NPTLayer, in_parts
 from npt.config import NPTConfig
 from npt.errors import ModelError
 
@@ -22,21 +21,17 @@ VIEWED = "_npt_viewed"
 
 @dataclass
 class Attached:
-    """A model's record of its adapters. trainable_before: names of the base's trainable parameters.
-    random_start: the adapters are as `attach` made them."""
+    """A model's record of its adapters.
+
+    Attributes:
+        config: their form.
+        trainable_before: names of the base's trainable parameters.
+        random_start: they are as `attach` made them.
+    """
 
     config: NPTConfig
     trainable_before: frozenset[str]
     random_start: bool = True
-    overrides: list[Override] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Override:
-    """A mode that holds until it is released. before: each layer's mode until then."""
-
-    mode: Mode
-    before: list[tuple[NPTLayer, Mode]]
 
 
 def viewed(model: Any) -> Any:
@@ -45,20 +40,13 @@ def viewed(model: Any) -> Any:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a causal language model.
-
-    Raises:
-        ModelError: it has none, or they are of a family that cannot be converted.
-    """
+    """Return the decoder layers of a causal language model; ModelError if it has none."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ModelError(
             f"{type(model).__name__} has no decoder layers at model.layers; load a Llama or the"
             " like for causal language modelling"
         )
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, tuple(NPT_FORMS)):
-            check_layer(index, layer)
     return layers
 
 
@@ -107,42 +95,19 @@ def is_sharded(model: PreTrainedModel) -> bool:
     return any(in_parts(layer) for layer in decoder_layers(model))
 
 
-def override_mode(model: PreTrainedModel, mode: Mode) -> Override:
-    """Let every converted layer compute `mode` until this is released."""
-    override = Override(mode, [(layer, layer.npt.mode) for _, layer in npt_layers(model)])
-    record: Attached | None = getattr(viewed(model), STATE, None)
-    if record is not None:
-        record.overrides.append(override)
-    for layer, _ in override.before:
-        layer.npt.mode = mode
-    return override
-
-
-def release_mode(model: PreTrainedModel, override: Override) -> None:
-    """End an override: the layers compute what they did before it, or what a later one asks for."""
-    record: Attached | None = getattr(viewed(model), STATE, None)
-    if record is None or override not in record.overrides:  # the adapters were detached
-        return
-    overrides = record.overrides
-    place = overrides.index(override)
-    overrides.remove(override)
-    if place < len(overrides):
-        overrides[place].before = override.before
-        return
-    for layer, before in override.before:
-        layer.npt.mode = before
-
-
 @contextmanager
 def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
     """Let every converted layer of the model compute `mode` within the context: `student`,
-    `teacher` or `floor`, which drops attention.
+    `teacher` or `floor`, which drops attention. Contexts nest; they end in the reverse order.
     """
-    override = override_mode(model, mode)
+    before = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
+    for adapter, _ in before:
+        adapter.mode = mode
     try:
         yield
     finally:
-        release_mode(model, override)
+        for adapter, kept in before:
+            adapter.mode = kept
 
 
 def adapters_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:

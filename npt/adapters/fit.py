@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -18,25 +19,19 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     Raises:
         ConfigError: not of that form, or an index outside the model.
     """
-    text = spec.strip()
-    if text == "all":
-        return tuple(range(num_layers))
-    if text == "upper_half":
-        return tuple(range(num_layers // 2, num_layers))
+    if spec.strip() in ("all", "upper_half"):
+        return tuple(range(0 if spec.strip() == "all" else num_layers // 2, num_layers))
     chosen: set[int] = set()
-    for part in text.split(","):
+    for part in spec.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
         if not match:
             raise ConfigError(
                 f"--layers is {spec!r}; write upper_half, all, a range like 8-15 or a list like"
                 " 3,5,7"
             )
-        first = int(match[1])
-        last = int(match[2]) if match[2] else first
+        first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ConfigError(
-                f"--layers has the range {part.strip()}, which runs backwards; write {last}-{first}"
-            )
+            raise ConfigError(f"--layers has the range {part.strip()}; write {last}-{first}")
         if last >= num_layers:
             raise ConfigError(
                 f"--layers names layer {last}, but the model has layers 0 to {num_layers - 1}"
@@ -47,13 +42,9 @@ def resolve_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 
 def format_layers(layers: tuple[int, ...]) -> str:
     """Return indices as ranges, (4, 5, 6, 9) -> '4-6,9': the inverse of `resolve_layers`."""
-    runs: list[list[int]] = []
-    for index in layers:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+    runs = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    spans = [[index for _, index in run] for _, run in runs]
+    return ",".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
 
 
 def check_fit(

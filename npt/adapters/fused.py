@@ -50,7 +50,9 @@ def is_unfused() -> bool:
 class Form:
     """Settings of the arithmetic.
 
-    mult_bound, additive_scale: beta and alpha. regularised: the energy is differentiated.
+    Attributes:
+        mult_bound, additive_scale: beta and alpha.
+        regularised: the energy is differentiated.
     """
 
     mult_bound: float
@@ -207,8 +209,10 @@ def product_forward(gate: Tensor, up: Tensor, low: LowRank, out: Tensor) -> Tens
     """
     energy = low.additive_energy()
     for rows in blocks(gate, low.z.shape[-1]):
-        of_both = *low.of(0, rows, gate), *low.of(1, rows, up)
-        product_block(*of_both, low.form.slope, out[rows], energy[rows])
+        of_gate, of_up = low.of(0, rows, gate), low.of(1, rows, up)
+        gate_out, _ = _multiplied(*of_gate, low.form.slope, energy[rows])
+        up_out, _ = _multiplied(*of_up, low.form.slope, energy[rows])
+        torch.mul(F.silu(gate_out, inplace=gate_out is not of_gate[0]), up_out, out=out[rows])
     return energy
 
 
@@ -221,12 +225,21 @@ def product_backward(
     grad_up: Tensor | None = None,
 ) -> None:
     """Add to the gradients of `low` those of p's modulation; write gate's and up's if given."""
+    slope = low.form.slope
     for rows in blocks(gate, low.z.shape[-1]):
         of_gate, of_up = low.of(0, rows, gate), low.of(1, rows, up)
-        into = [None if place is None else place[rows] for place in (grad_gate, grad_up)]
-        weight = low.energy_weight(rows)
-        of_both = *of_gate, *of_up, low.form.slope
-        low.add(rows, *_product_backward_block(grad[rows], *of_both, weight, *into))
+        part, weight = grad[rows], low.energy_weight(rows)
+        into_gate, into_up = (None if g is None else g[rows] for g in (grad_gate, grad_up))
+        gate_out, gate_c = _multiplied(*of_gate, slope)
+        up_out, up_c = _multiplied(*of_up, slope)
+        grad_of_up = F.silu(gate_out).mul_(part)
+        grad_of_gate = part * up_out if up_out is of_up[0] else up_out.mul_(part)
+        grad_of_gate = torch.ops.aten.silu_backward(grad_of_gate, gate_out)
+        low.add(
+            rows,
+            *_modulated_backward(grad_of_gate, of_gate[0], gate_c, slope, weight, into_gate),
+            *_modulated_backward(grad_of_up, of_up[0], up_c, slope, weight, into_up),
+        )
 
 
 # --- elementwise, on a block. For a target they take y, y + s and u, and write over the last two;
@@ -247,48 +260,6 @@ def _multiplied(
     if moved is y:
         return torch.addcmul(y, c, y, value=slope), c
     return moved.addcmul_(c, y, value=slope), c
-
-
-def product_block(
-    gate: Tensor,
-    gate_moved: Tensor,
-    gate_u: Tensor | None,
-    up: Tensor,
-    up_moved: Tensor,
-    up_u: Tensor | None,
-    slope: float,
-    out: Tensor,
-    energy: Tensor,
-) -> None:
-    """Write p to `out`, and add the multipliers' energy."""
-    gate_out, _ = _multiplied(gate, gate_moved, gate_u, slope, energy)
-    up_out, _ = _multiplied(up, up_moved, up_u, slope, energy)
-    torch.mul(F.silu(gate_out, inplace=gate_out is not gate), up_out, out=out)
-
-
-def _product_backward_block(
-    grad: Tensor,
-    gate: Tensor,
-    gate_moved: Tensor,
-    gate_u: Tensor | None,
-    up: Tensor,
-    up_moved: Tensor,
-    up_u: Tensor | None,
-    slope: float,
-    weight: Tensor | None,
-    grad_gate: Tensor | None,
-    grad_up: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of gate's u and s, then up's, as `_modulated_backward` does."""
-    gate_out, gate_c = _multiplied(gate, gate_moved, gate_u, slope)
-    up_out, up_c = _multiplied(up, up_moved, up_u, slope)
-    of_up = F.silu(gate_out).mul_(grad)
-    of_gate = grad * up_out if up_out is up else up_out.mul_(grad)
-    of_gate = torch.ops.aten.silu_backward(of_gate, gate_out)
-    return (
-        *_modulated_backward(of_gate, gate, gate_c, slope, weight, grad_gate),
-        *_modulated_backward(of_up, up, up_c, slope, weight, grad_up),
-    )
 
 
 def _modulated_backward(

@@ -7,27 +7,25 @@ layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from npt.adapters.modulation import Terms, modulate
 from npt.adapters.recompute import is_recomputing
+from npt.base.families import FAMILIES
 from npt.base.hooks import call_around
 from npt.config import STREAM, TARGETS, NPTConfig
 
 Mode = Literal["student", "teacher", "floor"]
 """A layer computes the NPT form, the untouched base, or the NPT form without any modulation
 (attention dropped)."""
+
+STD_A, STD_B = 0.02, 0.001
+"""Standard deviations of A and B at a random start; M is 0 there, so that every multiplier is 1."""
 
 Observer = Callable[[dict[str, Tensor | None]], None]
 """Is shown stages of a layer's pass by name, None if the adapter's form has no such stage, and
@@ -77,21 +75,18 @@ class NPTAdapter(nn.Module):
             # With the attention residual kept the student must equal its base at the start; with
             # attention in the stream the products' shifts only add to what it brings.
             zero = config.residual == "keep" or (STREAM in config.targets and target != STREAM)
-            return 0.0 if zero else config.init_std_b
+            return 0.0 if zero else STD_B
 
-        self.A = normal(config.rank, hidden_size, config.init_std_a)
-        if config.init_a == "kaiming":
-            # as LoRA's A: uniform within 1 / sqrt(D)
-            nn.init.kaiming_uniform_(self.A, a=math.sqrt(5), generator=generator)
+        self.A = normal(config.rank, hidden_size, STD_A)
         self.B = by_target(config.shifted, std_b)
-        self.M = by_target(config.multiplied, lambda target: config.init_std_m)
+        self.M = by_target(config.multiplied, lambda target: 0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NPTAdapter:
         """Move with the model but keep every number: casts are meant for the base."""
 
         def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)
 
@@ -143,13 +138,6 @@ class NPTAdapter(nn.Module):
         with torch.autocast(y.device.type, enabled=False):
             return modulate(y, z, mult, add, form.mult_bound, form.additive_scale, form.mult_form)
 
-    def extra_repr(self) -> str:
-        c = self.config
-        return (
-            f"rank={c.rank}, targets={','.join(c.targets)}, modulation={c.modulation},"
-            f" residual={c.residual}, mode={self.mode}"
-        )
-
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
 """The NPT class of each decoder layer's class: every subclass of `NPTLayer` and a decoder layer."""
@@ -171,49 +159,20 @@ class NPTLayer(nn.Module):
         if cls.__bases__[0] is NPTLayer:  # FSDP makes subclasses of its own
             NPT_FORMS[cls.__bases__[1]] = cls
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the teacher is the base's own code."""
-        context = dict(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+    def forward(self, hidden_states: Tensor, **context: Any) -> Tensor:
+        """h [B, T, D] -> o [B, T, D], by the adapter's mode; the teacher is the base's own code.
+
+        `context` is what the decoder passes to its layers.
+        """
         if self.npt.mode == "teacher":
             return super().forward(hidden_states, **context)
         attention = attention_output(self, hidden_states, **context)
         return student_output(self, hidden_states, attention)[0]
 
 
-class NPTLlamaDecoderLayer(NPTLayer, LlamaDecoderLayer):
-    """A Llama decoder layer in NPT form."""
-
-
-class NPTMistralDecoderLayer(NPTLayer, MistralDecoderLayer):
-    """A Mistral decoder layer in NPT form."""
-
-
-class NPTQwen2DecoderLayer(NPTLayer, Qwen2DecoderLayer):
-    """A Qwen2 decoder layer in NPT form."""
-
-
-class NPTQwen3DecoderLayer(NPTLayer, Qwen3DecoderLayer):
-    """A Qwen3 decoder layer in NPT form."""
-
-
-class NPTSmolLM3DecoderLayer(NPTLayer, SmolLM3DecoderLayer):
-    """A SmolLM3 decoder layer in NPT form."""
+for _base in [family.layer for family in FAMILIES.values()]:
+    # a module-level name, by which pickle finds the class
+    globals()[f"NPT{_base.__name__}"] = type(f"NPT{_base.__name__}", (NPTLayer, _base), {})
 
 
 def device_of(layer: Any) -> torch.device:
@@ -264,10 +223,10 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
 
     def modulated_mlp(x: Tensor) -> Tensor:
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        product, found = modulated_product(layer, gate, up, z)
+        product, of_both = modulated_product(layer, gate, up, z)
         adapter.show(product=product)
         down, m, s = adapter.apply_to("down", mlp.down_proj(product), z)
-        terms[:] = [*found, (m, s)]
+        terms[:] = [*of_both, (m, s)]
         return down
 
     name = f"layer {layer.self_attn.layer_idx}'s mlp"

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from npt.config import MULT_FORMS
 
 Terms = Sequence[tuple[Tensor | None, Tensor | None]]
 """(m, s) of each target, [..., O]; None if the adapter's form has no such term."""
@@ -38,49 +35,24 @@ def multiplier(u: Tensor, mult_bound: float) -> Tensor:
     return 1.0 + mult_bound * torch.tanh(0.5 * u)
 
 
-@dataclass(frozen=True)
-class MultiplierForm:
-    """A form of m. function: of u = M z and beta. bounds: the smallest and largest m, from beta."""
-
-    function: Callable[[Tensor, float], Tensor]
-    bounds: Callable[[float], tuple[float, float]]
-
-
-MULTIPLIERS: dict[str, MultiplierForm] = {
-    "sigmoid": MultiplierForm(multiplier, lambda beta: (1.0 - beta, 1.0 + beta)),
-    # 0.75 at the start, and never above 1
-    "half_sigmoid": MultiplierForm(lambda u, _: 0.5 * torch.sigmoid(u) + 0.5, lambda _: (0.5, 1.0)),
-    # reaches 0, where channel and gradient are gone
-    "one_plus_tanh": MultiplierForm(lambda u, _: 1.0 + torch.tanh(u), lambda _: (0.0, 2.0)),
-    "unbounded": MultiplierForm(lambda u, _: 1.0 + u, lambda _: (-math.inf, math.inf)),
+MULTIPLIERS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sigmoid": multiplier,
+    "half_sigmoid": lambda u, _: 0.5 * torch.sigmoid(u) + 0.5,  # 0.75 at the start, never above 1
+    "one_plus_tanh": lambda u, _: 1.0 + torch.tanh(u),  # reaches 0, where the gradient is gone
+    "unbounded": lambda u, _: 1.0 + u,
 }
-"""Forms of m by name. All but the first were in use elsewhere; studies measure their effect."""
-
-
-def register_multiplier(
-    name: str,
-    function: Callable[[Tensor, float], Tensor],
-    bounds: Callable[[float], tuple[float, float]],
-) -> None:
-    """Add a form of m, which `--mult_form` and `NPTConfig` then accept.
-
-    Args:
-        name: of the form.
-        function: m, of the shape of u = M z, from u and beta; 1 at u = 0.
-        bounds: the smallest and the largest m, from beta.
-
-    Raises:
-        ValueError: a form of this name exists.
-    """
-    if name in MULTIPLIERS:
-        raise ValueError(f"the multiplier form {name!r} exists; choose another name")
-    MULTIPLIERS[name] = MultiplierForm(function, bounds)
-    MULT_FORMS.append(name)
+"""Forms of m by name, from u = M z and beta. All but the first were in use elsewhere; studies
+measure their effect."""
 
 
 def multiplier_range(form: str, mult_bound: float) -> tuple[float, float]:
     """Return the smallest and the largest m that a form can give; fp32 rounds to both."""
-    return MULTIPLIERS[form].bounds(mult_bound)
+    return {
+        "sigmoid": (1.0 - mult_bound, 1.0 + mult_bound),
+        "half_sigmoid": (0.5, 1.0),
+        "one_plus_tanh": (0.0, 2.0),
+        "unbounded": (-math.inf, math.inf),
+    }[form]
 
 
 def multiplier_spread(form: str, mult_bound: float) -> tuple[float, float]:
@@ -119,7 +91,7 @@ def modulate(
     m = s = None
     if mult is not None:
         u = F.linear(z, mult)
-        m = MULTIPLIERS[form].function(u, mult_bound)
+        m = MULTIPLIERS[form](u, mult_bound)
         out = m * out
     if add is not None:
         s = additive_scale * F.linear(z, add)
@@ -135,27 +107,3 @@ def modulation_energy(terms: Terms) -> Tensor | None:
     parts = [(m - 1.0).square().mean(dim=-1) for m, _ in terms if m is not None]
     parts += [s.square().mean(dim=-1) for _, s in terms if s is not None]
     return torch.stack(parts).sum(dim=0) if parts else None
-
-
-def modulate_reference(
-    y: Tensor,
-    a: Tensor,
-    A: Tensor,
-    M: Tensor | None,
-    B: Tensor | None,
-    mult_bound: float,
-    additive_scale: float,
-) -> Tensor:
-    """Return the formula above, one token and channel at a time, in fp64: the tests' yardstick."""
-    flat_y, flat_a = y.reshape(-1, y.shape[-1]).double(), a.reshape(-1, a.shape[-1]).double()
-    out = torch.empty_like(flat_y)
-    for token in range(flat_y.shape[0]):
-        z = A.double() @ flat_a[token]
-        for channel in range(flat_y.shape[1]):
-            value = flat_y[token, channel]
-            if M is not None:
-                value = value * (1 + mult_bound * (2 * torch.sigmoid(M[channel].double() @ z) - 1))
-            if B is not None:
-                value = value + additive_scale * (B[channel].double() @ z)
-            out[token, channel] = value
-    return out.reshape(y.shape)

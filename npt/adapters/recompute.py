@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from torch.utils.checkpoint import checkpoint
@@ -26,16 +26,13 @@ def recomputed(function: Callable[..., T], *arguments: object) -> T:
         function: without side effects, since it is called again in backward.
         arguments: tensors among them are on the device on which `function` computes.
     """
-    return checkpoint(function, *arguments, use_reentrant=False, context_fn=_contexts)
+    contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731 - of forward, and of backward
+    return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
 
 
 def is_recomputing() -> bool:
     """Return whether this thread repeats a computation that observers have been shown."""
     return getattr(_thread, "recomputing", False)
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _recomputing()
 
 
 @contextmanager

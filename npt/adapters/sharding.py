@@ -57,11 +57,11 @@ def shard_layers(
         packed: list[tuple[Any, Any, str]] = [
             (m, m.weight.quant_state, m.weight.quant_type) for _, m in quantized_linears(layer)
         ]
-        own = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
+        of_adapter = set(layer.npt.parameters()) if isinstance(layer, NPTLayer) else set()
         # Resharding must be asked for: a layer without a parent here is a root, which would stay
         # whole after its first use.
         with _shares_without_gradient():
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=own)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=of_adapter)
         _keep_statistics(packed)
         sharded.unshard()
         _keep_statistics(packed)

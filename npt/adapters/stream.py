@@ -36,8 +36,12 @@ flash kernels take none."""
 class Stream:
     """The state h before a layer, [B, T, D], and the arguments that the decoder gives its layers.
 
-    shared: arguments by name, the same for all layers. masks: the attention mask of each layer;
-    layers that see alike share one. copies: the stream on other devices.
+    Attributes:
+        hidden: h.
+        shared: arguments by name, the same for all layers.
+        masks: the attention mask of each layer; layers that see alike share one.
+        batch: of the tokens.
+        copies: the stream on other devices.
     """
 
     hidden: Tensor

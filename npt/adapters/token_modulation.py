@@ -25,8 +25,10 @@ LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
 class TokenModulation:
     """The modulation of one token of one text.
 
-    codes: z [R] by layer. terms: m and s by layer and target. token, token_id: its index in the
-    text, and its id.
+    Attributes:
+        codes: z [R] by layer.
+        terms: m and s by layer and target.
+        token, token_id: its index in the text, and its id.
     """
 
     codes: dict[int, Tensor]
@@ -52,16 +54,20 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     attached_config(model)
     ids = as_row(model, ids)
     token = token_index(ids, token)
-    caught: dict[int, dict[str, Tensor | None]] = {}
+    caught: dict[int, dict[str, Any]] = {}
     layers = npt_layers(model)
     observers = [layer.npt.observer for _, layer in layers]
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         for index, layer in layers:
-            seen = caught.setdefault(index, {})
-            layer.npt.observer = lambda stages, seen=seen: seen.update(
-                {k: v for k, v in stages.items() if k[:2] in ("m_", "s_") or k == "z"}
+            stages = caught[index] = {}
+            layer.npt.observer = lambda seen, stages=stages: stages.update(
+                {
+                    name: None if stage is None else stage[0, token].clone()
+                    for name, stage in seen.items()
+                    if name[:2] in ("m_", "s_") or name == "z"
+                }
             )
         with adapter_mode(model, "student"):
             model.model(ids, use_cache=False)
@@ -70,19 +76,12 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
             layer.npt.observer = observer
         for module in training:
             module.training = True
-
-    def at(stage: Tensor | None) -> Tensor | None:
-        return None if stage is None else stage[0, token].clone()
-
     codes, terms = {}, {}
     for index, layer in layers:
-        code = at(caught[index]["z"])
-        assert code is not None
-        codes[index] = code
-        terms[index] = {
-            t: (at(caught[index].get(f"m_{t}")), at(caught[index][f"s_{t}"]))
-            for t in layer.npt.config.targets
-        }
+        stages = caught[index]
+        targets = layer.npt.config.targets
+        codes[index] = stages["z"]
+        terms[index] = {t: (stages.get(f"m_{t}"), stages[f"s_{t}"]) for t in targets}
         for target, pair in terms[index].items():
             if any(part is not None and not bool(torch.isfinite(part).all()) for part in pair):
                 raise NumericalError(
@@ -105,14 +104,12 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
             f"token ids of one text are needed, [T] or [1, T] whole numbers; they are {row.dtype}"
             f" of shape {list(row.shape)}"
         )
-    row = row.to(torch.int64)
-    vocabulary = model.config.vocab_size
-    if not bool(((row >= 0) & (row < vocabulary)).all()):
+    last = model.config.vocab_size - 1
+    if int(row.min()) < 0 or int(row.max()) > last:
         raise ConfigError(
-            f"the text has token ids outside 0 to {vocabulary - 1}; is this the tokenizer of the"
-            " model?"
+            f"the text has token ids outside 0 to {last}; is this the tokenizer of the model?"
         )
-    return row.to(next(model.parameters()).device)
+    return row.to(next(model.parameters()).device, torch.int64)
 
 
 def token_index(ids: Tensor, token: int) -> int:

@@ -65,8 +65,10 @@ class Workspace:
 class Work:
     """Settings of the layers' computation in training.
 
-    regularised: the energy is differentiated. space: shared by layers whose backward comes before
-    the next one's forward; None if graphs live longer.
+    Attributes:
+        regularised: the energy is differentiated.
+        space: shared by layers whose backward comes before the next one's forward; None if graphs
+            live longer.
     """
 
     regularised: bool = True
@@ -120,9 +122,13 @@ def trained_output(
 class _Pass:
     """One pass of a layer by hand: what its MLP reads, and its modulation.
 
-    stream, taught: the residual streams of student and teacher. read: the student's x, with its
-    graph. x: what gate and up read. teacher: whether its rows are computed too, from the student's
-    x (`shared`) or x of their own (`apart`), or not (`none`). aside: of the observer.
+    Attributes:
+        stream, taught: the residual streams of student and teacher.
+        read: the student's x, with its graph.
+        x: what gate and up read.
+        teacher: whether its rows are computed too, from the student's x (`shared`) or x of their
+            own (`apart`), or not (`none`).
+        aside: of the observer.
     """
 
     def __init__(

@@ -126,8 +126,8 @@ def _has_exact_backward(query: Tensor, causal: bool) -> bool:
     """Return whether the memory-efficient kernel takes such heads here, with splits to choose."""
     if torch.version.hip is not None or torch.compiler.is_compiling():
         return False
-    found = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
-    return torch.backends.cuda.can_use_efficient_attention(found)
+    parameters = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, causal, False)
+    return torch.backends.cuda.can_use_efficient_attention(parameters)
 
 
 class _Exact(torch.autograd.Function):

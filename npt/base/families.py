@@ -8,14 +8,12 @@ norms of q and k of Qwen3, layers without rotary embedding of SmolLM3), which no
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -78,9 +76,6 @@ def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "ful
     FAMILIES[model_type] = Family(layer, sight)
 
 
-MOST_LAYERS = 2_000
-"""Ten times those of the deepest models; a network of so many is built in seconds."""
-
 LAYER_PARTS = (
     "input_layernorm",
     "self_attn",
@@ -100,10 +95,10 @@ def missing_parts(module: nn.Module, parts: Iterable[str]) -> list[str]:
     """Return those of the dotted names that lead nowhere from `module`."""
 
     def follow(name: str) -> Any:
-        found: Any = module
+        part: Any = module
         for step in name.split("."):
-            found = getattr(found, step, None)
-        return found
+            part = getattr(part, step, None)
+        return part
 
     return [name for name in parts if follow(name) is None]
 
@@ -120,9 +115,9 @@ def check_layer(index: int, layer: nn.Module) -> None:
             f"layer {index} is {kind_of(layer)} and has no {', '.join(missing)}; it cannot be"
             " converted"
         )
-    known = [family.layer for family in FAMILIES.values()]
-    if type(layer) not in known:
-        names = ", ".join(c.__name__ for c in known)
+    classes = [family.layer for family in FAMILIES.values()]
+    if type(layer) not in classes:
+        names = ", ".join(c.__name__ for c in classes)
         raise ModelError(
             f"layer {index} is {kind_of(layer)}, which may put its parts together differently; only"
             f" {names} are known"
@@ -130,58 +125,19 @@ def check_layer(index: int, layer: nn.Module) -> None:
 
 
 def check_family(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a base of an unknown family before its weights are read.
-
-    Raises:
-        ModelError: names the family, those that are known, and parts that its layers lack.
+    """Refuse, with a ModelError, a base of an unknown family before its weights are read, and one
+    with LongRoPE: transformers gives all rows of a batch the frequencies of the longest.
     """
-    if config.model_type in FAMILIES:
-        return
-    lacking = _lacking(config)
-    because = f" (it has no {', '.join(lacking)})" if lacking else ""
-    kind = f"{article(config.model_type)} {config.model_type!r} model"
-    raise ModelError(
-        f"{name} is {kind}{because}; only {', '.join(FAMILIES)} models can be converted"
-    )
-
-
-def check_counts(name: str, entries: Mapping[str, Any]) -> None:
-    """Refuse more layers or experts than a model is ever made of, before a configuration lists
-    them or a model is built of them.
-
-    Args:
-        name: of the base, for the message.
-        entries: of its configuration, parts of it among them.
-
-    Raises:
-        ModelError: names the entry.
-    """
-    for key, value in entries.items():
-        if isinstance(value, Mapping):
-            check_counts(name, value)
-        counted = key.endswith(("layer", "layers", "block_count", "experts"))
-        if counted and isinstance(value, int | float) and value > MOST_LAYERS:
-            raise ModelError(
-                f"{name} says {key} {value:,}, and a base may have {MOST_LAYERS:,} at most; its"
-                " configuration is damaged"
-            )
+    if config.model_type not in FAMILIES:
+        kind = f"{article(config.model_type)} {config.model_type!r} model"
+        raise ModelError(f"{name} is {kind}; only {', '.join(FAMILIES)} models can be converted")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        raise ModelError(
+            f"{name} has LongRoPE, by which a text's states depend on what it is batched with; it"
+            " cannot be converted"
+        )
 
 
 def is_known(model: nn.Module) -> bool:
     """Return whether the model's configuration is of a family in the table."""
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
-
-
-def _lacking(config: PreTrainedConfig) -> list[str]:
-    """Return parts that a model of this configuration lacks; none if it cannot be made."""
-    one = copy.deepcopy(config)
-    try:
-        one.num_hidden_layers = 1
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(one, trust_remote_code=False)
-    except Exception:  # a configuration of anything at all; the family's name says enough
-        return []
-    missing = missing_parts(model, MODEL_PARTS)
-    if "model.layers" in missing:
-        return missing
-    return missing_parts(model.model.layers[0], LAYER_PARTS)

@@ -110,11 +110,11 @@ def call_around(
         )
     if not is_hooked(module):
         return compute(x, **context)
-    own = vars(module).pop("forward", None)
+    forward = vars(module).pop("forward", None)
     vars(module)["forward"] = compute
     try:
         return module(x, **context)
     finally:
         del vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
+        if forward is not None:
+            vars(module)["forward"] = forward

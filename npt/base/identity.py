@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from npt.base.linear import quantized_linears
 from npt.stored import shown
@@ -69,9 +69,6 @@ _WHOLE = (
     *_COMPUTING_IN_SOME,
 )
 
-_WORTH_A_THREAD = 1 << 20
-"""Bytes from which on two hashes of them are made at the same time."""
-
 _KEPT = "_npt_base_identity"
 _PACKED = "_npt_packed_from"
 
@@ -80,10 +77,12 @@ _PACKED = "_npt_packed_from"
 class BaseIdentity:
     """Hashes of a base, sha256 in hex.
 
-    config, codes, dense: see above. source: of the checkpoint that `load_base` packed it from.
-    packed_on: the kind of device, `cpu` or `cuda`; both None if it was not packed on loading.
-    strict: `base_hash`, over every byte. written: `config` as earlier versions have it, who hashed
-    settings as the checkpoint writes them.
+    Attributes:
+        config, codes, dense: see above.
+        source: of the checkpoint that `load_base` packed it from; None if it did not.
+        packed_on: the kind of device that packed it, `cpu` or `cuda`; likewise.
+        strict: `base_hash`, over every byte.
+        written: `config` as earlier versions have it, of settings as the checkpoint writes them.
     """
 
     config: str
@@ -111,22 +110,19 @@ class BaseIdentity:
             if strict == self.strict:
                 return None
             return f"base hash {_short(strict)} there, {_short(self.strict)} here"
-        differing = [name for name in PARTS if theirs.get(name) != getattr(self, name)]
-        if theirs.get("config") == self.written and "config" in differing:
-            differing.remove("config")
-        if "codes" in differing and self._packed_from_the_same(theirs):
-            differing.remove("codes")
-        said = [
-            f"{PARTS[name]} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
-            for name in differing
-        ]
-        return ", ".join(said) or None
-
-    def _packed_from_the_same(self, theirs: Mapping[str, Any]) -> bool:
-        """Return whether another kind of device packed the other base from this checkpoint."""
+        differing = {name for name in PARTS if theirs.get(name) != getattr(self, name)}
+        if theirs.get("config") == self.written:
+            differing.discard("config")
         source, packed_on = theirs.get("source"), theirs.get("packed_on")
-        known = None not in (source, packed_on, self.source, self.packed_on)
-        return known and source == self.source and packed_on != self.packed_on
+        complete = None not in (source, packed_on, self.packed_on)
+        if complete and source == self.source and packed_on != self.packed_on:
+            differing.discard("codes")  # packed from the same checkpoint on another kind of device
+        described = [
+            f"{what} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
+            for name, what in PARTS.items()
+            if name in differing
+        ]
+        return ", ".join(described) or None
 
 
 def base_hash(model: PreTrainedModel) -> str:
@@ -167,23 +163,20 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
             elif key.partition(".weight.")[0] + ".weight" in packed:
                 part = None  # statistics, which bitsandbytes names as if they were below the weight
             digests = [strict] if part is None else [strict, part]
-            place = (tensor.device, tensor.data_ptr())
-            if place in seen and tensor.numel() > 0:
+            memory = (tensor.device, tensor.data_ptr())
+            if memory in seen and tensor.numel() > 0:
                 for digest in digests:
-                    digest.update(f"{key} is {seen[place]};".encode())
+                    digest.update(f"{key} is {seen[memory]};".encode())
                 continue
-            seen[place] = key
+            seen[memory] = key
             strict.update(f"{key} {form};".encode())
             if part is not None:
                 part.update(f"{key} {own_form};".encode())
             for chunk in _chunks(tensor):
-                if part is None or chunk.nbytes < _WORTH_A_THREAD:
-                    for digest in digests:
-                        digest.update(chunk)
-                else:
-                    whole = second.submit(strict.update, chunk)
+                both = second.submit(strict.update, chunk)
+                if part is not None:
                     part.update(chunk)
-                    whole.result()
+                both.result()
     source, packed_on = getattr(model, _PACKED, (None, None))
     return BaseIdentity(
         hashlib.sha256(config).hexdigest(),
@@ -266,48 +259,32 @@ def source_hash(checkpoint: str, quantization: str) -> str | None:
     """
     digest = hashlib.sha256(quantization.encode())
     try:
-        files = _files_of_tensors(checkpoint)
+        config = Path(str(cached_file(checkpoint, CONFIG_NAME, local_files_only=True)))
+        index = config.with_name(SAFE_WEIGHTS_INDEX_NAME)
+        files = {SAFE_WEIGHTS_NAME}
+        if not config.with_name(SAFE_WEIGHTS_NAME).exists():
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         with ExitStack() as stack:
-            opened = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in set(files.values())
-            }
-            for name, path in sorted(files.items()):
-                part = opened[path].get_slice(name)
+            opened = [
+                stack.enter_context(safe_open(config.with_name(file), framework="pt"))
+                for file in files
+            ]
+            holders = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+            for name, file in sorted(holders.items()):
+                part = file.get_slice(name)
                 shape = part.get_shape()
                 digest.update(f"{name} {part.get_dtype()} {shape};".encode())
                 if len(shape) > 1 and 0 not in shape:
-                    rows = sorted({0, shape[0] // 2, shape[0] - 1})
-                    sampled = [part[row : row + 1] for row in rows]
+                    sampled = [
+                        part[row : row + 1] for row in sorted({0, shape[0] // 2, shape[0] - 1})
+                    ]
                 else:
-                    sampled = [opened[path].get_tensor(name)]
+                    sampled = [file.get_tensor(name)]
                 for chunk in itertools.chain.from_iterable(map(_chunks, sampled)):
                     digest.update(chunk)
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
     return digest.hexdigest()
-
-
-def _files_of_tensors(checkpoint: str) -> dict[str, Path]:
-    """Return the file of each of a checkpoint's tensors, without the network."""
-    single, index = (
-        cached_file(
-            checkpoint,
-            name,
-            local_files_only=True,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    )
-    if single is not None:
-        with safe_open(single, framework="pt") as stored:
-            return dict.fromkeys(stored.keys(), Path(single))
-    if index is None:
-        raise FileNotFoundError(checkpoint)
-    files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    return {name: Path(index).parent / file for name, file in files.items()}
 
 
 def _form_of_codes(state: Any) -> str:

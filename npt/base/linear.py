@@ -104,10 +104,10 @@ def statistics_of(module: bnb.nn.Linear4bit) -> dict[str, Tensor]:
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return {}
-    found = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
+    tensors = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
     if state.nested:
-        found |= {"state2.absmax": state.state2.absmax, "state2.code": state.state2.code}
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        tensors |= {"state2.absmax": state.state2.absmax, "state2.code": state.state2.code}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def short_name(dtype: torch.dtype) -> str:

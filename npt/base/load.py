@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,16 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
-from npt.base.families import check_counts, check_family, head_sizes
-from npt.base.gguf.cache import converted, find_gguf, place_of
+from npt.base.families import check_family
 from npt.base.gguf.configuration import configuration_of
-from npt.base.gguf.file import GGUFFile
+from npt.base.gguf.convert import convert
+from npt.base.gguf.file import GGUFFile, find_gguf
 from npt.base.gguf.tokenizer import tokenizer_of
 from npt.base.identity import note_source
 from npt.base.linear import quantized_linears
-from npt.base.placement import check_pieces, check_placed, device_map_of
+from npt.base.placement import check_placement, device_map_of
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
-from npt.base.rotary import by_document
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
 from npt.errors import ConfigError, ModelError, first_line
 
@@ -67,7 +67,8 @@ def load_base(
 
     Args:
         name: `tiny` (embedded, nothing is downloaded), a folder, a GGUF file, or a hub id. A GGUF
-            file is written to a cache in 16 bit when it is first loaded (npt/base/gguf).
+            file is unpacked to 16 bit in a temporary folder at every load; `npt.import_base` keeps
+            such a folder.
         quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
         device_map: instead of a device: `auto`, `balanced`, `balanced_low_0` or `sequential` spread
@@ -99,22 +100,16 @@ def load_base(
             several devices, on disk, or on the host while others are on GPUs.
         PrecisionError: a module would compute in another dtype.
     """
-    check_quantization(quantization)
+    check_choice("quantization", quantization, (*QUANT_TYPES, None))
     check_attention(attn_implementation)
-    if compute_dtype not in COMPUTE_DTYPES:
-        raise ConfigError(
-            f"compute_dtype is {compute_dtype!r}; choose from {', '.join(COMPUTE_DTYPES)}"
-        )
-    if dtype not in (None, *STORED):
-        raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(STORED)} or None")
+    check_choice("compute_dtype", compute_dtype, COMPUTE_DTYPES)
+    check_choice("dtype", dtype, (*STORED, None))
     if use_fp16 and dtype not in (None, "fp16"):
         raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
-    source = _locate(name)
-    config = read_config(name)
-    _check_size(name, source, config)
-    tokenizer = load_tokenizer(name)
     places = device_map_of(device, device_map)
-    packed = quantization is not None or getattr(config, "quantization_config", None) is not None
+    config, tokenizer = read_config(name), load_tokenizer(name)
+    stored_packed = getattr(config, "quantization_config", None) is not None
+    packed = quantization is not None or stored_packed
     if compute_dtype != "fp32" and not packed:
         raise ConfigError(
             f"compute_dtype is {compute_dtype}, which is for 4-bit products, but {name} is not"
@@ -126,19 +121,21 @@ def load_base(
             f" {compute_dtype} (fp16 overflows inside 4-bit products)",
             stacklevel=2,
         )
+    stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
     arguments: dict[str, Any] = {
         "device_map": places,
         "attn_implementation": implementation_of(attn_implementation),
+        "dtype": "auto" if packed and dtype is None else stored,
     }
-    packing = quantization if getattr(config, "quantization_config", None) is None else None
-    stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
-    arguments["dtype"] = "auto" if packed and dtype is None else stored
+    packing = None if stored_packed else quantization
     if packing is not None:
         arguments["quantization_config"] = packing_config(packing, double_quant)
-    with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
-        model = _read_weights(name, source, arguments)
-    check_placed(name, model)
-    check_pieces(name, model)
+    with _located(name) as source:
+        with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
+            model = _read_weights(name, source, arguments)
+        if packing is not None:
+            note_source(model, source, packing, pack_on)
+    check_placement(name, model)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -150,16 +147,19 @@ def load_base(
                 f"{name} is quantised, but not in bitsandbytes' 4 bit; load its unquantised"
                 " original"
             )
-        if packing is not None:
-            note_source(model, source, packing, pack_on)
         enforce_policy(model, COMPUTE[compute_dtype])
         note_dtype(model, dtype)
     # a saved adapter names this as its base, not the folder of this installation
     model.config._name_or_path = name
+    return frozen(model, torch.float32 if packed else stored), tokenizer
+
+
+def frozen(model: Any, computing: torch.dtype) -> Any:
+    """Return the model, frozen and in evaluation mode, once it is found to compute in a dtype."""
     model.requires_grad_(False)
     model.eval()
-    audit_precision(model, torch.float32 if packed else stored)
-    return model, tokenizer
+    audit_precision(model, computing)
+    return model
 
 
 @torch.inference_mode(False)
@@ -182,31 +182,24 @@ def load_teacher(
         ConfigError: unknown precision or attn_implementation.
         ModelError: as `load_base`, or the checkpoint is itself stored in 4 bit.
     """
-    if precision not in COMPUTE:
-        raise ConfigError(f"teacher_precision is {precision!r}; choose from {', '.join(COMPUTE)}")
+    check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
-    source, config = _locate(name), read_config(name)
-    check_teacher(name, config)
-    _check_size(name, source, config)
     arguments = {
         "device_map": device_map_of(device, None),
         "dtype": COMPUTE[precision],
         "attn_implementation": implementation_of(attn_implementation),
     }
-    model = _read_weights(name, source, arguments)
+    check_teacher(name, read_config(name))
+    with _located(name) as source:
+        model = _read_weights(name, source, arguments)
     enforce_policy(model)
-    model.requires_grad_(False)
-    model.eval()
-    audit_precision(model, torch.float32)
-    return model
+    return frozen(model, torch.float32)
 
 
-def check_quantization(quantization: str | None) -> None:
-    """Refuse an unknown kind of quantisation."""
-    if quantization is not None and quantization not in QUANT_TYPES:
-        raise ConfigError(
-            f"quantization is {quantization!r}; choose from {', '.join(QUANT_TYPES)} or None"
-        )
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuse, with a ConfigError, a value that is none of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; choose from {', '.join(map(str, choices))}")
 
 
 def check_teacher(name: str, config: PreTrainedConfig) -> None:
@@ -224,14 +217,11 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
     Raises:
         ModelError: no such model, or an unknown family.
     """
-    file = _unconverted(name)
-    if file is not None:
+    if (file := _gguf_of(name)) is not None:
         return configuration_of(GGUFFile(file))
     source = _locate(name)
-    _check_counts(name, source)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
-    with _Quiet():
-        check_family(name, config)
+    check_family(name, config)
     return config
 
 
@@ -241,19 +231,10 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     Raises:
         ModelError: no such model, or it has no tokenizer.
     """
-    file = _unconverted(name)
-    if file is not None:
+    if (file := _gguf_of(name)) is not None:
         return tokenizer_of(GGUFFile(file))
     source = _locate(name)
-    _check_counts(name, source)  # transformers reads the configuration for it as well
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
-
-
-def gguf_of(name: str) -> Path | None:
-    """Return the GGUF file that the name of a base means (see `find_gguf`); None if it means
-    something else.
-    """
-    return None if name == EMBEDDED or not name.strip() else find_gguf(name)
 
 
 def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytesConfig:
@@ -271,15 +252,13 @@ def _packing_on(device: torch.device) -> Iterator[None]:
     """Let transformers pack weights on this device, and put them back, within the context."""
 
     class Elsewhere(Bnb4bitQuantize):
-        def convert(
-            self, input_dict: dict[str, Any], *arguments: Any, **named: Any
-        ) -> dict[str, Any]:
+        def convert(self, input_dict: dict[str, Any], *more: Any, **named: Any) -> dict[str, Any]:
             read = {
                 name: value[0] if isinstance(value, list) else value
                 for name, value in input_dict.items()
             }
             moved = {name: value.to(device) for name, value in read.items()}
-            packed = super().convert(moved, *arguments, **named)
+            packed = super().convert(moved, *more, **named)
             return {name: value.to(read[name].device) for name, value in packed.items()}
 
     before = Bnb4BitHfQuantizer.get_quantize_ops
@@ -304,93 +283,65 @@ def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    with _Quiet():
+    with _quiet():
         model, report = _read(
             "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **given)
         )
     _check_complete(name, model, report)
-    by_document(model)
     return model
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Refuse a model with a weight that is missing or misshapen."""
-    absent = sorted(report["missing_keys"])
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise ModelError(
-            f"{name} lacks the weight {absent[0]}{more} that its configuration calls for; the"
-            " checkpoint is incomplete"
-        )
-    misshapen = [
-        (key, tuple(found), tuple(wanted))
-        for key, found, wanted in sorted(report["mismatched_keys"])
-    ]
+    faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
+    shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
     # A tensor packed on loading is in no report: the packed bytes have a shape of their own.
     for key, module in quantized_linears(model):
-        wanted = (module.out_features, module.in_features)
-        if tuple(module.weight.quant_state.shape) != wanted:
-            misshapen.append((f"{key}.weight", tuple(module.weight.quant_state.shape), wanted))
-    if misshapen:
-        key, found, wanted = misshapen[0]
+        state = getattr(module.weight, "quant_state", None)
+        if state is not None:
+            shapes[f"{key}.weight"] = state.shape, (module.out_features, module.in_features)
+    faults += [
+        f"has the weight {key} in shape {tuple(stored)}, not {tuple(wanted)}"
+        for key, (stored, wanted) in sorted(shapes.items())
+        if tuple(stored) != tuple(wanted)
+    ]
+    if faults:
         raise ModelError(
-            f"{name}: the weight {key} has shape {found}, its configuration calls for {wanted}; the"
-            " two do not belong together"
+            f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
+            " configuration"
         )
 
 
-def _check_counts(name: str, source: str) -> None:
-    """Refuse a configuration that would list or build layers for ever."""
-    entries, _ = _read(
-        "configuration", name, lambda: PreTrainedConfig.get_config_dict(source, **_NO_CODE)
-    )
-    check_counts(name, entries)
+def _gguf_of(name: str) -> Path | None:
+    return None if name == EMBEDDED or not name.strip() else find_gguf(name)
 
 
-def _check_size(name: str, source: str, config: PreTrainedConfig) -> None:
-    """Refuse a folder whose weights are too small for its configuration: memory would be taken for
-    every tensor that is missing or of another shape before one could be named.
-    """
-    stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
-    width, (heads, key_heads, head) = config.hidden_size, head_sizes(config)
-    attention = 2 * width * head * (heads + key_heads)
-    layer = attention + 3 * width * config.intermediate_size
-    parameters = config.vocab_size * width + config.num_hidden_layers * layer
-    if 0 < 2 * stored < parameters:  # 4 bit are the least that a parameter takes
-        raise ModelError(
-            f"{name} has {stored:,} bytes of weights, and its configuration calls for"
-            f" {parameters:,} parameters; the two do not belong together, or files are missing or"
-            " damaged"
-        )
-
-
-def _unconverted(name: str) -> Path | None:
-    """Return the GGUF file that a name means, unless it was written in 16 bit already."""
-    file = gguf_of(name)
-    return file if file is not None and not place_of(file).is_dir() else None
+@contextmanager
+def _located(name: str) -> Iterator[str]:
+    """Yield the folder or hub id for transformers; of a GGUF file a temporary one."""
+    file = _gguf_of(name)
+    if file is None:
+        yield _locate(name)
+        return
+    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch:
+        folder = Path(scratch, file.stem)
+        with _quiet():
+            convert(GGUFFile(file), folder)
+        yield str(folder)
 
 
 def _locate(name: str) -> str:
-    """Return the folder or hub id for transformers; a GGUF file is converted first."""
+    """Return the folder or hub id for transformers."""
     if name == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     if not name.strip():
         raise ModelError("the model's name is empty; pass --model_name tiny, a folder or a hub id")
-    file = gguf_of(name)
-    if file is not None:
-        with _Quiet():
-            return str(converted(file))
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"{name} holds no config.json; name a folder that a model was saved to"
-            )
+    if (path / "config.json").is_file():
         return str(path)
-    if path.is_file():
+    if path.exists():
         raise ModelError(
-            f"{name} is a file; name the folder that holds config.json and the weights, or a GGUF"
-            " file"
+            f"{name} holds no config.json; name a folder that a model was saved to, or a GGUF file"
         )
     no_id = name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/")
     if path.is_absolute() or no_id:
@@ -400,7 +351,7 @@ def _locate(name: str) -> str:
     return name
 
 
-def _read(what: str, name: str, load: Any) -> Any:
+def _read(what: str, name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except torch.OutOfMemoryError:
@@ -423,16 +374,18 @@ def _read(what: str, name: str, load: Any) -> Any:
         ) from error
 
 
-class _Quiet:
-    """A context without transformers' progress bars and load report; problems are raised here."""
-
-    def __enter__(self) -> None:
-        self.level = transformers_logging.get_verbosity()
-        self.bars = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        transformers_logging.set_verbosity(self.level)
-        if self.bars:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and load report; problems are raised here."""
+    level, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
             transformers_logging.enable_progress_bar()

@@ -32,37 +32,30 @@ def device_map_of(
     return device_map
 
 
-def check_placed(name: str, model: PreTrainedModel) -> None:
-    """Refuse weights that every step would fetch from disk or host.
+def check_placement(name: str, model: PreTrainedModel) -> None:
+    """Refuse weights that every step would fetch from disk or host, and layers on several devices.
 
     Parameters, buffers and the statistics of 4-bit weights are looked at, not the state dict, which
     has entries of bitsandbytes' own that it makes on the host.
     """
-    places = {
-        key: tensor.device for key, tensor in [*model.named_parameters(), *model.named_buffers()]
+    tensors: dict[str, torch.Tensor] = {
+        **dict(model.named_parameters()),
+        **dict(model.named_buffers()),
     }
     for key, module in quantized_linears(model):
         for part, tensor in statistics_of(module).items():
-            places[f"{key}.weight.{part}"] = tensor.device
-    on_gpu = any(place.type not in ("cpu", "meta") for place in places.values())
-    fetched = ("meta", "cpu") if on_gpu else ("meta",)
-    left = next((key for key, place in places.items() if place.type in fetched), None)
-    if left is not None:
-        raise ModelError(
-            f"{name} is not all on the GPUs: {left} was left to the host or the disk; load it in 4"
-            " bit, or take more GPUs"
-        )
-
-
-def check_pieces(name: str, model: PreTrainedModel) -> None:
-    """Refuse layers on several devices, statistics of 4-bit weights included."""
-    for index, layer in enumerate(model.model.layers):
-        tensors: list[torch.Tensor] = list(layer.parameters())
-        for _, module in quantized_linears(layer):
-            tensors += statistics_of(module).values()
-        devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
-        if len(devices) > 1:
+            tensors[f"{key}.weight.{part}"] = tensor
+    on_gpu = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values())
+    devices: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_meta or (on_gpu and tensor.device.type == "cpu"):
             raise ModelError(
-                f"{name}: device_map puts layer {index} on {' and '.join(devices)}; a layer must"
-                " stay in one piece"
+                f"{name} is not all on the GPUs: {key} was left to the host or the disk; load it in"
+                " 4 bit, or take more GPUs"
+            )
+        layer, device = ".".join(key.split(".")[:3]), str(tensor.device)
+        if layer.startswith("model.layers.") and devices.setdefault(layer, device) != device:
+            raise ModelError(
+                f"{name}: device_map puts {layer} on {devices[layer]} and {device}; a layer"
+                " must stay in one piece"
             )

@@ -67,7 +67,7 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
         model: quantised or not.
         compute_dtype: of products of packed weights; declared on the model for the audit.
     """
-    declare_dtype(model, compute_dtype)
+    setattr(model, _DECLARED, compute_dtype)
     for _, module in quantized_linears(model):
         module.compute_dtype = compute_dtype
         module.compute_type_is_set = True
@@ -103,7 +103,7 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     Raises:
         PrecisionError: a module would still compute in another dtype.
     """
-    declare_dtype(model, dtype)
+    setattr(model, _DECLARED, dtype)
     vars(model).pop("resize_token_embeddings", None)
     packed = {id(module.weight) for _, module in quantized_linears(model)}
     for _, module in quantized_linears(model):
@@ -114,11 +114,6 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if id(parameter) not in packed and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     audit_precision(model, dtype)
-
-
-def declare_dtype(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-    """Note on the model the dtype that products of its packed weights are to compute in."""
-    setattr(model, _DECLARED, compute_dtype)
 
 
 def declared_dtype(model: PreTrainedModel) -> torch.dtype:
@@ -161,18 +156,15 @@ def audit_precision(
     packed = {id(module) for _, module in quantized_linears(model)}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            found = effective_dtype(module)
-            computed[found] += 1
-            if found != (of_packed if id(module) in packed else wanted):
-                wrong.append(f"{name} computes in {found}")
+            dtype = effective_dtype(module)
+            computed[dtype] += 1
+            if dtype != (of_packed if id(module) in packed else wanted):
+                wrong.append(f"{name} computes in {dtype}")
     for name, parameter in model.named_parameters():
-        found = short_name(parameter.dtype)
-        if ".npt." in name:
-            adapters[found] += 1
-            if parameter.dtype != torch.float32:
-                wrong.append(f"adapter {name} is {found}")
-        else:
-            stored[found] += 1
+        dtype = short_name(parameter.dtype)
+        (adapters if ".npt." in name else stored)[dtype] += 1
+        if ".npt." in name and parameter.dtype != torch.float32:
+            wrong.append(f"adapter {name} is {dtype}")
     for device in {p.device.type for p in model.parameters()}:
         if torch.is_autocast_enabled(device):
             dtype = short_name(torch.get_autocast_dtype(device))
@@ -185,10 +177,5 @@ def audit_precision(
             f"expected {policy}, but {wrong[0]}{more}; load the model with npt.load_base and leave"
             " autocast off"
         )
-    return PrecisionReport(
-        quantization=quantization_of(model),
-        compute_dtype=dict(computed),
-        stored_dtype=dict(stored),
-        adapter_dtype=dict(adapters),
-        matmul_precision=torch.get_float32_matmul_precision(),
-    )
+    counts = dict(computed), dict(stored), dict(adapters)
+    return PrecisionReport(quantization_of(model), *counts, torch.get_float32_matmul_precision())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.base.linear import dense_weight
+from npt.base.rows import rows_of
 
 PRECISIONS = ("highest", "high")
 ROWS, OUTPUTS = 64, 256
@@ -40,21 +41,16 @@ def product_errors(model: PreTrainedModel) -> dict[str, dict[str, float]]:
     Returns:
         Setting -> kind (`q_proj` and so on) -> ||y - exact|| / ||exact||.
     """
-    kinds, errors = _product_kinds(model), {}
-    for precision in PRECISIONS:
-        with fp32_products(precision):
-            errors[precision] = {kind: _error(module) for kind, module in kinds.items()}
-    return errors
-
-
-def _product_kinds(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the linear layers that are measured, by their last name."""
-    parts: dict[str, Any] = {
+    kinds: dict[str, Any] = {
         name.rpartition(".")[2]: module
         for name, module in model.model.layers[0].named_modules()
         if isinstance(module, nn.Linear) and not name.startswith("npt.")
     }
-    return {**parts, "lm_head": model.lm_head}
+    kinds["lm_head"], errors = model.lm_head, {}
+    for precision in PRECISIONS:
+        with fp32_products(precision):
+            errors[precision] = {kind: _error(module) for kind, module in kinds.items()}
+    return errors
 
 
 @contextmanager
@@ -107,30 +103,20 @@ def choose_precision(errors: dict[str, dict[str, float]]) -> tuple[str, str]:
     )
 
 
-def _rows(module: Any, count: int, device: torch.device) -> Tensor:
-    """Return normal numbers [count, in], in 16 bit for a base that is stored so."""
-    x = torch.randn(count, module.in_features, generator=torch.Generator().manual_seed(0))
-    half = module.weight.dtype in (torch.float16, torch.bfloat16)
-    return x.to(device, module.weight.dtype if half else x.dtype)
-
-
-def _stored_weight(module: Any) -> Tensor:
-    """Return the weight as stored; that of a 4-bit layer dequantised in fp32 in any case."""
-    if not isinstance(module, bnb.nn.Linear4bit):
-        return dense_weight(module)
-    state = copy.copy(module.weight.quant_state)
-    state.dtype = torch.float32
-    return bnb.functional.dequantize_4bit(module.weight.data, state)
-
-
 def _error(module: Any) -> float:
-    weight = _stored_weight(module)[:OUTPUTS].double()
-    x = _rows(module, ROWS, weight.device)
+    weight = dense_weight(module)
+    if isinstance(module, bnb.nn.Linear4bit):  # whose products may be in bf16
+        state = copy.copy(module.weight.quant_state)
+        state.dtype = torch.float32
+        weight = bnb.functional.dequantize_4bit(module.weight.data, state)
+    weight = weight[:OUTPUTS].double()
+    x = torch.randn(ROWS, module.in_features, generator=torch.Generator().manual_seed(0))
+    half = module.weight.dtype in (torch.float16, torch.bfloat16)
+    x = x.to(weight.device, module.weight.dtype if half else x.dtype)
     exact: Tensor = x.double() @ weight.T
     if module.bias is not None:
         exact = exact + module.bias[:OUTPUTS].double()
-    scale = getattr(module, "row_scale", None)
-    if scale is not None:
-        exact = scale[:OUTPUTS].double() * exact + module.row_bias[:OUTPUTS].double()
+    if (rows := rows_of(module)) is not None:
+        exact = rows[0][:OUTPUTS].double() * exact + rows[1][:OUTPUTS].double()
     off = torch.linalg.vector_norm(module(x)[:, :OUTPUTS].double() - exact)
     return float(off / torch.linalg.vector_norm(exact))

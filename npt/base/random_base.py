@@ -19,10 +19,9 @@ from npt.base.attention import implementation_of
 from npt.base.device import default_device
 from npt.base.families import check_family
 from npt.base.linear import quantized_linears
-from npt.base.load import check_quantization, packing_config
-from npt.base.precision import audit_precision, enforce_policy
-from npt.base.rotary import by_document
-from npt.config import check_attention
+from npt.base.load import check_choice, frozen, packing_config
+from npt.base.precision import enforce_policy
+from npt.config import QUANT_TYPES, check_attention
 
 DENSE = ("lm_head",)
 """Layers that stay unpacked, as in a loaded checkpoint."""
@@ -57,34 +56,16 @@ def random_base(
         ConfigError: unknown quantisation or attn_implementation.
         ModelError: a configuration of an unknown family.
     """
-    check_quantization(quantization)
+    check_choice("quantization", quantization, (*QUANT_TYPES, None))
     check_attention(attn_implementation)
     check_family("a random base", config)
     device = torch.device(device) if device is not None else default_device()
     stored = torch.float32 if quantization is None else torch.bfloat16
-    model = meta_base(config, quantization, stored, implementation_of(attn_implementation))
-    _draw_weights(model, stored, device, torch.Generator(device).manual_seed(seed))
-    rotary = type(model.model.rotary_emb)
-    # made on no device, it holds no frequencies
-    model.model.rotary_emb = rotary(model.config).to(device)
-    by_document(model)
-    assert not any(tensor.is_meta for tensor in model.state_dict().values())
-    if quantization is not None:
-        enforce_policy(model, compute_dtype)
-    model.config._name_or_path = "random"
-    model.requires_grad_(False)
-    model.eval()
-    audit_precision(model, torch.float32)
-    return model
-
-
-def meta_base(
-    config: PreTrainedConfig, quantization: str | None, stored: torch.dtype, attention: str
-) -> Any:
-    """Return a model on the meta device, with packed layers if it is quantised."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=stored, attn_implementation=attention
+        model: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=stored,
+            attn_implementation=implementation_of(attn_implementation),
         )
     if quantization is not None:
         packing = packing_config(quantization)
@@ -92,7 +73,15 @@ def meta_base(
             model, modules_to_not_convert=list(DENSE), quantization_config=packing
         )
         model.is_loaded_in_4bit = True  # by which PEFT finds its form of a layer
-    return model
+    _draw_weights(model, stored, device, torch.Generator(device).manual_seed(seed))
+    rotary = type(model.model.rotary_emb)
+    # made on no device, it holds no frequencies
+    model.model.rotary_emb = rotary(model.config).to(device)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    if quantization is not None:
+        enforce_policy(model, compute_dtype)
+    model.config._name_or_path = "random"
+    return frozen(model, torch.float32)
 
 
 def _draw_weights(

@@ -20,15 +20,27 @@ STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DTYPE = "_npt_dtype"
 
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "quantization": (None, *QUANT_TYPES),
+    "double_quant": (True, False),
+    "compute_dtype": COMPUTE_DTYPES,
+    "use_fp16": (True, False),
+    "dtype": (None, *STORED),
+}
+
 
 @dataclass(frozen=True)
 class Recipe:
     """Arguments of `npt.load_base`, the name aside.
 
-    quantization: `nf4`, `fp4`, or None. double_quant: the absmax of blocks is itself quantised, as
-    by `load_base`; a base that the user packed, or a checkpoint stored in 4 bit, may lack it.
-    compute_dtype: of 4-bit products. use_fp16: of an unquantised base. dtype: of an unquantised
-    base in bf16, and of what a base that the user packed keeps unpacked.
+    Attributes:
+        quantization: `nf4`, `fp4`, or None.
+        double_quant: the absmax of blocks is itself quantised, as by `load_base`; a base that the
+            user packed, or a checkpoint stored in 4 bit, may lack it.
+        compute_dtype: of 4-bit products.
+        use_fp16: of an unquantised base.
+        dtype: of an unquantised base in bf16, and of what a base that the user packed keeps
+            unpacked.
     """
 
     quantization: str | None = None
@@ -54,37 +66,30 @@ class Recipe:
         if packed not in QUANT_TYPES:
             return None
         linears = [module for _, module in quantized_linears(model)]
-        nested = any(
-            m.weight.quant_state is not None and m.weight.quant_state.nested for m in linears
-        )
-        products = {module.compute_dtype for module in linears}
+        states = [module.weight.quant_state for module in linears]
         kept = model.get_input_embeddings().weight.dtype
-        stored = next((name for name, known in STORED.items() if known == kept), None)
+        stored = next((name for name, dtype in STORED.items() if dtype == kept), None)
         return cls(
             packed,
-            nested,
-            "bf16" if products == {torch.bfloat16} else "fp32",
+            double_quant=any(state is not None and state.nested for state in states),
+            compute_dtype=(
+                "bf16" if {m.compute_dtype for m in linears} == {torch.bfloat16} else "fp32"
+            ),
             dtype=getattr(model, _DTYPE, stored),
         )
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Recipe | None:
         """Return that of a file's record; None if it has none, or one that cannot be."""
-        found = record.get(ENTRY)
-        if not isinstance(found, Mapping):
+        entries = record.get(ENTRY)
+        if not isinstance(entries, Mapping):
             return None
-        found = {"dtype": None, **found}  # which files of earlier versions lack
-        if set(found) != {f.name for f in fields(cls)}:
-            return None
-        recipe = cls(**found)
-        sound = (
-            recipe.quantization in (None, *QUANT_TYPES)
-            and recipe.compute_dtype in COMPUTE_DTYPES
-            and isinstance(recipe.use_fp16, bool)
-            and isinstance(recipe.double_quant, bool)
-            and recipe.dtype in (None, *STORED)
+        entries = {"dtype": None, **entries}  # which files of earlier versions lack
+        sound = set(entries) == {f.name for f in fields(cls)} and all(
+            any(type(entries[name]) is type(value) and entries[name] == value for value in values)
+            for name, values in _VALUES.items()
         )
-        return recipe if sound else None
+        return cls(**entries) if sound else None
 
     def as_record(self) -> dict[str, Any]:
         record = asdict(self)
@@ -109,20 +114,15 @@ class Recipe:
         return {"dtype": self.dtype, "double_quant": self.double_quant or self.quantization is None}
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `load_base`."""
+        return {**asdict(self), **self.storage}
+
+    @property
     def changed(self) -> dict[str, Any]:
         """Arguments of `load_base` that are not its defaults."""
         usual = Recipe().arguments
         return {name: value for name, value in self.arguments.items() if value != usual[name]}
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `load_base`."""
-        return {
-            "quantization": self.quantization,
-            "compute_dtype": self.compute_dtype,
-            "use_fp16": self.use_fp16,
-            **self.storage,
-        }
 
 
 def note_dtype(model: PreTrainedModel, dtype: str | None) -> None:

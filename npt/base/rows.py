@@ -9,7 +9,7 @@ the base keeps its names and its hash.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -51,9 +51,7 @@ class RowScaledLinear(RowScaled, nn.Linear):
 
 
 _FORMS: dict[type[nn.Module], type[RowScaled]] = {
-    bnb.nn.Linear4bit: RowScaledLinear4bit,
-    UpcastLinear: RowScaledUpcastLinear,
-    nn.Linear: RowScaledLinear,
+    cls.__bases__[1]: cls for cls in (RowScaledLinear4bit, RowScaledUpcastLinear, RowScaledLinear)
 }
 
 
@@ -63,26 +61,20 @@ def set_rows(module: Any, rows: Rows | None) -> None:
     Raises:
         ModelError: a layer of another class.
     """
-    if isinstance(module, RowScaled):
-        plain = {form: base for base, form in _FORMS.items()}[type(module)]
-        cast(Any, module).__class__ = plain
-        del module.row_scale, module.row_bias
-    if rows is None:
-        return
     check_row_scalable(module)
-    scale, bias = (part.to(module.weight.device, torch.float32) for part in rows)
-    assert scale.shape == bias.shape == (module.out_features,)
-    module.register_buffer("row_scale", scale, persistent=False)
-    module.register_buffer("row_bias", bias, persistent=False)
-    module.__class__ = _FORMS[type(module)]
+    if isinstance(module, RowScaled):
+        module.__class__ = type(module).__bases__[1]
+        del module.row_scale, module.row_bias
+    if rows is not None:
+        scale, bias = (part.to(module.weight.device, torch.float32) for part in rows)
+        assert scale.shape == bias.shape == (module.out_features,)
+        module.register_buffer("row_scale", scale, persistent=False)
+        module.register_buffer("row_bias", bias, persistent=False)
+        module.__class__ = _FORMS[type(module)]
 
 
 def check_row_scalable(module: Any) -> None:
-    """Refuse a layer that can have no rows.
-
-    Raises:
-        ModelError: its class.
-    """
+    """Refuse, with a ModelError, a layer that can have no rows."""
     if type(module) not in _FORMS and not isinstance(module, RowScaled):
         names = ", ".join(c.__name__ for c in _FORMS)
         raise ModelError(f"{kind_of(module)} takes no scale and bias by row; only {names} do")

@@ -45,7 +45,6 @@ def calibrate(
     data: Iterable[Record] | Iterable[Sample],
     tokens: int = 65536,
     *,
-    rank_budget: int | None = None,
     max_length: int = 256,
     batch_size: int = 8,
     seed: int = 0,
@@ -59,14 +58,13 @@ def calibrate(
 
     Args:
         model: with adapters attached, quantised or not; only the adapters change, and unless the
-            configuration has `ranks` their ranks.
+            configuration has `ranks` their ranks: they are given to the layers that are worth
+            most, as many in all as the configuration's rank gives.
         tokenizer: of the base model.
         data: records, or samples already cut; training data, never what the student is to be
             measured on.
         tokens: to use at most, drawn from the beginning of the data, eight times as much of it.
             Memory does not grow with them, but for some 300 bytes each of text read ahead.
-        rank_budget: ranks of all layers together, given to the layers that are worth most; default
-            as many as the configuration's rank gives.
         max_length: tokens of a sample, when `data` are records.
         batch_size: samples at a time, of which one graph through the whole teacher is held.
         seed: of the tokens' choice, and of draws from the teacher's predictions.
@@ -90,14 +88,9 @@ def calibrate(
     check_form(config)
     if tokens < 1:
         raise ConfigError(f"--calibration_tokens is {tokens}; it must be at least 1")
-    budget = rank_budget
-    if budget is not None:
-        check_budget(budget, len(layers), model.config.hidden_size)
-    elif config.ranks is None:
-        budget = config.rank * len(layers)
     samples = read_samples(data, tokenizer, max_length, tokens, model.config.vocab_size, seed)
     read = sum(len(sample.input_ids) for sample in samples)
-    mean = -(-budget // len(layers)) if budget is not None else max(config.ranks_of(len(layers)))
+    mean = max(config.ranks_of(len(layers)))
     if read < TOKENS_PER_RANK * mean:
         raise TooLittleTextError(
             f"calibration has {read} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean}; give"
@@ -134,8 +127,9 @@ def calibrate(
         for module in training:
             module.training = True
         release(device)
-    if budget is not None:
-        ranks = spend(budget, {index: cut.worth for index, cut in cuts.items()})
+    if config.ranks is None:
+        worth = {index: cut.worth for index, cut in cuts.items()}
+        ranks = spend(config.rank * len(layers), worth)
         config = replace(config, ranks=tuple(ranks.values()))
     ranks = dict(zip(layers, config.ranks_of(len(layers)), strict=True))
     set_adapters(model, config, start_tensors(model, config, cuts, ranks))
@@ -156,40 +150,10 @@ def check_base(model: PreTrainedModel) -> None:
         )
 
 
-def check_calibration(
-    config: NPTConfig,
-    rank_budget: int | None,
-    layers: int | None = None,
-    hidden_size: int | None = None,
-) -> None:
-    """Refuse settings of a calibrated start that cannot work, before anything is loaded. layers,
-    hidden_size: converted layers and D, if known.
-    """
-    if config.init != "calibrated":
-        if rank_budget is not None:
-            raise ConfigError(
-                f"--rank_budget is {rank_budget}, which means nothing without --init calibrated;"
-                " add it or drop the other"
-            )
-        return
-    check_form(config)
-    if rank_budget is not None:
-        if config.ranks is not None:
-            raise ConfigError(
-                f"--rank_budget is {rank_budget} next to --ranks"
-                f" {','.join(map(str, config.ranks))}; drop one of the two"
-            )
-        if layers is not None and hidden_size is not None:
-            check_budget(rank_budget, layers, hidden_size)
-
-
-def check_budget(budget: int, layers: int, hidden_size: int) -> None:
-    """Refuse a budget that leaves a layer without a rank, or that cannot be spent."""
-    if not layers <= budget <= layers * hidden_size:
-        raise ConfigError(
-            f"--rank_budget is {budget}; {layers} converted layers of a model of hidden size"
-            f" {hidden_size} take {layers} to {layers * hidden_size} ranks in all"
-        )
+def check_calibration(config: NPTConfig) -> None:
+    """Refuse settings of a calibrated start that cannot work, before anything is loaded."""
+    if config.init == "calibrated":
+        check_form(config)
 
 
 def check_form(config: NPTConfig) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.config import INT_MAX, BaseConfig, DataConfig
+from npt.config import INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import put
 from npt.files import to_json
 from npt.flags import add_settings, build
 
-_OF_TRAINING = {
-    "num_samples",
-    "dataset_mix",
-    "replay_dataset",
-    "replay_ratio",
-    "teacher_precision",
-    "shard_base",
-}
+_OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
 """Settings of base and data that mean nothing to a verb that does not train."""
 
 
@@ -28,10 +21,8 @@ def natural(text: str, least: int = 0) -> int:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
-    if value > INT_MAX:
-        raise argparse.ArgumentTypeError(f"{value} is more than {INT_MAX}")
+    if not least <= value <= INT_MAX:
+        raise argparse.ArgumentTypeError(f"{value} is not from {least} to {INT_MAX}")
     return value
 
 
@@ -40,31 +31,24 @@ def positive(text: str) -> int:
 
 
 def limit(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = float(text)  # whose error argparse words
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
 def add_number(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    help: str,
-    default: Any = None,
-    kind: Callable[[str], float] = positive,
+    parser: Any, flag: str, help: str, default: Any = None, kind: Callable[[str], float] = positive
 ) -> None:
     """Add a flag of one number; a default that is a number is added to its help."""
-    metavar = "FLOAT" if kind in (float, limit) else "INT"
+    metavar = "INT" if kind in (int, natural, positive) else "FLOAT"
     shown = f" (default: {default:g})" if isinstance(default, int | float) else ""
     parser.add_argument(
         f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{help}{shown}"
     )
 
 
-def add_switch(parser: argparse.ArgumentParser, flag: str, help: str, default: Any = False) -> None:
+def add_switch(parser: Any, flag: str, help: str, default: Any = False) -> None:
     """Add a flag without a value."""
     parser.add_argument(f"--{flag}", action="store_true", default=default, help=help)
 
@@ -106,8 +90,8 @@ def add_student(
 
 
 def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
-    """Return the flags, in which the adapter that they name is found (it prints as the name it was
-    given), and the base. What flags do not say about the base is taken from the adapter.
+    """Return the flags, with the adapter that they name as it was found, and the base. What flags
+    do not say about the base is taken from the adapter.
 
     Raises:
         AdapterFileError, HubError: there is no adapter, or its configuration cannot be read.
@@ -118,15 +102,44 @@ def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
 
     adapter = find_adapter(given["adapter"])
     recipe = adapter.recipe
-    known: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     name = adapter.record.get("base_model_name_or_path")
     if isinstance(name, str) and name != "unknown":
-        known["model_name"] = name
+        recorded["model_name"] = name
     if recipe is not None:
         packed = recipe.flags["use_quantization"]
         if given.get("use_quantization", packed) == packed:
-            known |= recipe.flags
-    return {**given, "adapter": adapter}, build(BaseConfig, {**known, **given})
+            recorded |= recipe.flags
+    return {**given, "adapter": adapter}, build(BaseConfig, {**recorded, **given})
+
+
+def check_run(
+    base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
+    *, starts: bool = True,
+) -> Any:  # fmt: skip
+    """Refuse what can be refused before weights are read; return the base's configuration.
+
+    Args:
+        starts: whether the adapter is new, and may be calibrated.
+    """
+    from npt.adapters.fit import check_fit
+    from npt.base.load import check_teacher, read_config
+    from npt.calibration.calibrate import check_calibration
+    from npt.runs.trackers import check_trackers
+    from npt.train.run_setup import check_replay, check_trainable
+    from npt.train.sources import check_sources
+
+    config = read_config(base.model_name)
+    if base.teacher_precision is not None:
+        check_teacher(base.model_name, config)
+    check_fit(adapter, config, data.max_length)
+    if starts:
+        check_calibration(adapter)
+    check_sources(data)
+    check_trackers(training)
+    check_trainable(adapter, data, base.teacher_precision is not None)
+    check_replay(data)
+    return config
 
 
 def open_base(base: BaseConfig, **how: Any) -> tuple[Any, Any]:
@@ -148,55 +161,41 @@ def load(
     """Load the base of these settings and print a line about it.
 
     Args:
-        base: its settings.
-        console: for the line.
-        device: as for `npt.load_base`.
-        pack_on: likewise.
+        device, pack_on: as for `npt.load_base`.
         adapter: that was found, on whose base the user may have decided what no flag does.
     """
     import torch
 
-    from npt.base.gguf.cache import converted, place_of
     from npt.base.gguf.configuration import describe_origin
-    from npt.base.load import gguf_of
     from npt.base.precision import policy_dtype, quantization_of
     from npt.base.quantization_error import product_errors, set_matmul_precision
     from npt.base.recipe import STORED
 
-    places: dict[str, Any] = (
+    where: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
     )
-    file = gguf_of(base.model_name)
-    if file is not None:
-        with console.status(f"writing {file.name} in 16 bit to {place_of(file)}, once"):
-            converted(file)
     recipe = None if adapter is None else adapter.recipe
     own = base.quantization, base.use_fp16
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == own:
-        places |= recipe.storage
+        where |= recipe.storage
     model, tokenizer = open_base(
-        base, attn_implementation=base.attn_implementation, pack_on=pack_on, **places
+        base, attn_implementation=base.attn_implementation, pack_on=pack_on, **where
     )
     packed, computing = quantization_of(model), policy_dtype(model)
-    dtype = next(name for name, known in STORED.items() if known == computing)
+    dtype = next(name for name, stored in STORED.items() if stored == computing)
     chosen = set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
     )
-    origin = describe_origin(model.config)
-    if origin is not None:
-        console.say(origin)
-    if chosen is not None:
-        console.say(chosen)
+    console.say(*(line for line in (describe_origin(model.config), chosen) if line is not None))
     if base.compute_dtype == "bf16":
         errors = product_errors(model)[torch.get_float32_matmul_precision()]
         worst = max(error for kind, error in errors.items() if kind != "lm_head")
         console.say(
             f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their"
-            " size here; its range is fp32's, so that none overflows which would not in fp32; all"
-            " else computes in fp32"
+            " size here; all else computes in fp32"
         )
     return model, tokenizer
 
@@ -241,10 +240,14 @@ def print_json(value: Any) -> None:
     put(to_json(value, indent=2))
 
 
-def plain_table(*headings: str) -> Any:
-    """Return a table for the terminal: the first column holds names, the others numbers."""
+def print_table(console: Any, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table below an empty line: the first column holds names, the others numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
     numbers = (Column(heading, justify="right", no_wrap=True) for heading in headings[1:])
-    return Table(headings[0], *numbers, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(headings[0], *numbers, box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)

@@ -24,7 +24,7 @@ def collect(given: dict[str, Any]) -> int:
     from npt.data.source import OWN_HELDOUT, check_source, open_source
     from npt.tools.collect.collect import collect as run
     from npt.tools.collect.collect import prompt_length
-    from npt.tools.collect.parts import check_output
+    from npt.tools.collect.journal import check_output
 
     console = make_console(stderr=given["json"])
     check_output(Path(given["output"]))
@@ -36,36 +36,30 @@ def collect(given: dict[str, Any]) -> int:
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
             " on; collect from 'train'"
         )
-    student = load_student(base, given, console)
+    model, tokenizer, identity, other = load_student(base, given, console)
+    names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
     with console.status("collecting") as status:
-
-        def report(progress: Any) -> None:
-            status.update(f"{progress.prompts:,} prompts, {progress.disagreements:,} disagreements")
-
         result = run(
-            student.model,
-            student.tokenizer,
+            model,
+            tokenizer,
             open_source(data),
             given["output"],
             data_config=data,
-            base=student.identity,
-            report=report,
-            max_new_tokens=given["max_new_tokens"],
-            num_prompts=given["num_prompts"],
-            batch_size=given["batch_size"],
-            seed=given["seed"],
+            base=identity,
+            report=lambda done: status.update(f"{done.prompts:,} prompts"),
+            **{name: given[name] for name in names},
         )
-    figures = {**result.as_dict(), **student.other}
+    figures = {**result.as_dict(), **other}
     if given["json"]:
         print_json(figures)
-    else:
-        before = f", {result.resumed:,} of them earlier" if result.resumed else ""
-        console.say(
-            f"{figures['prompts']:,} prompts{before}: the student leaves its teacher in"
-            f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"
-            f" {figures['top1']:.1%}, KL {figures['kl']:.4f} nats, acceptance"
-            f" {figures['acceptance']:.1%}; written to {figures['output']}"
-        )
+        return result.exit_status
+    before = f", {result.resumed:,} of them earlier" if result.resumed else ""
+    console.say(
+        f"{figures['prompts']:,} prompts{before}: the student leaves its teacher in"
+        f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"
+        f" {figures['top1']:.1%}, KL {figures['kl']:.4f} nats, acceptance"
+        f" {figures['acceptance']:.1%}; written to {figures['output']}"
+    )
     return result.exit_status
 
 
@@ -93,5 +87,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "num_prompts", "prompts in all", 256)
     add_number(parser, "batch_size", "prompts at a time", 8)
     add_number(parser, "seed", "of the order of prompts", 0, natural)
-    unused = ("packing", "padding_side", "completion_column")
+    unused = ("packing", "completion_column")
     add_student(parser, data=True, leave_out=unused)

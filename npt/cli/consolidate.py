@@ -42,14 +42,13 @@ def consolidate(given: dict[str, Any]) -> int:
     """
     given, base = with_base(given)
     data = build(DataConfig, given)
-    if given["undo"]:
-        unused = [f"--{name}" for name in _DEFAULTS if given[name] is not None]
-        if unused:
-            raise ConfigError(
-                f"--undo takes the last update back and makes none, so {', '.join(unused)} mean"
-                " nothing with it; drop them"
-            )
-    elif given["text"] is None:
+    unused = [f"--{name}" for name in _DEFAULTS if given["undo"] and given[name] is not None]
+    if unused:
+        raise ConfigError(
+            f"--undo takes the last update back and makes none, so {', '.join(unused)} mean"
+            " nothing with it; drop them"
+        )
+    if given["text"] is None and not given["undo"]:
         raise ConfigError(
             "--text is missing: the fact that is to become part of the model (or --undo, to take"
             " the last one back)"
@@ -60,24 +59,20 @@ def consolidate(given: dict[str, Any]) -> int:
     console = make_console(stderr=given["json"])
     check_source(data)
     student = load_student(base, given, console)
-    if given["undo"]:
-        _undo(student, given, console)
-    else:
-        _update(student, data, given, console)
+    (_undo if given["undo"] else _update)(student, data, given, console)
     return 0
 
 
-def _undo(student: Student, given: dict[str, Any], console: Any) -> None:
+def _undo(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
     import npt
 
     (taken,) = npt.unconsolidate(student.model)
     npt.save_adapter(student.model, given["output"], base=student.identity)
-    left = len(npt.consolidated(student.model))
+    left, output = len(npt.consolidated(student.model)), given["output"]
     if given["json"]:
-        found = {"undone": taken.record, "updates": left, "output": given["output"]}
-        print_json({**found, **student.other})
+        print_json({"undone": taken.record, "updates": left, "output": output, **student.other})
     else:
-        console.say(f"took back {taken}; {left} updates are left in {given['output']}")
+        console.say(f"took back {taken}; {left} updates are left in {output}")
 
 
 def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
@@ -86,7 +81,7 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     from npt.adapters.converted import adapter_parameters
     from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
     from npt.adapters.fit import resolve_layers
-    from npt.adapters.token_modulation import as_row, modulation_of, token_index
+    from npt.adapters.token_modulation import modulation_of
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
     from npt.tools.editing.edit_metrics import Before, encode_fact, largest_alpha, print_retention
@@ -98,28 +93,25 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
-    token = token_index(as_row(model, list(ids)), given["token"])
     config = given["adapter"].config
-    asked = config.layers if given["layers"] is None else given["layers"]
-    layers = resolve_layers(asked, model.config.num_hidden_layers)
+    layers = resolve_layers(given["layers"] or config.layers, model.config.num_hidden_layers)
+    # At the same cost the additions to the residual stream alone recall most.
+    targets = ("down",) if "down" in config.targets else config.targets
     if given["targets"] is not None:
-        targets = tuple(t.strip() for t in given["targets"].split(","))
-    else:
-        # At the same cost the additions to the residual stream alone recall most.
-        targets = ("down",) if "down" in config.targets else config.targets
+        targets = tuple(target.strip() for target in given["targets"].split(","))
     record = {
         "text": given["text"],
         "context": given["context"],
         "adapter_hash": adapter_hash(model),
         **student.other,
     }
-    modulation = modulation_of(model, ids, token)
+    modulation = modulation_of(model, ids, given["token"])
     make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
     make(max_alpha)  # refuse what cannot work before measuring
-    own = own_heldout(data)
-    records = own if own is not None else open_source(data)
+    heldout_data = own_heldout(data)
+    records = heldout_data if heldout_data is not None else open_source(data)
     samples, heldout = evaluation_samples(
-        records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own
+        records, tokenizer, data, given["eval_samples"], model.config.vocab_size, heldout_data
     )
     # alpha is chosen on one half and reported on the other
     chosen_on, reported_on = samples[::2], samples[1::2]
@@ -146,12 +138,12 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     updates = len(npt.consolidated(model))
     if given["json"]:
         choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
-        found = {**choice, **retention.as_dict(), "heldout": heldout, "output": given["output"]}
-        print_json(found)
+        figures = {**retention, "heldout": heldout, "output": given["output"]}
+        print_json({**choice, **figures})
         return
     bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
     console.say(
-        f"token {token} ({tokenizer.decode([modulation.token_id])!r}), layers"
+        f"token {modulation.token} ({tokenizer.decode([modulation.token_id])!r}), layers"
         f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; update"
         f" {updates} is in {given['output']}"
     )
@@ -191,4 +183,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_number(parser, "eval_samples", "samples of held-out text", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
-    add_student(parser, data=True, leave_out=("padding_side",))
+    add_student(parser, data=True)

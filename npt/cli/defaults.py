@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.config.texts import words
-from npt.errors import ConfigError
 from npt.flags import read_yaml, shown_default
 from npt.presets import presets
 from npt.train.sources import DATASETS, named
@@ -25,7 +24,8 @@ SETTINGS = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 AUTO = "auto"
 
 EMBEDDED, BUILTIN = BaseConfig.model_name, DataConfig.dataset_name
-_NEAR: dict[str, Any] = {
+
+NEAR_DEFAULTS: dict[str, Any] = {
     "targets": STREAM,
     "additive_scale": 1.0,
     "learning_rate": 5e-5,
@@ -33,11 +33,10 @@ _NEAR: dict[str, Any] = {
 }
 """Of a student that is near its teacher from the first step on. Larger rates lose the start, and at
 this rate M and B of the products lose it as well (docs/results/real-model.md)."""
-_OF_PRODUCTS = {"mult_bound", "mult_form", "init_std_m"}
+OF_PRODUCTS = {"mult_bound", "mult_form"}
 """Flags that the stream alone would leave without effect, as it would --modulation."""
-_WHOLE: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
-_SAVING: dict[str, Any] = {"save_steps": 500}
-_EMBEDDED: dict[str, dict[str, Any]] = {
+END_TO_END_DEFAULTS: dict[str, Any] = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
+EMBEDDED_DEFAULTS: dict[str, dict[str, Any]] = {
     "calibrated": {
         "adapter_rank": 48,
         "calibration_tokens": 32768,
@@ -46,14 +45,13 @@ _EMBEDDED: dict[str, dict[str, Any]] = {
     },
     "random": {"max_steps": 600},
 }
-_INSTEAD = {"adapter_rank": ("ranks", "rank_budget"), "max_steps": ("num_epochs", "num_samples")}
+OTHER_WAYS = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_samples")}
 """By default, flags that say the same in another way."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """given: flags with defaults. said: lines about them. fallback: the start was chosen, and a
-    random one will do.
+class Chosen(NamedTuple):
+    """Flags with defaults, lines to print about them, and whether a random start will do where one
+    in closed form was chosen.
     """
 
     given: dict[str, Any]
@@ -63,18 +61,13 @@ class Chosen:
 
 def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the flags over the settings of the file in --config, if any, without those that are
-    ignored. A data set replaces the file's mixture, and the other way round.
+    ignored.
     """
     if "config" not in given:
         return dict(given)
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
     written = read_yaml(given["config"], SETTINGS, extra)
-    lost = set(ignored)
-    if "dataset_mix" in given:
-        lost.add("dataset_name")
-    if "dataset_name" in given:
-        lost.add("dataset_mix")
-    return {**{name: value for name, value in written.items() if name not in lost}, **given}
+    return {**{name: value for name, value in written.items() if name not in ignored}, **given}
 
 
 def with_defaults(
@@ -92,58 +85,55 @@ def with_defaults(
         model_name: of the base, where flags do not say it: an adapter knows its own.
         solvable: False if a start was found not to be solvable.
     """
-    asked = given.get("init", AUTO)
-    embedded = given.get("model_name", model_name or EMBEDDED) == EMBEDDED
-    adapter = given.get("adapter") is not None
-    flags = dict(given)
-    if not adapter or asked == AUTO:
-        flags.pop("init", None)
-    said: list[str] = []
+    asked, adapter = given.get("init", AUTO), given.get("adapter") is not None
+    flags = {n: v for n, v in given.items() if n != "init" or not (adapter or asked == AUTO)}
+    lines: list[str] = []
     if adapter:
         chosen = _near(flags)
     else:
         against = _why_random(flags) if solvable else "too little text to solve one"
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
-        if embedded and _on_embedded_text(flags):
-            chosen |= _missing(_EMBEDDED[init], flags)
+        base = given.get("model_name", model_name or EMBEDDED)
+        text = flags.get("dataset_name", BUILTIN)
+        if (base, text) == (EMBEDDED, BUILTIN):
+            chosen |= _missing(EMBEDDED_DEFAULTS[init], flags)
         if asked == AUTO and init == "random":
-            said.append(f"--init auto: a random start, because of {against}")
+            lines.append(f"--init auto: a random start, because of {against}")
         elif asked == AUTO:
             others = " ".join(f"--{name} {v}" for name, v in chosen.items() if name != "init")
-            said.append(
+            lines.append(
                 f"--init auto: a start in closed form (--init calibrated); with it go {others};"
                 " --init random starts at random"
             )
-    chosen |= _missing(_SAVING, flags)
+    chosen |= _missing({"save_steps": 500}, flags)
     if before:
         # the form is that of the run's beginning, whose defaults may have been others
         form = {"targets"} - flags.keys()
         chosen |= {name: before[name] for name in form | chosen.keys() if name in before}
         return Chosen({**flags, **chosen})
-    wants_solving = any(name.startswith(("rank_budget", "calibration_")) for name in flags)
+    wants_solving = "calibration_tokens" in flags
     fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
-    return Chosen({**flags, **chosen}, tuple(said), fallback)
+    return Chosen({**flags, **chosen}, tuple(lines), fallback)
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for a student that is near its teacher from the first step on."""
-    objective = {"stages", "loss", *_WHOLE}
-    whole = {} if objective & flags.keys() or flags.get("shard_base") else _WHOLE
-    form = dict(_NEAR)
+    form, objective = dict(NEAR_DEFAULTS), {"loss", *END_TO_END_DEFAULTS}
     if flags.get("adapter") is not None:
         del form["additive_scale"], form["targets"]
-    elif flags.get("modulation", "additive") != "additive" or _OF_PRODUCTS & flags.keys():
+    elif flags.get("modulation", "additive") != "additive" or OF_PRODUCTS & flags.keys():
         del form["targets"]
     form["warmup_steps"] = min(form["warmup_steps"], int(flags.get("max_steps") or 100) // 10)
-    return {**_missing(form, flags), **whole}
+    local = objective & flags.keys() or flags.get("shard_base")
+    return {**_missing(form, flags), **({} if local else END_TO_END_DEFAULTS)}
 
 
 def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in defaults.items()
-        if not {name, *_INSTEAD.get(name, ())} & flags.keys()
+        if not {name, *OTHER_WAYS.get(name, ())} & flags.keys()
     }
 
 
@@ -159,33 +149,18 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
     targets = words(flags.get("targets", STREAM))
     if STREAM not in targets:
         return f"--targets {','.join(targets)}, without stream"
-    for name in ("init_std_a", "init_std_b", "init_std_m", "init_a"):
-        if name in flags:
-            return f"--{name}, which is of a random start"
     return None
-
-
-def _on_embedded_text(flags: Mapping[str, Any]) -> bool:
-    return flags.get("dataset_mix") is None and flags.get("dataset_name", BUILTIN) == BUILTIN
 
 
 def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
     """Return the flags with a data set: short names written out; if none is named, the embedded
     text for the embedded model alone.
-
-    Raises:
-        ConfigError: a data set and a mixture.
     """
-    name, mixed = given.get("dataset_name"), given.get("dataset_mix")
-    if name is not None and mixed is not None:
-        raise ConfigError(
-            f"--dataset_name is {name} and --dataset_mix {mixed}; name that data set in the"
-            " mixture, or drop one of the two"
-        )
+    name = given.get("dataset_name")
     short = None if name is None else named(name)
     if short is not None:
         return Chosen({**short, **{f: v for f, v in given.items() if f != "dataset_name"}})
-    if name is not None or mixed is not None or model_name == EMBEDDED:
+    if name is not None or model_name == EMBEDDED:
         return Chosen(dict(given))
     web_text = DATASETS["slimpajama"]
     said = (
@@ -222,18 +197,18 @@ def offer_auto(parser: argparse.ArgumentParser) -> None:
         "auto: calibrated if that is possible, else random; random: small normal start;"
         " calibrated: closed form (default: auto)"
     )
-    bare = with_defaults({}).given
-    others = {
+    cases = {
+        "": with_defaults({}).given,
         "another base": with_defaults(with_data({"model_name": "..."}, "...").given).given,
         "--init random": with_defaults({"init": "random"}).given,
     }
-    for f in (
-        f for cls in SETTINGS for f in fields(cls) if flag_of(f) not in ("init", "model_name")
-    ):
+    for f in (f for cls in SETTINGS for f in fields(cls)):
         name = flag_of(f)
-        shown, *values = (
-            shown_default(given.get(name, f.default)) for given in (bare, *others.values())
-        )
-        differ = {case: v for case, v in zip(others, values, strict=True) if v != shown}
-        cases = "".join(f"; {case}: {value}" for case, value in differ.items())
-        flags[f"--{name}"].help = f"{f.metadata['help']} (default: {shown}{cases})"
+        if name in ("init", "model_name"):
+            continue
+        values = {
+            case: shown_default(chosen.get(name, f.default)) for case, chosen in cases.items()
+        }
+        bare = values.pop("")
+        others = "".join(f"; {case}: {value}" for case, value in values.items() if value != bare)
+        flags[f"--{name}"].help = f"{f.metadata['help']} (default: {bare}{others})"

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from npt.cli.arguments import add_number, add_switch, print_json
 from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
-from npt.cli.planning import make_plan, print_page
+from npt.cli.planning import make_plan
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings, build, with_safe_mode
-
-_OF_PLAN = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)} - {
-    "model_name"
-}
-"""Settings that --data does not use."""
 
 
 def doctor(given: dict[str, Any]) -> int:
@@ -30,8 +25,7 @@ def doctor(given: dict[str, Any]) -> int:
             " of the data) or --plan (the memory that a run will take)"
         )
     _check_flags(given)
-    shape = given["shape"]
-    given = with_config(given, ignored=() if shape is None else ("model_name",))
+    given = with_config(given, ignored=() if given["shape"] is None else ("model_name",))
     given = with_safe_mode(given)
     from npt.tools.data_doctor.report import print_report
 
@@ -40,25 +34,20 @@ def doctor(given: dict[str, Any]) -> int:
     if not given["json"]:
         for report in reports.values():
             print_report(report, console)
-    page = make_plan(given, console) if given["plan"] else None
+    plan = make_plan(given, console) if given["plan"] else None
     if given["json"]:
-        found = {name: report.as_dict() for name, report in reports.items()}
-        if page is not None:
-            found["plan"] = page.as_dict()
-        print_json(found)
-    elif page is not None:
-        print_page(page, console)
-    sound = all(report.trainable for report in reports.values()) and (page is None or page.fits)
-    return 0 if sound else 2
+        figures = {name: report.as_dict() for name, report in reports.items()}
+        print_json(figures | ({} if plan is None else {"plan": plan}))
+    sound = all(report.trainable for report in reports.values())
+    return 0 if sound and (plan is None or plan["fits"]) else 2
 
 
 def _check_flags(given: dict[str, Any]) -> None:
-    """Refuse flags that would be ignored."""
-    if given["plan"]:
-        return
-    switches = ("shape", "device", "measure", "safe_mode")
-    unused = sorted(_OF_PLAN & set(given)) + [name for name in switches if given.get(name)]
-    if unused:
+    """Refuse flags that would be ignored without --plan."""
+    settings = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)}
+    unused = sorted((settings - {"model_name"}) & given.keys())
+    unused += [name for name in ("shape", "device", "measure", "safe_mode") if given.get(name)]
+    if unused and not given["plan"]:
         raise ConfigError(f"--{unused[0]} means nothing without --plan; add it or drop the other")
 
 
@@ -82,20 +71,17 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     check_sources(data)
     model_config, tokenizer = read_config(base.model_name), load_tokenizer(base.model_name)
     check_length(data.max_length, model_config)
-    found = {}
+    reports = {}
     with console.status("reading the data"):
         for part in sources_of(data):
             config = part.config
             if part.label != FIRST:
                 with contextlib.suppress(DataError):  # the report says where
                     config = fitting_columns(config, open_source(config))
-            report = examine(
-                config, tokenizer, model_config.vocab_size, max_records=given["max_records"]
-            )
-            if data.dataset_mix is not None:
-                report = replace(report, name=f"{part.label} ({part.share:.1%} of the samples)")
-            found["replay" if part.label == REPLAY else part.label] = report
-    return found
+            most, vocabulary = given["max_records"], model_config.vocab_size
+            report = examine(config, tokenizer, vocabulary, max_records=most)
+            reports["replay" if part.label == REPLAY else part.label] = report
+    return reports
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

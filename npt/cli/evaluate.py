@@ -17,11 +17,14 @@ from npt.flags import build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
+NEEDS = {"lm_eval_tasks_path": "lm_eval", "lm_eval_limit": "lm_eval"}
+"""Flags that mean nothing without another."""
+
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
     given, base = with_base(given)
-    data = build(DataConfig, given)
+    data, tasks = build(DataConfig, given), given["lm_eval"]
     import npt
     from npt.data.chat import fix_date
     from npt.data.source import check_source, open_source, own_heldout
@@ -31,15 +34,15 @@ def evaluate(given: dict[str, Any]) -> int:
 
     console = make_console(stderr=given["json"])
     check_source(data)
-    tasks = None
-    if given["lm_eval"] is not None:
-        tasks = [name for name in given["lm_eval"].split(",") if name.strip()]
+    for flag, other in NEEDS.items():
+        if given[flag] is not None and not given[other]:
+            raise ConfigError(
+                f"--{flag} is {given[flag]}, which means nothing without --{other}; add it or drop"
+                " this"
+            )
+    if tasks is not None:
+        tasks = [name for name in tasks.split(",") if name.strip()]
         find_tasks(tasks, given["lm_eval_tasks_path"])
-    elif given["lm_eval_tasks_path"] is not None or given["lm_eval_limit"] is not None:
-        raise ConfigError(
-            "--lm_eval_tasks_path and --lm_eval_limit mean nothing without --lm_eval; name the"
-            " tasks, or drop them"
-        )
     own, begun = own_heldout(data), _date_of_run(given["adapter"].folder)
 
     def samples_of(model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
@@ -50,32 +53,24 @@ def evaluate(given: dict[str, Any]) -> int:
             records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own
         )
 
-    reference = None
+    reference, size = None, given["batch_size"]
     further: dict[str, Any] = {}
     if given["attribution"] is not None:
         reference, further["attribution_memory"] = _reference(base, samples_of, given, console)
-    model, tokenizer, _, other = load_student(base, given, console)
+    model, tokenizer, _, other_base = load_student(base, given, console)
     samples, heldout = samples_of(model, tokenizer)
-    fidelity = npt.evaluate(
-        model, tokenizer, samples, batch_size=given["batch_size"], unquantized=reference
-    )
-    scores = None
+    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=size, unquantized=reference)
     if tasks is not None:
-        scores = lm_eval(
-            model,
-            tokenizer,
-            tasks,
-            tasks_path=given["lm_eval_tasks_path"],
-            limit=given["lm_eval_limit"],
-            batch_size=given["batch_size"],
+        path, most = given["lm_eval_tasks_path"], given["lm_eval_limit"]
+        further["lm_eval"] = lm_eval(
+            model, tokenizer, tasks, tasks_path=path, limit=most, batch_size=size
         )
-        further["lm_eval"] = scores
     if given["json"]:
-        print_json({**fidelity.as_dict(), **further, "heldout": heldout, **other})
-    else:
-        print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
-        if scores is not None:
-            print_scores(scores, console)
+        print_json({**fidelity.as_dict(), **further, "heldout": heldout, **other_base})
+        return 0
+    print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
+    if "lm_eval" in further:
+        print_scores(further["lm_eval"], console)
     return 0
 
 
@@ -155,4 +150,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="folder of YAML tasks; only these are known then",
     )
     add_number(parser, "lm_eval_limit", "documents of a task, at most")
-    add_student(parser, data=True, leave_out=("padding_side",))
+    add_student(parser, data=True)

@@ -21,7 +21,7 @@ def import_base(given: dict[str, Any]) -> int:
         return 0
     console.say(
         f"wrote {done.folder}: {done.parameters:,} parameters in {done.dtype},"
-        f" {done.size / 1e6:,.1f} MB; relative rounding error {done.rounding:.1e}"
+        f" {done.size / 1e6:,.1f} MB"
     )
     if done.quantized:
         console.say(
@@ -33,8 +33,8 @@ def import_base(given: dict[str, Any]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "--model_name FILE.gguf does the same, into a cache. Exit status: 0 done, 2 wrong arguments"
-        " or file (nothing is left)."
+        "--model_name FILE.gguf does the same at every load, into a temporary folder. Exit status:"
+        " 0 done, 2 wrong arguments or file (nothing is left)."
     )
     parser.add_argument("file", metavar="FILE.gguf", help="a GGUF file, as llama.cpp loads it")
     parser.add_argument("folder", metavar="FOLDER", help="a new or empty folder")

@@ -65,26 +65,24 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         with warnings.catch_warnings(), _kept_matmul_precision():
             warnings.showwarning = _show_warning
             return verb(given)
-    except (NPTError, StoppedError) as error:
-        if debug:
-            raise
-        complain(f"{speaker}: error: {printable(str(error), one_line=True)}")
-        return error.exit_status
     except KeyboardInterrupt:
         complain(f"{speaker}: interrupted")
         return 130
-    except OSError as error:  # the disk's, and rights
-        if debug or error.strerror is None:
+    except (NPTError, StoppedError, OSError, RuntimeError, MemoryError) as error:
+        message, status = str(error), getattr(error, "exit_status", None)
+        if status is None:  # the disk's, rights, or memory
+            status = 2
+            if isinstance(error, OSError) and error.strerror is not None:
+                message = ": ".join(filter(None, (str(error.filename or ""), error.strerror)))
+            elif is_out_of_memory(error):
+                reason = next(iter(message.split(". ")[0].splitlines()), "") or "MemoryError"
+                message = f"out of memory: {reason}; lower --batch_size or --max_length"
+            else:
+                raise
+        if debug:
             raise
-        about = "" if error.filename is None else f"{error.filename}: "
-        complain(f"{speaker}: error: {printable(about + error.strerror, one_line=True)}")
-        return 2
-    except (RuntimeError, MemoryError) as error:
-        if debug or not is_out_of_memory(error):
-            raise
-        reason = next(iter(str(error).split(". ")[0].splitlines()), "") or type(error).__name__
-        complain(f"{speaker}: error: out of memory: {reason}; lower --batch_size or --max_length")
-        return 2
+        complain(f"{speaker}: error: {printable(message, one_line=True)}")
+        return int(status)
 
 
 def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
@@ -125,7 +123,7 @@ def _kept_matmul_precision() -> Iterator[None]:
 def _share_cores() -> None:
     """Let OpenMP's waiting threads sleep if others compute on this machine, unless the environment
     says otherwise; torch reads it when it is loaded. Spinning, they take a core from whoever has
-    work for it; alone they wake sooner (benchmarks/neighbour.py).
+    work for it; alone they wake sooner (docs/results/speed.md).
     """
     if os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

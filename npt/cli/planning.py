@@ -1,70 +1,31 @@
-"""The page of `npt doctor --plan`: the memory of a run by formula, and with --measure what windows
-of rising size take on this device.
+"""The plan of `npt doctor`: the memory of a run by formula, and with --measure what windows of
+rising size take on this device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from npt.cli.arguments import open_base, plain_table
+from npt.cli.arguments import open_base, print_table
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.errors import ConfigError, is_out_of_memory
 from npt.flags import build
 
 
-class Measured(NamedTuple):
-    """A window on this device. peak: bytes. peak, seconds: None if it did not fit."""
-
-    strategy: str
-    batch_size: int
-    predicted: int
-    peak: int | None = None
-    seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Page:
-    """A plan. memory: a `MemoryPlan`. limit: bytes, None if unknown."""
-
-    name: str
-    workload: Any
-    memory: Any
-    limit: int | None
-    measured: list[Measured]
-
-    @property
-    def fits(self) -> bool:
-        return self.limit is None or max(self.memory.peak, self.memory.of("start")) <= self.limit
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        c = self.workload.training
-        return {
-            "name": self.name,
-            "device": str(self.workload.device),
-            "tokens_per_step": c.batch_size * c.gradient_accumulation_steps * self.workload.length,
-            "ranks": list(self.workload.ranks.values()),
-            "ranks_are_approximate": self.workload.approximate,
-            "memory": self.memory.as_dict(),
-            "limit_bytes": self.limit,
-            "fits": self.fits,
-            "measured": [window._asdict() for window in self.measured],
-        }
-
-
-def make_plan(given: Mapping[str, Any], console: Any) -> Page:
-    """Plan a run by its flags, and with --measure run windows of it.
+def make_plan(given: Mapping[str, Any], console: Any) -> dict[str, Any]:
+    """Plan a run by its flags, print the page of it unless --json is given, and return the plan for
+    JSON. With --measure windows of it are run.
 
     Raises:
         ConfigError: settings that cannot work together.
         ModelError: no such model.
     """
     name, workload = _workload(given)
-    limit = workload.training.max_memory_bytes
-    memory = workload.plan()
+    training = workload.training
+    limit, memory = training.max_memory_bytes, workload.plan()
     if limit is None:
         limit = available(workload.device)
     else:
@@ -72,11 +33,24 @@ def make_plan(given: Mapping[str, Any], console: Any) -> Page:
             memory = workload.fitting(limit)
         except ConfigError:
             memory = workload.plan(1)
-    measured: list[Measured] = []
+    measured: list[dict[str, Any]] = []
     if given["measure"]:
         with console.status("running windows"):
             measured = list(_windows(given, workload, limit))
-    return Page(name, workload, memory, limit, measured)
+    window = training.batch_size * training.gradient_accumulation_steps
+    plan = {
+        "name": name,
+        "device": str(workload.device),
+        "tokens_per_step": window * workload.length,
+        "ranks": list(workload.ranks.values()),
+        "memory": memory.as_dict(),
+        "limit_bytes": limit,
+        "fits": limit is None or max(memory.peak, memory.of("start")) <= limit,
+        "measured": measured,
+    }
+    if not given["json"]:
+        _print(plan, workload, memory, console)
+    return plan
 
 
 def available(device: Any) -> int | None:
@@ -105,7 +79,7 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
     from npt.planning.shape import llama_config, parse_shape
-    from npt.train.run_checks import check_trainable
+    from npt.train.run_setup import check_trainable
 
     base, adapter, data, training = (
         build(cls, given) for cls in (BaseConfig, NPTConfig, DataConfig, TrainConfig)
@@ -118,8 +92,8 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     else:
         config = llama_config(parse_shape(name), data.max_length)
         config.dtype = torch.bfloat16
-    layers = check_fit(adapter, config, data.max_length)
-    check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
+    check_fit(adapter, config, data.max_length)
+    check_calibration(adapter)
     check_trainable(adapter, None, base.teacher_precision is not None)
     if given["measure"] and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
@@ -127,38 +101,40 @@ def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
     return name, Workload.of(base, config, adapter, training, data.max_length, device)
 
 
-def _windows(given: Mapping[str, Any], workload: Any, limit: int | None) -> Iterator[Measured]:
+def _windows(
+    given: Mapping[str, Any], workload: Any, limit: int | None
+) -> Iterator[dict[str, Any]]:
     """Run windows of 1, 2, 4, ... samples a micro-batch up to --batch_size, until one does not fit:
     by its formula, since a host without memory ends the process, by its measured peak or by the
-    device's own error.
+    device's own error. Its peak and its seconds are then None.
     """
     import npt
-    from npt.planning.measure import measure_window
-    from npt.step.splitting import free_memory
+    from npt.distill.splitting import free_memory
+    from npt.planning import measure
 
-    def predicted(samples: int) -> int:
-        return int(workload.plan(samples).of("micro-batch", "step"))
-
-    if limit is not None and predicted(1) > limit:
+    if limit is not None and workload.plan(1).of("micro-batch", "step") > limit:
         raise ConfigError("--measure runs what is planned, and not even one sample of it would fit")
     model, teacher = _models(given, workload)
     ranks = tuple(workload.ranks.values())
     npt.attach(model, replace(workload.adapter, init="random", ranks=ranks))
     most = workload.training.batch_size
-    for strategy, config in workload.stages.items():
-        for samples in sorted({*(2**power for power in range(most.bit_length())), most}):
-            window = Measured(strategy, samples, predicted(samples))
-            if limit is None or window.predicted <= limit:
-                try:
-                    found = measure_window(model, config, samples, workload.length, teacher)
-                    window = window._replace(peak=found[0], seconds=found[1])
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                free_memory()
-            yield window
-            if window.peak is None or (limit is not None and window.peak > limit):
-                break
+    config = workload.training
+    for samples in sorted({*(2**power for power in range(most.bit_length())), most}):
+        predicted = int(workload.plan(samples).of("micro-batch", "step"))
+        peak = seconds = None
+        if limit is None or predicted <= limit:
+            try:
+                peak, seconds = measure.measure_window(
+                    model, config, samples, workload.length, teacher
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            free_memory()
+        window = {"strategy": config.strategy, "batch_size": samples, "predicted": predicted}
+        yield window | {"peak": peak, "seconds": seconds}
+        if peak is None or (limit is not None and peak > limit):
+            break
 
 
 def _models(given: Mapping[str, Any], workload: Any) -> tuple[Any, Any]:
@@ -167,16 +143,12 @@ def _models(given: Mapping[str, Any], workload: Any) -> tuple[Any, Any]:
     from npt.base.random_base import random_base
 
     base = build(BaseConfig, given)
-    place: dict[str, Any] = {
-        "device": workload.device,
-        "attn_implementation": base.attn_implementation,
-    }
+    place = {"device": workload.device, "attn_implementation": base.attn_implementation}
     if given["shape"] is None:
         model, _ = open_base(base, **place)
         precision = base.teacher_precision
-        if precision is None:
-            return model, None
-        return model, npt.load_teacher(base.model_name, precision, **place)
+        teacher = precision and npt.load_teacher(base.model_name, precision, **place)
+        return model, teacher
     if workload.teacher is not None:
         raise ConfigError("--measure takes no --teacher_precision with --shape; give --model_name")
     packing = {"quantization": base.quantization, "compute_dtype": workload.compute_dtype}
@@ -184,51 +156,45 @@ def _models(given: Mapping[str, Any], workload: Any) -> tuple[Any, Any]:
     return (model if base.quantization else model.to(workload.stored)), None
 
 
-def print_page(page: Page, console: Any) -> None:
-    """Print the page for a terminal of 80 columns."""
+def _print(plan: dict[str, Any], w: Any, memory: Any, console: Any) -> None:
+    """Print the plan for a terminal of 80 columns."""
     from npt.planning.memory import PHASES, shown
 
-    w, c, memory, s = page.workload, page.workload.training, page.memory, page.workload.shape
+    c, s, limit = w.training, w.shape, plan["limit_bytes"]
     stored = "unquantised" if w.quantization is None else w.quantization.upper()
     console.say(
-        f"{page.name}: L {s.layers}, D {s.hidden}, F {s.ffn}, V {s.vocab:,}, {stored}, on"
+        f"{plan['name']}: L {s.layers}, D {s.hidden}, F {s.ffn}, V {s.vocab:,}, {stored}, on"
         f" {w.device}",
-        f"rank {max(w.ranks.values())} on {len(w.ranks)} layers, {' then '.join(w.stages)}; a step"
-        f" of {c.gradient_accumulation_steps} x {c.batch_size} samples of {w.length:,} tokens",
+        f"rank {max(plan['ranks'])} on {len(plan['ranks'])} layers, {c.strategy}; a"
+        f" step of {c.gradient_accumulation_steps} x {c.batch_size} samples of {w.length:,} tokens",
     )
     if w.adapter.init == "random":
-        console.say(
-            "from a random start; if flags are silent the start is calibrated, as with",
-            "--init calibrated --strategy end_to_end --logit_kl_weight 1.0",
-        )
-    if w.approximate:
-        console.say("ranks are planned as if they were even; the calibration gives them out")
+        console.say("from a random start; --init calibrated includes the closed-form start")
     if memory.samples_at_once < c.batch_size:
         console.say(f"{memory.samples_at_once} of {c.batch_size} samples are computed at once")
     phases = PHASES if w.adapter.init == "calibrated" else PHASES[1:]
-    rows: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for term in memory.terms:
-        rows.setdefault(term.name, {}).update(dict.fromkeys(term.phases, term.bytes))
-    table = plain_table("memory", *phases)
-    for name, sizes in rows.items():
-        table.add_row(name, *(shown(sizes[phase]) if phase in sizes else "" for phase in phases))
-    table.add_section()
-    table.add_row("together", *(shown(memory.of(phase)) for phase in phases))
-    console.print()
-    console.print(table)
+        sizes.setdefault(term.name, {}).update(dict.fromkeys(term.phases, term.bytes))
+    sizes["together"] = {phase: memory.of(phase) for phase in phases}
+    rows = [
+        [term, *(shown(row[phase]) if phase in row else "" for phase in phases)]
+        for term, row in sizes.items()
+    ]
+    print_table(console, ["memory", *phases], rows)
     verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
-    if page.limit is not None:
-        size = shown(page.limit)
-        room = f"the {size} free on {w.device}" if c.max_memory is None else f"--max_memory {size}"
-        verdict += f"; it {'fits' if page.fits else 'does not fit'} into {room}"
+    if limit is not None:
+        room = f"--max_memory {shown(limit)}"
+        if c.max_memory is None:
+            room = f"the {shown(limit)} free on {w.device}"
+        verdict += f"; it {'fits' if plan['fits'] else 'does not fit'} into {room}"
     console.say(verdict)
-    if page.measured:
-        table = plain_table("windows", "samples", "predicted", "measured", "seconds")
-        for found in page.measured:
-            figures = ("does not fit", "")
-            if found.peak is not None:
-                figures = (shown(found.peak), f"{found.seconds:.3g}")
-            samples, predicted = str(found.batch_size), shown(found.predicted)
-            table.add_row(found.strategy, samples, predicted, *figures)
-        console.print()
-        console.print(table)
+    rows = []
+    for m in plan["measured"]:
+        took = ["does not fit", ""]
+        if m["peak"] is not None:
+            took = [shown(m["peak"]), f"{m['seconds']:.3g}"]
+        rows.append([m["strategy"], str(m["batch_size"]), shown(m["predicted"]), *took])
+    if rows:
+        heads = ["windows", "samples", "predicted", "measured", "seconds"]
+        print_table(console, heads, rows)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.cli.arguments import add_switch, load, load_adapter, with_base
+from npt.cli.arguments import add_switch, check_run, load, load_adapter, with_base
 from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
@@ -20,7 +20,15 @@ REFUSED_SHARE_WORTH_SAYING = 0.01
 
 
 class _Settings(NamedTuple):
-    """start: the saved adapter to train from, if any. any_base: its base may be another one."""
+    """Settings of a run, and what is known of it before its base is loaded.
+
+    Attributes:
+        start: the saved adapter to train from, if any.
+        any_base: its base may be another one.
+        resumes: a checkpoint.
+        folder: the run's.
+        resume_at: the step of the run in it.
+    """
 
     base: BaseConfig
     adapter: NPTConfig
@@ -28,41 +36,29 @@ class _Settings(NamedTuple):
     training: TrainConfig
     start: Any
     any_base: bool
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """Facts of a run before its base is loaded.
-
-    adapter: with the ranks of the run that is resumed. resumes: a checkpoint. folder: the run's.
-    resume_at: the step of the run in it.
-    """
-
-    adapter: NPTConfig
-    resumes: bool
-    folder: Path
-    resume_at: int | None
+    resumes: bool = False
+    folder: str = ""
+    resume_at: int | None = None
 
 
 def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
-    idle = "calibration_tokens" if "calibration_tokens" in given else None
+    idle = given.get("calibration_tokens")
     given, base = with_base(with_safe_mode(with_config(given)))
     any_base = given.pop("any_base", False)
-    found = with_data(given, base.model_name)
-    given = found.given
+    given, notes, _ = with_data(given, base.model_name)
     chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
     settings = _settings(base, chosen.given, any_base)
     training, start = settings.training, settings.start
-    if start is not None and (idle is not None or training.rank_budget is not None):
+    if start is not None and idle is not None:
         raise ConfigError(
-            f"--{idle or 'rank_budget'} is about a calibrated start, but --adapter {start} is the"
-            " start; drop one of the two"
+            f"--calibration_tokens is about a calibrated start, but --adapter {start} is the start;"
+            " drop one of the two"
         )
     if idle is not None and settings.adapter.init != "calibrated":
         raise ConfigError(
-            f"--{idle} is {given[idle]}, which means nothing without --init calibrated; add it or"
-            " drop the other"
+            f"--calibration_tokens is {idle}, which means nothing without --init calibrated; add it"
+            " or drop the other"
         )
     if any_base and training.resume is None and start is None:
         raise ConfigError(
@@ -76,27 +72,24 @@ def pretrain(given: dict[str, Any]) -> int:
     processes = join_processes(training.rank_timeout)
     try:
         with processes.member():
-            strategies = [name for name, _ in training.stage_shares]
-            _check_placing(base, strategies, processes.size, settings.adapter.init)
+            _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
-            console.say(*found.said, *chosen.said)
-            checked = _check(processes, settings)
+            console.say(*notes, *chosen.said)
+            settings = _check(processes, settings)
+            folder, resume_at = Path(settings.folder), settings.resume_at
             with StopOnSignal(at_once=True):  # trackers may wait for a network
-                trackers = start_trackers(
-                    processes, training, checked.folder, resume_at=checked.resume_at
-                )
+                trackers = start_trackers(processes, training, folder, resume_at=resume_at)
             with trackers:
                 try:
-                    return _train(processes, console, settings, checked, trackers)
+                    return _train(processes, console, settings, trackers)
                 except TooLittleTextError:
                     if processes.size > 1 or not chosen.fallback:
                         raise
                     # only the trackers have started
                     chosen = with_defaults(given, model_name=base.model_name, solvable=False)
                     console.say(*chosen.said)
-                    settings = _settings(base, chosen.given, any_base)
-                    checked = _check(processes, settings)
-                    return _train(processes, console, settings, checked, trackers)
+                    settings = _check(processes, _settings(base, chosen.given, any_base))
+                    return _train(processes, console, settings, trackers)
     finally:
         processes.close()
 
@@ -146,70 +139,45 @@ def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
     return form
 
 
-def _check_placing(base: BaseConfig, strategies: list[str], processes: int, init: str) -> None:
+def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
     """Refuse ways to place the base that do not suit the processes or the strategy."""
     if processes > 1 and base.device_map is not None:
         raise ConfigError(
             f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
             " started; take --shard_base"
         )
-    if processes == 1 and base.shard_base:
-        raise ConfigError(
-            "--shard_base shares the base among processes, but there is one; start several with"
-            " torchrun, or take --device_map"
-        )
-    if base.shard_base and init == "calibrated":
-        raise ConfigError(
-            "--init calibrated needs the whole base in one process; drop --shard_base, or use"
-            " --init random"
-        )
-    if base.shard_base and base.teacher_precision is not None:
-        raise ConfigError(
-            f"--teacher_precision {base.teacher_precision} loads a whole unquantised model, but"
-            " --shard_base shares the base out; drop one of the two"
-        )
-    other = next((strategy for strategy in strategies if strategy != "local"), None)
-    if base.shard_base and other is not None:
-        raise ConfigError(
-            f"--strategy {other} does not go with --shard_base, which has one layer of the base at"
-            " a time; take --strategy local"
-        )
+    if not base.shard_base:
+        return
+    if processes == 1:
+        why = "there is one process; start several with torchrun, or take --device_map"
+    elif init == "calibrated":
+        why = "--init calibrated needs the whole base in one process; use --init random"
+    elif base.teacher_precision is not None:
+        why = f"--teacher_precision {base.teacher_precision} loads a whole unquantised model"
+    elif strategy != "local":
+        why = f"--strategy {strategy} does not support a sharded base; take --strategy local"
+    else:
+        return
+    raise ConfigError(f"--shard_base shares the base out, but {why}")
 
 
-def _check(processes: Any, settings: _Settings) -> _Checked:
+def _check(processes: Any, settings: _Settings) -> _Settings:
     """Refuse what can be refused before the minutes that loading a large base takes."""
-    from npt.adapters.fit import check_fit
-    from npt.base.load import check_teacher, read_config
-    from npt.calibration.calibrate import check_calibration
     from npt.planning.memory import Workload
-    from npt.runs.trackers import check_trackers
-    from npt.train.run_checks import check_replay, check_samples_shown, check_trainable
-    from npt.train.sources import check_sources
 
-    base, adapter, data, training, start, _ = settings
+    base, adapter, data, training, start, *_ = settings
     processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
     resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
     if resumes:
         adapter = replace(adapter, ranks=ranks)
-    config = read_config(base.model_name)
-    if base.teacher_precision is not None:
-        check_teacher(base.model_name, config)
-    layers = check_fit(adapter, config, data.max_length)
-    if not resumes and start is None:
-        check_calibration(adapter, training.rank_budget, len(layers), config.hidden_size)
-    check_sources(data)
-    check_trackers(training)
-    check_trainable(adapter, data, base.teacher_precision is not None)
-    check_replay(data)
-    if base.shard_base:
-        check_samples_shown(training)
+    config = check_run(base, adapter, data, training, starts=not resumes and start is None)
     if training.max_memory_bytes is not None:
         place, size = processes.device, processes.size
         workload = Workload.of(
             base, config, adapter, training, data.max_length, place, processes=size
         )
         workload.fitting(training.max_memory_bytes)  # as the loaded base will be asked
-    return _Checked(adapter, resumes, Path(folder), resume_at)
+    return settings._replace(adapter=adapter, resumes=resumes, folder=folder, resume_at=resume_at)
 
 
 def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
@@ -238,25 +206,19 @@ def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
     return True, ranks, str(resumed.folder), resume_at
 
 
-def _train(
-    processes: Any, console: Any, settings: _Settings, checked: _Checked, trackers: Any
-) -> int:
+def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> int:
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
-    from npt.base.gguf.configuration import unpacked
     from npt.evaluation.table import print_fidelity
     from npt.runs.signals import StopOnSignal
 
-    base, _, data, training, start, any_base = settings
+    base, adapter, data, training, start, any_base, resumes, *_ = settings
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
         model, tokenizer = load(base, console, device, pack_on, adapter=start)
         if base.share_embeddings:
-            console.say(
-                "--share_embeddings: teacher and student share the whole base in any case,"
-                " embeddings included"
-            )
+            console.say("--share_embeddings: teacher and student share the whole base in any case")
         teacher = None
         if base.teacher_precision is not None:
             teacher = npt.load_teacher(
@@ -266,11 +228,11 @@ def _train(
                 attn_implementation=base.attn_implementation,
             )
             console.say(
-                f"teacher {base.model_name}: {unpacked(teacher.config)}, stored in"
-                f" {base.teacher_precision}, computes in fp32"
+                f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision},"
+                " computes in fp32"
             )
-        if start is None or checked.resumes:
-            console.say(str(npt.attach(model, checked.adapter, seed=training.seed)))
+        if start is None or resumes:
+            console.say(str(npt.attach(model, adapter, seed=training.seed)))
         else:
             load_adapter(model, {"adapter": start, "any_base": any_base}, console)
             console.say(f"training starts from {start}: {AttachReport.of(model)}")
@@ -300,8 +262,7 @@ def _train(
         f" {result.refused} refusals; everything is in {result.folder}"
     )
     if result.refused_share > REFUSED_SHARE_WORTH_SAYING:
-        by_kind = sorted(result.refused_by_kind.items())
-        kinds = ", ".join(f"{count} {kind}" for kind, count in by_kind)
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(result.refused_by_kind.items()))
         console.say(
             f"warning: {result.refused_share:.1%} of {result.micro_batches} micro-batches were"
             f" refused ({kinds}); see events.jsonl before trusting this run"

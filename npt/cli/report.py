@@ -23,46 +23,30 @@ def report(given: dict[str, Any]) -> int:
 
     folder = Path(given["folder"])
     output = folder / REPORT if given["output"] is None else Path(given["output"])
-    try:
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}; name the one that a run wrote")
-        if output.is_dir():
-            raise ConfigError(f"--output {output} is a folder; name a file")
-        if is_study(folder):
-            found, lines = _study(folder, output)
-        elif is_run(folder):
-            found = summary(write_report(folder, output))
-            lines = [f"{found['status']}; refused: {found['refused']:,}"]
-            lines += [f"{name}: {why}" for name, why in found["missing"].items()]
-            lines.append(f"written to {output}")
-            found = {"report": str(output), **found}
-        else:
-            raise ConfigError(
-                f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl,"
-                " checkpoints or study.json"
-            )
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or output} cannot be read or written: {error.strerror}; check its"
-            " rights"
-        ) from error
-    if given["json"]:
-        print_json(found)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; name the one that a run wrote")
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file")
+    if is_study(folder):
+        require("optuna", "the page about a study")
+        from npt.tools.sweep.page import write_study_report
+
+        figures = write_study_report(folder, output)
+        lines = [", ".join(f"{count} {name}" for name, count in figures["outcomes"].items())]
+    elif is_run(folder):
+        figures = {"report": str(output), **summary(write_report(folder, output))}
+        lines = [f"{figures['status']}; refused: {figures['refused']:,}"]
+        lines += [f"{name}: {why}" for name, why in figures["missing"].items()]
     else:
-        make_console().say(*lines)
+        raise ConfigError(
+            f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl,"
+            " checkpoints or study.json"
+        )
+    if given["json"]:
+        print_json(figures)
+    else:
+        make_console().say(*lines, f"written to {output}")
     return 0
-
-
-def _study(folder: Path, output: Path) -> tuple[dict[str, Any], list[str]]:
-    """Write the page about a study; return its figures and lines about them."""
-    require("optuna", "the page about a study")
-    from npt.tools.sweep.page import write_study_report
-
-    found = write_study_report(folder, output)
-    return found, [
-        ", ".join(f"{count} {name}" for name, count in found["outcomes"].items()),
-        f"written to {output}",
-    ]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, print_json
+from npt.cli.arguments import add_number, add_switch, check_run, print_json
 from npt.console import make_console, silent_console
+from npt.errors import NPTError
 from npt.presets import studies, study_file
 
 
@@ -17,12 +18,10 @@ def sweep(given: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
-    from npt.runs.versions import versions
-    from npt.tools.sweep.lab import check_design
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import Display, check_folder, open_folder, run_workers, storage_url
-    from npt.tools.sweep.worker import label
+    from npt.versions import versions
 
     console = silent_console() if given["json"] else make_console()
     if given["parent"] is not None:
@@ -33,7 +32,7 @@ def sweep(given: dict[str, Any]) -> int:
     check_design(design)
     if given["dry_run"]:
         console.say(
-            *(f"{trial.key}  {label(trial)}" for trial in design.trials),
+            *(f"{trial.key}  {trial}" for trial in design.trials),
             f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order",
         )
         return 0
@@ -69,11 +68,23 @@ def sweep(given: dict[str, Any]) -> int:
     return status
 
 
+def check_design(design: Any) -> None:
+    """Raise the error of the first trial that cannot work, with its place; no weights are read."""
+    for trial in design.trials:
+        s = trial.settings
+        try:
+            check_run(s.base, s.adapter, s.data, s.training)
+        except NPTError as error:
+            place = trial.places[0]
+            arm = f", arm {place.arm}" if place.arm else ""
+            raise type(error)(f"part {place.part}{arm}: {error}") from error
+
+
 def _work(given: dict[str, Any], console: Any) -> None:
     """Run trials as a worker process, by the study that is in the folder: its specification may
     have been edited since.
     """
-    from npt.tools.sweep.lab import Lab
+    from npt.tools.sweep.run import Bases
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import design_in, storage_url
     from npt.tools.sweep.worker import Worker
@@ -82,9 +93,7 @@ def _work(given: dict[str, Any], console: Any) -> None:
     design = design_in(folder)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     with storage.reached():
-        Worker(
-            design, storage, Lab(), lambda line: console.say(f"  {line}"), given["parent"]
-        ).work()
+        Worker(design, storage, Bases(), console.say, given["parent"]).work()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

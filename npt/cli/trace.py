@@ -41,8 +41,8 @@ def trace(given: dict[str, Any]) -> int:
     from npt.data.report import no_sample
     from npt.data.samples import Samples
     from npt.data.source import check_source, open_source
+    from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
-    from npt.step.train_step import forward_backward
 
     console = make_console(stderr=given["json"])
     check_source(data)
@@ -55,7 +55,7 @@ def trace(given: dict[str, Any]) -> int:
         run = partial(forward_backward, model, drive)
         traced = f"a training step ({training.strategy})"
     samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False)
-    made = batches(samples.epoch(0), given["batch_size"], side=data.padding_side)
+    made = batches(samples.epoch(0), given["batch_size"])
     verdict, seen = None, 0
     for batch in islice(made, given["batches"]):
         step = None if run is None else partial(run, batch, training)

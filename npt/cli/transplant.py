@@ -26,19 +26,12 @@ def transplant(given: dict[str, Any]) -> int:
     word_to = tokenizer.decode([receiver[result.token_to]])
     if given["json"]:
         listed = {
-            name: [
-                {"id": token, "token": tokenizer.decode([token]), "probability": p}
-                for token, p in tokens
-            ]
+            name: [{"id": i, "token": tokenizer.decode([i]), "probability": p} for i, p in tokens]
             for name, tokens in top.items()
         }
-        places = {
-            "token_from": result.token_from,
-            "token_to": result.token_to,
-            "from": word_from,
-            "to": word_to,
-        }
-        print_json({**places, "top": listed, "kl": divergences, **other})
+        places = {"token_from": result.token_from, "token_to": result.token_to}
+        words = {"from": word_from, "to": word_to}
+        print_json({**places, **words, "top": listed, "kl": divergences, **other})
         return 0
     from rich.table import Table
 

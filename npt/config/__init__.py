@@ -28,6 +28,6 @@ from npt.config.base import (
 )
 from npt.config.data import DataConfig
 from npt.config.field import GROUPS, INT_MAX, flag_of, hints_of, setting
-from npt.config.objective import LAYER_WEIGHTS, LOGIT_LOSSES, LOSSES, STRATEGIES
+from npt.config.objective import LOGIT_LOSSES, LOSSES, STRATEGIES
 from npt.config.texts import parse_bytes, parse_steps
-from npt.config.training import MAX_STEPS, SCHEDULES, SEED_MAX, TrainConfig, unset_of_end_to_end
+from npt.config.training import MAX_STEPS, SCHEDULES, SEED_MAX, TrainConfig

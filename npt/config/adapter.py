@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, Settings, at_least, setting
+from npt.config.field import POSITIVE, Bound, Need, Settings, setting
 from npt.config.texts import joined_or_number, words
 from npt.errors import ConfigError
 
@@ -38,8 +38,7 @@ TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
-MULT_FORMS = ["sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"]
-"""Forms of m; `register_multiplier` adds to them."""
+MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 _BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
 
 _adapter = partial(setting, group="adapter")
@@ -102,15 +101,6 @@ class NPTConfig(Settings):
         ),
         need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
     )
-    init_std_a: float = _start(
-        0.02,
-        "standard deviation of A at the start",
-        bound=at_least(0.0),
-        need=Need(lambda c: c.init_a == "normal", "--init_a normal"),
-    )
-    init_std_b: float = _start(
-        0.001, "standard deviation of B at the start (0 if residual is keep)", bound=at_least(0.0)
-    )
     ranks: tuple[int, ...] | None = _adapter(
         None,
         "rank of each converted layer in order of depth, as 8,16,32, instead of one for all",
@@ -120,17 +110,6 @@ class NPTConfig(Settings):
         "sigmoid",
         "form of the multiplicative term; the others are for comparison",
         choices=MULT_FORMS,
-        need=_MULTIPLICATIVE,
-    )
-    init_a: str = _start(
-        "normal",
-        "start of A: normal, with init_std_a, or kaiming, uniform within 1/sqrt(D)",
-        choices=("normal", "kaiming"),
-    )
-    init_std_m: float = _start(
-        0.0,
-        "standard deviation of M at the start (0: every multiplier is exactly 1)",
-        bound=at_least(0.0),
         need=_MULTIPLICATIVE,
     )
 
@@ -148,9 +127,9 @@ class NPTConfig(Settings):
                 f"--ranks is {self.ranks}; give each converted layer a whole number of at least 1,"
                 " as 8,16,32"
             )
-        if self.residual == "keep" and (self.init_std_m or self.mult_form == "half_sigmoid"):
+        if self.residual == "keep" and self.mult_form == "half_sigmoid":
             raise ConfigError(
-                "--residual keep starts equal to its base, but these multipliers do not start at 1;"
+                "--residual keep starts equal to its base, but half_sigmoid does not start at 1;"
                 " drop --residual keep"
             )
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
-from npt.config.texts import joined
+from npt.config.field import Bound, Need, Settings, at_least, setting
 from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
@@ -17,7 +15,6 @@ STRATEGIES = ["local", "propagated", "end_to_end"]
 LOSSES = ["nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine"]
 """`register_loss` adds to them."""
 LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
-LAYER_WEIGHTS = ("uniform", "linear")
 # beyond them fp32 has overflowing logits, or divergences that are all rounding
 _TEMPERATURES = (1e-3, 1e3)
 
@@ -34,37 +31,8 @@ class Objective(Settings):
     """The strategy that drives the student, and the losses that it is compared by."""
 
     strategy: str = _objective("local", "how the student is driven", choices=STRATEGIES, often=True)
-    stages: str | None = _objective(
-        None,
-        "strategies one after the other with their shares of the steps: local:0.7,end_to_end:0.3",
-    )
     loss: str = _objective(
         "nmse", "hidden-state loss per valid token", choices=LOSSES, need=_HIDDEN
-    )
-    smooth_l1_beta: float = _objective(
-        1.0,
-        "of the loss smooth_l1: errors up to this count squared, larger ones linearly",
-        bound=POSITIVE,
-        need=Need(lambda c: c.loss == "smooth_l1", "--loss smooth_l1"),
-    )
-    cosine_weight: float = _objective(
-        0.5,
-        "of the loss cosine: share of 1 - cos, the rest being NMSE",
-        bound=SHARE,
-        need=Need(lambda c: c.loss == "cosine", "--loss cosine"),
-    )
-    layer_weights: str = _objective(
-        "uniform",
-        "weight of each converted layer's loss: uniform, linear (grows with depth), or a list"
-        " 1,2,4",
-        read=joined,
-        need=_HIDDEN,
-    )
-    token_weighting: str = _objective(
-        "none",
-        "disagreement: tokens on which the student is further off weigh more, 1 on average, 1/2 at"
-        " least",
-        choices=("none", "disagreement"),
     )
     hidden_weight: float = _objective(
         1.0,
@@ -97,42 +65,21 @@ class Objective(Settings):
             "a --logit_kl_weight above 0 and kl, reverse_kl or jsd as --logit_loss",
         ),
     )
-    jsd_weight: float = _objective(
-        0.5,
-        "of the logit loss jsd: the teacher's share of the mixture",
-        bound=Bound(lambda value: 0 < value < 1, "it is a share between 0 and 1, both left out"),
-        need=Need(_in_divergence("jsd"), "--logit_loss jsd"),
-    )
 
     def check(self) -> None:
-        """Refuse losses that no strategy computes, and nothing to train on."""
-        if self.stages is not None and self.strategy != "local":
+        """Refuse losses that the strategy does not compute, and nothing to train on."""
+        whole = self.strategy == "end_to_end"
+        if self.logit_kl_weight and not whole:
             raise ConfigError(
-                f"--strategy is {self.strategy} and --stages is {self.stages}; the stages name the"
-                " strategies, drop --strategy"
-            )
-        driven = [name for name, _ in self.stage_shares]
-        if self.logit_kl_weight and "end_to_end" not in driven:
-            raise ConfigError(
-                f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {','.join(driven)},"
+                f"--logit_kl_weight is {self.logit_kl_weight} with --strategy {self.strategy},"
                 " which computes no logits; use --strategy end_to_end"
             )
-        self._check_hidden_weight(driven)
-        if not all(weight > 0 and math.isfinite(weight) for weight in self.layer_weight_list or ()):
+        if not self.hidden_weight and not whole:
             raise ConfigError(
-                f"--layer_weights is {self.layer_weights}; weights are finite numbers above 0"
+                f"--hidden_weight is 0, but --strategy {self.strategy} trains on hidden states"
+                " alone; raise it, or use --strategy end_to_end with a --logit_kl_weight"
             )
-
-    def _check_hidden_weight(self, driven: Sequence[str]) -> None:
-        if self.hidden_weight:
-            return
-        other = next((name for name in driven if name != "end_to_end"), None)
-        if other is not None:
-            raise ConfigError(
-                f"--hidden_weight is 0, but --strategy {other} trains on hidden states alone; raise"
-                " it, or use --strategy end_to_end with a --logit_kl_weight"
-            )
-        if not self.logit_kl_weight:
+        if not self.hidden_weight and not self.logit_kl_weight:
             raise ConfigError(
                 "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing to train"
                 " on; raise one of the two"
@@ -144,49 +91,3 @@ class Objective(Settings):
         the data's own tokens, which its teacher may not know, else the `kl` to the teacher."""
         learns = self.logit_kl_weight > 0 and self.logit_loss == "cross_entropy"
         return "perplexity" if learns else "kl"
-
-    @property
-    def stage_shares(self) -> tuple[tuple[str, float], ...]:
-        """Strategies in their order, each with its share of the steps; without stages the one
-        strategy with all of them.
-        """
-        if self.stages is None:
-            return ((self.strategy, 1.0),)
-        found = []
-        for part in self.stages.split(","):
-            name, _, share = part.partition(":")
-            try:
-                found.append((name.strip(), float(share)))
-            except ValueError:
-                raise ConfigError(
-                    f"--stages is {self.stages!r}; write strategies with shares, like"
-                    " local:0.7,end_to_end:0.3"
-                ) from None
-        for name, part_of_all in found:
-            if name not in STRATEGIES:
-                raise ConfigError(f"--stages names {name!r}; choose from {', '.join(STRATEGIES)}")
-            if not 0 < part_of_all <= 1:
-                raise ConfigError(
-                    f"--stages gives {name} a share of {part_of_all}; shares lie above 0 and sum"
-                    " to 1"
-                )
-        total = sum(part_of_all for _, part_of_all in found)
-        if abs(total - 1) > 1e-6:
-            raise ConfigError(
-                f"--stages has shares that sum to {total:g}; they are shares of the steps and sum"
-                " to 1"
-            )
-        return tuple(found)
-
-    @property
-    def layer_weight_list(self) -> tuple[float, ...] | None:
-        """The weight of each converted layer; None if `layer_weights` is a word."""
-        if self.layer_weights in LAYER_WEIGHTS:
-            return None
-        try:
-            return tuple(float(weight) for weight in self.layer_weights.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"--layer_weights is {self.layer_weights!r}; choose from"
-                f" {', '.join(LAYER_WEIGHTS)}, or give numbers like 1,2,4"
-            ) from None

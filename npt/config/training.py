@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from npt.config.field import INT_MAX, POSITIVE, SHARE, Bound, Need, Settings, at_least, setting
+from npt.config.field import INT_MAX, POSITIVE, Bound, Settings, at_least, setting
 from npt.config.objective import Objective
 from npt.config.texts import joined_or_number, parse_bytes, parse_steps
 from npt.errors import ConfigError
@@ -31,12 +30,6 @@ class Calibration(Settings):
     calibration_tokens: int = _start(
         65536,
         "of init calibrated: tokens of the training data that the start is fitted to",
-        bound=at_least(1),
-    )
-    rank_budget: int | None = _start(
-        None,
-        "of init calibrated: ranks of all layers together, given to the layers that are worth most;"
-        " default adapter_rank for each layer",
         bound=at_least(1),
     )
 
@@ -91,6 +84,7 @@ class Memory(Settings):
         " predicted to fit",
         read=joined_or_number,
     )
+
     rank_timeout: float = _memory(
         600.0,
         "seconds that one of several processes waits for the others before it gives up",
@@ -117,14 +111,10 @@ class Guards(Settings):
     max_consecutive_bad: int = _guards(
         10, "stop after this many refusals in a row", bound=at_least(1)
     )
-    max_refused_share: float = _guards(
-        0.2, "stop when more than this share of the micro-batches was refused", bound=SHARE
-    )
     skip_spikes: bool = _guards(
-        False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones"
-    )
-    spike_sigmas: float = _guards(
-        10.0, "how far: median + this many robust standard deviations", bound=POSITIVE
+        False,
+        "refuse finite steps whose loss or gradient norm lies ten robust standard"
+        " deviations above the accepted ones",
     )
     stop_on_divergence: bool = _guards(
         False,
@@ -183,16 +173,6 @@ class Tracking(Settings):
     run_name: str | None = _trackers(
         None, "name of the run in Weights & Biases (WANDB_NAME, else its folder's)"
     )
-    sample_steps: int | None = _trackers(
-        None,
-        "steps between texts of student and teacher, and shares of multipliers at their bounds, in"
-        " the trackers",
-        bound=at_least(1),
-        need=Need(
-            lambda config: config.use_wandb or config.use_tensorboard,
-            "--use_wandb or --use_tensorboard",
-        ),
-    )
 
 
 # Of several bases a dataclass takes the fields of the last one first.
@@ -202,22 +182,8 @@ class TrainConfig(Tracking, Output, Guards, Memory, Optimiser, Calibration, Obje
 
     def check(self) -> None:
         """Refuse to keep less of a graph that is one layer's."""
-        driven = [name for name, _ in self.stage_shares]
-        if self.gradient_checkpointing and "end_to_end" not in driven:
+        if self.gradient_checkpointing and self.strategy != "end_to_end":
             raise ConfigError(
-                f"--gradient_checkpointing with --strategy {','.join(driven)}, which keeps one"
-                " layer's graph at a time, saves nothing; use --strategy end_to_end or drop it"
+                f"--gradient_checkpointing with --strategy {self.strategy}, which keeps one layer's"
+                " graph at a time, saves nothing; use --strategy end_to_end or drop it"
             )
-
-    def in_stage(self, strategy: str) -> TrainConfig:
-        """Return these settings for the stage of one strategy, without what others alone take."""
-        if self.stages is None:
-            return self
-        unset = {} if strategy == "end_to_end" else unset_of_end_to_end()
-        return replace(self, strategy=strategy, stages=None, **unset)
-
-
-def unset_of_end_to_end() -> dict[str, Any]:
-    """Return the defaults of the settings that `end_to_end` alone has a use for."""
-    names = ("logit_kl_weight", "logit_loss", "logit_temperature", "jsd_weight")
-    return {name: getattr(TrainConfig, name) for name in (*names, "gradient_checkpointing")}

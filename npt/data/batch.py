@@ -20,7 +20,6 @@ PAD_ID = 0
 a row for it: a tokenizer's own pad id may be one that was added without resizing the embedding."""
 
 _HELDOUT_ONE_IN = 20
-_FOUND = ("scored_index", "document_lengths", "scored_lengths")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Batch:
         restart with every packed document; labels are -100 at padding, on prompts and at the first
         token of a packed document (the loss shifts them).
     documents: [B, T] int64, the number of each token's document, if a row has several.
-    valid_index: [N] int64, the valid tokens in [B * T]. It and the properties' indices are made on
-        the host and moved by `to`, so no device is asked for a count.
+    valid_index: [N] int64, the valid tokens in [B * T]. It and `scored_index` are made on the host
+        and moved by `to`, so no device is asked for a count.
     offset: samples drawn before these; with their ids it seeds the random numbers of training.
     """
 
@@ -105,16 +104,6 @@ class Batch:
         """[S] int64, positions in [B * T] whose next token is of the same document and labelled."""
         return target_index(self.labels, self.attention_mask, self.position_ids)
 
-    @cached_property
-    def document_lengths(self) -> Tensor:
-        """[C] int64, tokens at `valid_index` of each document."""
-        return self._per_document(self.valid_index)
-
-    @cached_property
-    def scored_lengths(self) -> Tensor:
-        """[C'] int64, positions at `scored_index` of each document that has any."""
-        return self._per_document(self.scored_index)
-
     def to(self, device: torch.device) -> Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -123,18 +112,12 @@ class Batch:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return this batch with every tensor changed, the properties' included."""
-        found = {name: change(getattr(self, name)) for name in _FOUND}
+        """Return this batch with every tensor changed, `scored_index` included."""
+        scored = change(self.scored_index)
         tensors: dict[str, Any] = {name: change(t) for name, t in self.row_tensors.items()}
         changed = replace(self, **tensors, valid_index=change(self.valid_index))
-        vars(changed).update(found)
+        vars(changed)["scored_index"] = scored
         return changed
-
-    def _per_document(self, index: Tensor) -> Tensor:
-        starts = torch.ones_like(self.attention_mask, dtype=torch.bool)
-        starts[:, 1:] = ~_follows(self.attention_mask, self.position_ids, 1)
-        documents = starts.flatten().cumsum(dim=0)[index]
-        return torch.unique_consecutive(documents, return_counts=True)[1]
 
 
 ROW_TENSORS = tuple(

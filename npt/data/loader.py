@@ -94,14 +94,13 @@ class Loader:
         samples: Samples,
         batch_size: int,
         *,
-        side: str = "right",
         epochs: int = 1,
         endless: bool = False,
         others: Sequence[Other] = (),
         seed: int = 0,
     ):
         self.samples, self.others = samples, tuple(others)
-        self._batch_size, self._side, self._epochs = batch_size, side, epochs
+        self._batch_size, self._epochs = batch_size, epochs
         self._end = math.inf if endless else epochs
         self._bounds = tuple(accumulate(other.share for other in self.others))
         self._seed = seed
@@ -136,7 +135,7 @@ class Loader:
         return starmap(self._loaded, self.groups(start, self._batch_size))
 
     def _loaded(self, group: list[Sample], position: Position) -> Loaded:
-        batch = collate(group, side=self._side)
+        batch = collate(group)
         batch = replace(batch, offset=position.drawn - len(group))
         return Loaded(position.epoch, batch.pinned() if self.pin else batch, position)
 

@@ -159,6 +159,7 @@ class Samples:
         self._records, self._config, self._seed, self.hold_out = records, config, seed, hold_out
         self._encoder = Encoder(tokenizer, config)
         self.counts = Counts()
+        self._counted: int | None = None
         self.sized = is_sequence(records)
         if self.sized and not self.count(1):
             counts = Counts()
@@ -166,15 +167,22 @@ class Samples:
             raise no_sample(counts)
 
     def count(self, limit: int | None = None) -> int | None:
-        """Count the samples of an epoch, no further than `limit`; None for a stream."""
+        """Count the samples of an epoch, no further than `limit`; None for a stream. The whole
+        number is remembered, so that the records are tokenised for it once.
+        """
         if not self.sized:
             return None
-        if self._config.packing:
-            found: Iterator[Any] = self.walk(0, counts=Counts())
-        else:
-            every = _cut(self._numbered(), self._encoder, self._config.max_length, Counts())
-            found = itertools.islice(self._kept(every), self._config.num_samples)
-        return sum(1 for _ in itertools.islice(found, limit))
+        if self._counted is None:
+            if self._config.packing:
+                found: Iterator[Any] = self.walk(0, counts=Counts())
+            else:
+                every = _cut(self._numbered(), self._encoder, self._config.max_length, Counts())
+                found = itertools.islice(self._kept(every), self._config.num_samples)
+            count = sum(1 for _ in itertools.islice(found, limit))
+            if count == limit:
+                return count
+            self._counted = count
+        return self._counted if limit is None else min(limit, self._counted)
 
     def epoch(self, number: int) -> Iterator[Sample]:
         """Yield the samples of an epoch, from 0."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
-from npt.errors import ConfigError, DataError
+from npt.errors import DataError
 from npt.extras import require
 
 BUILTIN, PROSE, HUB = "builtin", "builtin-prose", "the hub"
@@ -124,11 +124,8 @@ def local_files(name: str) -> list[Path]:
 
 def check_source(config: DataConfig) -> None:
     """Refuse, before a large base is loaded, what can be refused without reading: files, split and
-    configuration (DataError), a package that is not installed or a mixture (ConfigError)."""
+    configuration (DataError), or a package that is not installed (ConfigError)."""
     name, split, part = config.dataset_name, config.dataset_split, config.dataset_config
-    if config.dataset_mix is not None:
-        remedy = "name one data set with --dataset_name"
-        raise ConfigError(f"--dataset_mix {config.dataset_mix} is for training; {remedy}")
     local = is_local(name)
     for one in local_files(name) if local else (name,):
         needs = reader_of(one).needs

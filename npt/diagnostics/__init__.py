@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from npt.diagnostics.recorder.table import print_record
 
 _HOME = {
-    "Record": "npt.diagnostics.recorder.record",
-    "Recorder": "npt.diagnostics.recorder.recorder",
-    "RecorderCallback": "npt.diagnostics.recorder.callback",
-    "Row": "npt.diagnostics.recorder.record",
-    "explosions": "npt.diagnostics.recorder.ranking",
-    "gradients": "npt.diagnostics.recorder.ranking",
-    "print_record": "npt.diagnostics.recorder.table",
+    "Record": "record",
+    "Recorder": "recorder",
+    "RecorderCallback": "callback",
+    "Row": "record",
+    "explosions": "ranking",
+    "gradients": "ranking",
+    "print_record": "table",
 }
-
 __all__ = [
     "Record",
     "Recorder",
@@ -39,7 +38,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'npt.diagnostics' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(f"npt.diagnostics.recorder.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

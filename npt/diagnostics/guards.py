@@ -17,12 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.layer import in_parts, whole
 from npt.adapters.sharding import is_share
+from npt.adapters.stream import model_inputs
 from npt.base.linear import dense_weight, quantized_linears
-from npt.data.batch import IGNORE_INDEX
+from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import NumericalError
+from npt.random_state import kept_random_state
 
 ADAPTER = ".npt."
 """A part of every adapter tensor's full name, and of no other's."""
@@ -51,6 +55,32 @@ def require(finding: Finding | None) -> None:
         raise NumericalError(finding.message)
 
 
+@kept_random_state()
+def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
+    """Return the first bad number after a refusal: of adapters, base, labels, or of the teacher's
+    or student's logits. The model stays as it is.
+
+    It reads the state as it is now, which the guarded step has kept clean: a fault of the state is
+    found, one of the data shows in the logits, and a transient one in neither.
+    """
+    finding = (
+        tensor_fault(adapter_parameters(model))
+        or base_fault(model)
+        or target_fault(batch.labels, model.config.vocab_size, name="label")
+    )
+    batch = batch.to(next(model.parameters()).device)
+    plain = torch.autocast(batch.input_ids.device.type, enabled=False)
+    for mode in ("teacher", "student"):
+        if finding is not None:
+            break
+        with torch.no_grad(), adapter_mode(model, mode), plain:
+            logits = model(**model_inputs(model, batch), use_cache=False).logits
+        # Logits of padding are nobody's business.
+        logits = torch.where(batch.attention_mask.unsqueeze(-1).bool(), logits, 0.0)
+        finding = logits_fault(logits, f"{mode} logits")
+    return finding
+
+
 def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
     """Find NaN or +Inf among logits [..., V], or a position with -Inf only, whose softmax is NaN.
 
@@ -66,10 +96,9 @@ def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
         # in fp16 the sum inside logsumexp can overflow over a large vocabulary of equal logits
         return None
     index = _first(bad)
-    letters = ("b=", "t=", "v=")[-values.ndim :] if values.ndim <= 3 else ("",) * values.ndim
-    where = ", ".join(f"{letter}{i}" for letter, i in zip(letters, index, strict=True))
+    where = "[b={}, t={}, v={}]".format(*index) if len(index) == 3 else list(index)
     message = (
-        f"{name} {list(values.shape)}: {_census(values)}; first bad at [{where}]:"
+        f"{name} {list(values.shape)}: {_census(values)}; first bad at {where}:"
         f" {float(values[index]):g}; look for the first non-finite activation below them"
     )
     return Finding(name, index, float(values[index]), message)
@@ -88,7 +117,7 @@ def target_fault(
         return None
     index = _first(bad)
     value = int(targets[index])
-    where = "[b={}, t={}]".format(*index) if len(index) == 2 else f"[{_plain(index)}]"
+    where = "[b={}, t={}]".format(*index) if len(index) == 2 else list(index)
     spared = "" if ignore_index is None else f" and not {ignore_index}"
     message = (
         f"{name} id {value} at {where} is outside [0, {vocab_size}){spared} ({int(bad.sum())}"
@@ -131,13 +160,11 @@ def moments_fault(
         if isinstance(value, Tensor)
     }
     finding = tensor_fault(state)
-    if finding is not None:
-        return finding
     for name, value in state.items():
-        if name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
+        if finding is None and name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
             why = "a mean of squares cannot be negative"
-            return _element(name, value, math.inf, value < 0, why)
-    return None
+            finding = _element(name, value, math.inf, value < 0, why)
+    return finding
 
 
 def base_fault(model: nn.Module) -> Finding | None:
@@ -149,46 +176,27 @@ def base_fault(model: nn.Module) -> Finding | None:
     for name, layer in model.named_modules():
         if in_parts(layer):
             with whole(layer):
-                finding = _whole_fault(layer, f"{name}.")
+                finding = next(filter(None, _whole_faults(layer, f"{name}.")), None)
             if finding is not None:
                 return finding
-    return _whole_fault(model, "")
+    return next(filter(None, _whole_faults(model, "")), None)
 
 
-def _whole_fault(model: nn.Module, prefix: str) -> Finding | None:
-    """Return the finding of `base_fault` among the tensors that are whole here; their names follow
+def _whole_faults(model: nn.Module, prefix: str) -> Iterator[Finding | None]:
+    """Yield the finding of `base_fault` for each tensor that is whole here; names follow
     `prefix`.
     """
-    packed: set[int] = set()
+    packed = set()
     for name, module in quantized_linears(model):
-        if is_share(module.weight):
-            continue
-        name = f"{prefix}{name}"
         packed.add(id(module.weight))
-        finding = tensor_fault(_statistics(name, module)) or tensor_fault(
-            {f"{name}: dequantised weight": dense_weight(module)}
-        )
-        if finding is not None:
-            return finding
+        if not is_share(module.weight):
+            name = f"{prefix}{name}"
+            yield tensor_fault(_statistics(name, module))
+            yield tensor_fault({f"{name}: dequantised weight": dense_weight(module)})
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) in packed or ADAPTER in f".{name}" or is_share(tensor):
-            continue
-        finding = tensor_fault({f"{prefix}{name}": tensor}) if tensor.is_floating_point() else None
-        if finding is not None:
-            return finding
-    return None
-
-
-def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point statistics of a 4-bit weight. If they are quantised themselves,
-    `absmax` is codes: no numbers.
-    """
-    for statistic in _STATISTICS:
-        value: Any = module.weight.quant_state
-        for part in statistic.split("."):
-            value = getattr(value, part, None)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            yield f"{name}: {statistic}", value
+        base = tensor.is_floating_point() and ADAPTER not in f".{name}"
+        if base and id(tensor) not in packed and not is_share(tensor):
+            yield tensor_fault({f"{prefix}{name}": tensor})
 
 
 def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -197,6 +205,16 @@ def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for name, module in quantized_linears(model):
         yield from _statistics(name, module)
+
+
+def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield them of one weight. If they are quantised themselves, `absmax` is codes: no numbers."""
+    for statistic in _STATISTICS:
+        value: Any = module.weight.quant_state
+        for part in statistic.split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield f"{name}: {statistic}", value
 
 
 def _element(
@@ -208,7 +226,7 @@ def _element(
     value = float(tensor[index])
     why = why or (f"larger than {limit:g}" if math.isfinite(value) else _census(tensor))
     remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
-    at = f"[{_plain(index)}]" if index else ""
+    at = list(index) if index else ""
     share = f"{int(bad.sum())} of {tensor.numel()} elements bad"
     return Finding(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
 
@@ -218,14 +236,9 @@ def _census(values: Tensor) -> str:
     extent = "no finite value"
     if finite.numel():
         extent = f"finite values from {float(finite.min()):g} to {float(finite.max()):g}"
-    bad = {"NaN": torch.isnan(values), "+Inf": values == math.inf, "-Inf": values == -math.inf}
-    counts = [f"{int(which.sum())} {name}" for name, which in bad.items()]
-    return ", ".join([*counts, extent])
+    nan, up, down = torch.isnan(values), values == math.inf, values == -math.inf
+    return f"{int(nan.sum())} NaN, {int(up.sum())} +Inf, {int(down.sum())} -Inf, {extent}"
 
 
 def _first(bad: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in bad.nonzero()[0])
-
-
-def _plain(index: tuple[int, ...]) -> str:
-    return ", ".join(map(str, index))

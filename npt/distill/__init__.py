@@ -1,1 +1,1 @@
-"""Teacher-student distillation: losses, strategies, stages."""
+"""Teacher-student distillation: losses, strategies."""

@@ -1,7 +1,7 @@
 """Losses of hidden states: how far a converted layer's output o is from the teacher's t.
 
 Pure functions of the valid tokens' rows, [N, D] each, that return one value per token, [N];
-`hidden_loss` weighs and sums them, and the window divides once. Per token:
+`hidden_loss` sums them, and the window divides once. Per token:
 
     nmse         ||o - t||^2 / ||t||^2
                  1 for o = 0. Small everywhere if a layer adds little to a large state
@@ -28,7 +28,6 @@ gathered before a loss is taken, never masked by multiplication: 0 * NaN is NaN.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -36,7 +35,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npt.config import LOSSES, TrainConfig
-from npt.errors import ConfigError
 
 SQUARED_NORM_FLOOR = 1e-12
 """A smaller squared norm counts as this if it divides: a state of zeros must give a finite loss.
@@ -91,16 +89,16 @@ def cosine(student: Tensor, teacher: Tensor, weight: float = 0.5) -> Tensor:
     return (1.0 - weight) * nmse_per_token(student, teacher) + weight * angle
 
 
-HiddenLoss = Callable[[TrainConfig, Tensor, Tensor, Tensor | None], Tensor]
-"""[N] of the settings, o, t, and h (None unless the loss reads it)."""
+HiddenLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""[N] of o, t, and h (None unless the loss reads it)."""
 
 HIDDEN_LOSSES: dict[str, HiddenLoss] = {
-    "nmse": lambda _, o, t, h: nmse_per_token(o, t),
-    "nmse_update": lambda _, o, t, h: nmse_per_token(o, t, h),
-    "direction": lambda _, o, t, h: direction(o, t),
-    "mse": lambda _, o, t, h: mse(o, t),
-    "smooth_l1": lambda c, o, t, h: smooth_l1(o, t, c.smooth_l1_beta),
-    "cosine": lambda c, o, t, h: cosine(o, t, c.cosine_weight),
+    "nmse": lambda o, t, h: nmse_per_token(o, t),
+    "nmse_update": nmse_per_token,
+    "direction": lambda o, t, h: direction(o, t),
+    "mse": lambda o, t, h: mse(o, t),
+    "smooth_l1": lambda o, t, h: smooth_l1(o, t),
+    "cosine": lambda o, t, h: cosine(o, t),
 }
 """The losses that `--loss` names."""
 
@@ -124,73 +122,22 @@ def register_loss(
     """
     if name in HIDDEN_LOSSES:
         raise ValueError(f"the loss {name!r} exists; choose another name")
-    HIDDEN_LOSSES[name] = lambda _, o, t, h: per_token(o, t, h) if reads_input else per_token(o, t)
+    HIDDEN_LOSSES[name] = per_token if reads_input else lambda o, t, h: per_token(o, t)
     LOSSES.append(name)
     if reads_input:
         READS_INPUT.add(name)
 
 
 def hidden_loss(
-    config: TrainConfig,
-    student: Tensor,
-    teacher: Tensor,
-    hidden: Tensor | None,
-    weights: Tensor | None = None,
+    config: TrainConfig, student: Tensor, teacher: Tensor, hidden: Tensor | None
 ) -> Tensor:
-    """Return the loss that `config.loss` names, summed over the tokens, each times its weight.
+    """Return the loss that `config.loss` names, summed over the tokens.
 
     Args:
-        config: settings of the losses.
+        config: names the loss.
         student, teacher, hidden: o, t, h, [N, D]; h only for losses in `READS_INPUT`.
-        weights: [N], of the tokens.
     """
-    per_token = HIDDEN_LOSSES[config.loss](config, student, teacher, hidden)
-    return (per_token if weights is None else weights * per_token).sum()
-
-
-def layer_weights(config: TrainConfig, count: int) -> list[float]:
-    """Return the weights of `count` converted layers, in order of depth, with mean 1.
-
-    `uniform` is 1 for all, `linear` grows as 1, 2, 3, ...; a list is taken as it is. Under `local`
-    a layer's gradients are its own and Adam divides them by their size, so there a weight acts
-    through the clipping of the global norm alone.
-
-    Raises:
-        ConfigError: a list of another length.
-    """
-    given: tuple[float, ...] = (1.0,) * count
-    if config.layer_weights == "linear":
-        given = tuple(float(k) for k in range(1, count + 1))
-    elif config.layer_weights != "uniform":
-        given = config.layer_weight_list or ()
-    if len(given) != count:
-        raise ConfigError(
-            f"--layer_weights has {len(given)} weights ({config.layer_weights}), but {count} layers"
-            " are converted"
-        )
-    given = tuple(weight / max(given) for weight in given)  # a sum of large weights would overflow
-    return [weight * count / math.fsum(given) for weight in given]
-
-
-def disagreement_weights(student: Tensor, teacher: Tensor, lengths: Tensor) -> Tensor:
-    """Return weights [N] that grow with disagreement: w = (1 + d / mean d) / 2.
-
-    d is the token's NMSE, at most 1 (that of a student that says nothing), and its mean is taken
-    over the token's own document. So a document's weights have mean 1, none is below 1/2, and they
-    depend on nothing outside the document: not on padding, on the order or the split of a batch,
-    nor on the rest of the window. No gradient flows through them.
-
-    Args:
-        student, teacher: o and t, [N, D].
-        lengths: [C] int64, tokens of each document, in the rows' order.
-    """
-    with torch.no_grad():
-        disagreement = nmse_per_token(student, teacher).clamp(max=1.0)
-        # Not checked (unsafe): that would wait for the device. Lengths come from the host and are
-        # of these very rows.
-        sums = torch.segment_reduce(disagreement, "sum", lengths=lengths, unsafe=True)
-        mean = (sums / lengths).repeat_interleave(lengths, output_size=len(disagreement))
-        return 0.5 + 0.5 * torch.where(mean == 0, 1.0, disagreement / mean)
+    return HIDDEN_LOSSES[config.loss](student, teacher, hidden).sum()
 
 
 def _difference(student: Tensor, teacher: Tensor) -> Tensor:

@@ -23,14 +23,9 @@ from npt.adapters.trained import Work, Workspace, stacked_outputs, trained_outpu
 from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.hidden_losses import (
-    disagreement_weights,
-    hidden_loss,
-    layer_weights,
-    nmse_per_token,
-)
+from npt.distill.hidden_losses import hidden_loss, nmse_per_token
 
-REPORTED = ("loss", "nmse", "reg", "logit")
+REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The sums that a report begins with."""
 
 
@@ -54,8 +49,9 @@ class MicroBatch:
 
     @property
     def report(self) -> Tensor:
-        """Return `REPORTED`, then `layer_nmse`: [4 + number of converted layers]."""
-        return torch.cat([torch.stack([getattr(self, name) for name in REPORTED]), self.layer_nmse])
+        """Return `REPORTED`, then `layer_nmse`: [5 + number of converted layers]."""
+        sums = torch.stack([self.loss, self.nmse, self.reg, self.logit])
+        return torch.cat([sums, sums.new_full((1,), self.scored), self.layer_nmse])
 
 
 LayerSums = tuple[Tensor, Tensor, Tensor]
@@ -154,8 +150,6 @@ class Sums:
         self.first, self.last = converted[0][0], converted[-1][0]
         self.logit: Tensor | None = None
         self._config, self._batch, self._count = config, batch, len(converted)
-        weights = layer_weights(config, len(converted))
-        self._weights = {index: w for (index, _), w in zip(converted, weights, strict=True)}
         self._losses: list[Tensor] = []
         self._nmses: list[Tensor] = []
         self._regs: list[Tensor] = []
@@ -183,17 +177,13 @@ class Sums:
             dtype = torch.promote_types(student.dtype, torch.float32)
             distance = nmse = student.new_zeros((), dtype=dtype)
         else:
-            weights = None
-            if config.token_weighting == "disagreement":
-                weights = disagreement_weights(student, target, batch.document_lengths)
-            distance = hidden_loss(config, student, target, hidden, weights)
-            if config.loss == "nmse" and weights is None:
+            distance = hidden_loss(config, student, target, hidden)
+            if config.loss == "nmse":
                 nmse = distance.detach()
             else:
                 nmse = nmse_per_token(student.detach(), target).sum()
         reg = torch.zeros_like(distance) if energy is None else energy.sum()
-        weight = config.hidden_weight * self._weights[index]
-        loss = (weight * distance + config.regularization_lambda * reg) / self._count
+        loss = (config.hidden_weight * distance + config.regularization_lambda * reg) / self._count
         return loss, nmse, reg.detach()
 
     def take(self, found: LayerSums) -> Tensor:

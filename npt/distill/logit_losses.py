@@ -101,7 +101,6 @@ def through_head(
     student: Tensor,
     teacher: Tensor,
     vocab_size: int,
-    weights: Tensor | None = None,
     *,
     teacher_head: nn.Module | None = None,
 ) -> Tensor:
@@ -120,28 +119,25 @@ def through_head(
         teacher: [N, D], the teacher's; or targets, [N] int64, which no head is applied to. No
             gradient reaches it.
         vocab_size: V, which sets the chunk length.
-        weights: [N], of the tokens.
         teacher_head: the teacher's lm_head, if it has one of its own.
     """
     of_states = teacher.is_floating_point()
     guide = head if teacher_head is None else teacher_head
 
-    def chunk_sum(student: Tensor, teacher: Tensor, weights: Tensor | None) -> Tensor:
+    def chunk_sum(student: Tensor, teacher: Tensor) -> Tensor:
         logits = head(student)
         with torch.no_grad():
             other = guide(teacher).to(logits.device) if of_states else teacher
-        per_token = loss(logits, other)
-        return (per_token if weights is None else weights * per_token).sum()
+        return loss(logits, other).sum()
 
     rows = chunk_rows(student.device, vocab_size)
     if any(parameter.requires_grad for parameter in head.parameters()):
-        parts = [None] * len(student.split(rows)) if weights is None else weights.split(rows)
-        chunks = zip(student.split(rows), teacher.detach().split(rows), parts, strict=True)
+        chunks = zip(student.split(rows), teacher.detach().split(rows), strict=True)
         return torch.stack(
             [checkpoint(chunk_sum, *chunk, use_reentrant=False) for chunk in chunks]
         ).sum()
     with cast_once(head, guide):
-        return _ChunkedSum.apply(student, teacher.detach(), weights, chunk_sum, rows)
+        return _ChunkedSum.apply(student, teacher.detach(), chunk_sum, rows)
 
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:
@@ -154,12 +150,7 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        weights: Tensor | None,
-        chunk_sum: Callable[..., Tensor],
-        rows: int,
+        ctx: Any, student: Tensor, teacher: Tensor, chunk_sum: Callable[..., Tensor], rows: int
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(student) if wanted else None
@@ -170,9 +161,7 @@ class _ChunkedSum(torch.autograd.Function):
             with torch.set_grad_enabled(wanted):
                 # A view, because torch's own observers of modules (its counter of operations is
                 # one) cannot hook a leaf in here.
-                value = chunk_sum(
-                    part.view_as(part), teacher[here], None if weights is None else weights[here]
-                )
+                value = chunk_sum(part.view_as(part), teacher[here])
             if grad is not None:
                 (grad[here],) = torch.autograd.grad(value, part)
             sums.append(value.detach())
@@ -183,7 +172,7 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return None if grad is None else grad_sum.to(grad.dtype) * grad, None, None, None, None
+        return None if grad is None else grad_sum.to(grad.dtype) * grad, None, None, None
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
@@ -192,7 +181,7 @@ def row_loss(config: TrainConfig) -> RowLoss:
     losses: dict[str, RowLoss] = {
         "kl": lambda student, teacher: forward_kl(student, teacher, temperature),
         "reverse_kl": lambda student, teacher: reverse_kl(student, teacher, temperature),
-        "jsd": lambda student, teacher: jsd(student, teacher, temperature, config.jsd_weight),
+        "jsd": lambda student, teacher: jsd(student, teacher, temperature),
         "cross_entropy": token_cross_entropy,
     }
     return losses[config.logit_loss]

@@ -21,7 +21,7 @@ from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Work, Workspace
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.hidden_losses import READS_INPUT, disagreement_weights
+from npt.distill.hidden_losses import READS_INPUT
 from npt.distill.local import (
     LayerSums,
     MicroBatch,
@@ -193,18 +193,11 @@ def _logit_loss(
     rows = _scored_states(*student, stream)
     batch = stream.at(rows.device).batch
     taught = _scored_states(*teacher, stream) if _teacher_has_logits(config) else None
-    weights, other = None, taught
-    if config.token_weighting == "disagreement":
-        assert taught is not None
-        weights = disagreement_weights(rows, taught.to(rows.device), batch.scored_lengths)
-    if config.logit_loss == "cross_entropy":
-        other = batch.labels.flatten().index_select(0, batch.scored_index + 1)
-    assert other is not None
+    if taught is None:
+        taught = batch.labels.flatten().index_select(0, batch.scored_index + 1)
     head, vocab_size = student[0].lm_head, student[0].config.vocab_size
     guide = teacher[0].lm_head
-    return through_head(
-        head, row_loss(config), rows, other, vocab_size, weights, teacher_head=guide
-    )
+    return through_head(head, row_loss(config), rows, taught, vocab_size, teacher_head=guide)
 
 
 def _scored_states(model: PreTrainedModel, states: Tensor, stream: Stream) -> Tensor:
@@ -216,6 +209,4 @@ def _scored_states(model: PreTrainedModel, states: Tensor, stream: Stream) -> Te
 
 def _teacher_has_logits(config: TrainConfig) -> bool:
     """Return whether the loss on the logits, if there is one, reads the teacher's last states."""
-    return config.logit_kl_weight > 0 and (
-        config.logit_loss != "cross_entropy" or config.token_weighting == "disagreement"
-    )
+    return config.logit_kl_weight > 0 and config.logit_loss != "cross_entropy"

@@ -25,7 +25,7 @@ STRATEGIES: dict[str, Callable[..., MicroBatch]] = {
 
 
 def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
-    """Add a strategy, which `--strategy`, `--stages` and `TrainConfig` then accept.
+    """Add a strategy, which `--strategy` and `TrainConfig` then accept.
 
     It takes (model, batch, config, teacher), as `npt.distill.local.local`.
     """
@@ -36,9 +36,8 @@ def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
 
 
 def strategy_of(config: TrainConfig, teacher: PreTrainedModel | None = None) -> Strategy:
-    """Return the strategy of a run, bound to its teacher; `drive` for a run of several stages."""
-    names = [name for name, _ in config.stage_shares]
-    strategy = STRATEGIES[names[0]] if len(names) == 1 else drive
+    """Return the strategy of a run, bound to its teacher."""
+    strategy = STRATEGIES[config.strategy]
     return strategy if teacher is None else partial(strategy, teacher=teacher)
 
 

@@ -8,29 +8,29 @@
                 loss.backward()
         outcome = guard.step()
 
-The step is that of the distillation trainer (`npt.step`): one implementation. Nothing here needs
+It is the step of the distillation trainer too: one implementation. Nothing here needs
 more than torch.
 """
 
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import Finding
-from npt.guard.guard import Guard, MicroBatch, Outcome
-from npt.guard.memory import Memory
+from npt.guard.guard import Guard, MicroBatch
+from npt.guard.outcome import Outcome, Refusal
 from npt.guard.postmortem import Postmortem, read_postmortem
 from npt.guard.replay import replay
 from npt.guard.settings import GuardSettings
+from npt.guard.traces import Seeded
 from npt.guard.trainer import TrainerMixin, protect
-from npt.step.window_result import Refusal
 
 __all__ = [
     "Finding",
     "Guard",
     "GuardSettings",
-    "Memory",
     "MicroBatch",
     "Outcome",
     "Postmortem",
     "Refusal",
+    "Seeded",
     "TooManyRefusalsError",
     "TrainerMixin",
     "protect",

@@ -1,40 +1,14 @@
-"""What follows an optimizer's step in a guard's: schedule, scale and counts, none of them alone."""
+"""What follows an optimizer's step in a guard's: schedule, scale and counts, none alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
-from npt.distributed.processes import ProcessGroup
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import Update
-from npt.step.holdings import Holdings
-from npt.step.window_result import WindowResult
-
-
-@dataclass
-class Counts:
-    """Windows, steps and refusals of a run so far. in_a_row: refusals since the last survivor."""
-
-    windows: int = 0
-    steps: int = 0
-    refused: int = 0
-    in_a_row: int = 0
-
-    def add(self, result: WindowResult[Any], processes: ProcessGroup) -> int:
-        """Count a window; return the longest run of refusals up to its end."""
-        longest = 0
-        if result.refusals:  # the same on all processes, whose numbers of micro-batches may differ
-            places = chain(*processes.gather_json(result.places))
-            longest, self.in_a_row = result.bad_in_a_row(self.in_a_row, places)
-        elif result.applied:
-            self.in_a_row = 0
-        self.windows, self.steps = self.windows + 1, result.steps
-        self.refused += len(result.refusals)
-        return longest
+from npt.guard.holdings import Holdings
+from npt.guard.update import Update
+from npt.guard.window import GradientWindow
 
 
 class Following:
@@ -49,7 +23,7 @@ class Following:
         update: of the optimizer, once it is made.
     """
 
-    def __init__(self, window: GradientWindow[Any], owners: Iterable[Any]):
+    def __init__(self, window: GradientWindow, owners: Iterable[Any]):
         self.update: Update | None = None
         self._window, self._steps = window, window.known_steps
         update = window.update

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from npt.guard.outcome import MicroBatchRecord, Refusal, Snapshot
 from npt.guard.parallel import unsynchronised, whole
 from npt.guard.traces import States
+from npt.guard.update import GuardedUpdate
 from npt.random_state import kept_random_state, random_state, set_random_state
-from npt.step.window_result import MicroBatchRecord, Refusal
 
 if TYPE_CHECKING:
     from npt.diagnostics.recorder.record import Record
@@ -43,8 +44,13 @@ class Finding:
     why: str = ""
     record: Record | None = None
 
+    @property
+    def told(self) -> str:
+        """The answer without the refusal."""
+        return "\n".join(str(part) for part in (self.why, self.verdict) if part)
+
     def __str__(self) -> str:
-        return "\n".join(str(part) for part in (self.refusal, self.why, self.verdict) if part)
+        return f"{self.refusal}\n{self.told}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class Forensics:
         self._parallel = model
         self._model = model = None if model is None else whole(model)
         self._traces = traces
-        self._open: dict[int, Kept] = {}
+        self._open: dict[tuple[int, int], Kept] = {}  # by window and place
         self._now: Kept | None = None
         self._handle = None
         if model is not None and (traces or keep):
@@ -144,8 +150,8 @@ class Forensics:
             )
 
     @contextmanager
-    def watching(self, place: int, kept: Kept) -> Iterator[None]:
-        """Note the model's calls in the micro-batch at that place of the window."""
+    def watching(self, place: tuple[int, int], kept: Kept) -> Iterator[None]:
+        """Note the model's calls in the micro-batch of that window and place."""
         if not self._keep and self._traces <= len(self.findings):
             yield
             return
@@ -155,18 +161,21 @@ class Forensics:
         finally:
             self._now = None
 
-    def trace(self, refusals: Sequence[Refusal], step: int) -> list[Finding]:
+    def trace(self, window: int, refusals: Sequence[Refusal], step: int) -> list[Finding]:
         """Trace the first of this process's refusals; nothing of it stays in the run."""
-        found = []
-        for refusal in refusals[: max(0, self._traces - len(self.findings))]:
-            kept = None if refusal.micro_batch is None else self._open.get(refusal.micro_batch)
-            if kept is not None and self._model is not None:
-                found.append(self._traced(refusal, kept, step))
-        self.findings += found
-        return found
+        findings: list[Finding] = []
+        for refusal in refusals:
+            kept = self._kept(window, refusal.micro_batch)
+            if kept is not None and len(self.findings) + len(findings) < self._traces:
+                findings.append(self._traced(refusal, kept, step))
+        self.findings += findings
+        return findings
+
+    def _kept(self, window: int, place: int | None) -> Kept | None:
+        return None if place is None else self._open.get((window, place))
 
     def trace_window(
-        self, refusals: Sequence[Refusal], largest: MicroBatchRecord | None, step: int
+        self, window: int, refusals: Sequence[Refusal], largest: MicroBatchRecord | None, step: int
     ) -> list[Finding]:
         """Trace the largest micro-batch of a window whose norm overflowed or spiked.
 
@@ -175,8 +184,8 @@ class Forensics:
         size = next((r for r in refusals if r.kind in ("norm", "spike")), None)
         if size is None or largest is None or len(self.findings) >= self._traces:
             return []
-        kept = self._open.get(largest.micro_batch)
-        if kept is None or self._model is None:
+        kept = self._kept(window, largest.micro_batch)
+        if kept is None:
             return []
         samples = f" (samples {', '.join(largest.sample_ids)})" if largest.sample_ids else ""
         why = (
@@ -196,16 +205,20 @@ class Forensics:
                 found = replace(found, record=recorded(self._model, kept, step))
         return found
 
-    def settle(self, refusals: Sequence[Refusal]) -> None:
+    def settle(self, window: int, refusals: Sequence[Refusal]) -> None:
         """Set this process's refused micro-batches aside, if they are to be kept."""
         for refusal in refusals if self._keep else ():
             place = refusal.micro_batch
-            found = self._open.values() if place is None else [self._open.get(place)]
-            self.suspects += [(refusal, replace(kept, run=None)) for kept in found if kept]
+            suspects = [
+                kept
+                for at, kept in self._open.items()
+                if at[0] == window and place in (None, at[1])
+            ]
+            self.suspects += [(refusal, replace(kept, run=None)) for kept in suspects]
 
-    def forget(self) -> None:
-        """Begin another window."""
-        self._open = {}
+    def forget(self, window: int | None = None) -> None:
+        """Forget the micro-batches of a window; default of all."""
+        self._open = {at: kept for at, kept in self._open.items() if window not in (None, at[0])}
 
     def close(self) -> None:
         """Take the hook from the model."""
@@ -221,6 +234,25 @@ class Forensics:
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in on}
         self._now.calls.append(Call(arguments, named, autocast))
+
+
+@contextmanager
+def weights_of(snapshot: Snapshot | None, update: GuardedUpdate) -> Iterator[None]:
+    """Give the parameters the values of a snapshot within the context; None leaves them."""
+    if snapshot is None:
+        yield
+        return
+    parameters = dict(zip(update.names, update.parameters, strict=True))
+    now = {name: p.detach().clone() for name, p in parameters.items()}
+    with torch.no_grad():
+        for name, (value, _) in snapshot.items():
+            parameters[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in now.items():
+                parameters[name].copy_(value)
 
 
 def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:

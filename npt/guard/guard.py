@@ -1,10 +1,14 @@
-"""The guard: the transactional step of `npt.step` for any model, optimizer and loop.
+"""The guard: the transactional step, for any model, optimizer and loop. Read this page first.
 
 What a refused micro-batch would have left is undone, so that the run equals, bit for bit, the one
 that never saw it: its gradients lie in scratch and are not added, its tokens do not count, the
 random numbers that it drew are drawn again, the buffers that it wrote to are put back. A window
 without survivors steps neither optimizer nor scheduler. Python's and numpy's random state, and the
 place in the data, are the loop's own.
+
+A micro-batch writes its gradients into scratch, and counts only if they and its loss are finite
+(`window.py`). The window is divided once by its tokens, checked, clipped, stepped, verified, and
+restored if anything is not finite (`update.py`). What came of it is an `Outcome` (`outcome.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +27,19 @@ from torch import Tensor, nn
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.accelerated import unwrapped
-from npt.guard.following import Counts, Following
-from npt.guard.forensics import Finding, Forensics, Kept
-from npt.guard.memory import Memory, memory_of
+from npt.guard.following import Following
+from npt.guard.forensics import Finding, Forensics, Kept, weights_of
 from npt.guard.mixed_precision import LossScale
+from npt.guard.outcome import Counts, MicroBatchRecord, Outcome, Refusal
 from npt.guard.parallel import share_buffers, unsynchronised, whole
 from npt.guard.parameters import Guarded, Trainable
 from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
-from npt.guard.traces import Buffers, Draws
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import GuardedUpdate
-from npt.step.shared_window import gathered
-from npt.step.spikes import SpikeGuard
-from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
+from npt.guard.shared import gathered
+from npt.guard.spikes import SpikeGuard
+from npt.guard.traces import Buffers, Draws, Seeded
+from npt.guard.update import GuardedUpdate
+from npt.guard.window import GradientWindow
 
 REMEMBERED = 256
 """Refusals that are remembered for a post-mortem."""
@@ -49,35 +52,16 @@ Describe = Callable[[int], tuple[str, ...]]
 class MicroBatch:
     """A micro-batch while it is computed.
 
-    loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients that
-    are not.
-    tokens: what it weighs. report: nothing; the window asks for it.
+    Attributes:
+        loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients
+            that are not.
+        tokens: what it weighs.
+        report: [n] figures that are wanted with the outcome.
     """
 
     loss: Any
     tokens: int
     report: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a window.
-
-    applied: the optimizer and the scheduler stepped; not if no parameter got a gradient. refused:
-    by micro-batch; `micro_batch` is None if the window was refused as a whole. grad_norm: before
-    clipping, None without survivors. loss: mean per token of the survivors (for `share` their sum),
-    None without survivors; 0 if no loss was told. tokens: of the survivors, their number if none
-    were given. steps: applied so far. findings: about this process's refused micro-batches that
-    were traced.
-    """
-
-    applied: bool
-    refused: tuple[Refusal, ...]
-    grad_norm: float | None
-    loss: float | None
-    tokens: int
-    steps: int
-    findings: tuple[Finding, ...] = ()
 
 
 class Guard:
@@ -91,6 +75,14 @@ class Guard:
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
+        rates: learning rate of each applied step, the last one stays, in place of a scheduler.
+            Every parameter is then stepped, whether a backward reached it or not, and `step`
+            returns a list: the outcomes that have become known.
+        draws: `Seeded(seed)` gives every micro-batch random numbers of its own, by its ids; default
+            torch's, drawn again after a refusal.
+        late: on a GPU, with a fused Adam or AdamW, the host waits for none of its flags, and
+            outcomes come a window or more later. Needs rates and seeded draws; default on CUDA if
+            there are both.
         settings: those of `GuardSettings`.
 
     Attributes:
@@ -109,11 +101,25 @@ class Guard:
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         processes: ProcessGroup | None = None,
+        *,
+        rates: Sequence[float] | None = None,
+        draws: Seeded | None = None,
+        late: bool | None = None,
         **settings: Any,
     ):
         self.settings = GuardSettings(**settings)
-        optimizer, found = unwrapped(optimizer, self.settings.loss == "share")
-        scaler = found if scaler is None else scaler
+        optimizer, prepared = unwrapped(optimizer, self.settings.loss == "share")
+        scaler = prepared if scaler is None else scaler
+        self.lists = rates is not None  # `step` returns one
+        if self.lists and (scheduler is not None or scaler is not None):
+            raise ConfigError("rates take the place of a scheduler, and know no scaler; leave them")
+        if draws is None or not self.lists:
+            if late:
+                raise ConfigError(
+                    "late outcomes need rates=[...] and draws=Seeded(seed): nothing else may"
+                    " need to know at once what became of a window"
+                )
+            late = False
         self.scheduler = _stepped_blindly(scheduler)
         self.counts = Counts()
         self._model = trainable if isinstance(trainable, nn.Module) else None
@@ -121,16 +127,19 @@ class Guard:
         self._home = next(iter(guarded.stepped.values())).device
         processes = _all_processes(self._home) if processes is None else processes
         sigmas = self.settings.spike_sigmas
-        self._spikes = None if sigmas is None else SpikeGuard(sigmas)
+        spikes = None if sigmas is None else SpikeGuard(sigmas)
         self.update = GuardedUpdate(
-            guarded.stepped, optimizer, late=False, undo=self.settings.undo == "step"
+            guarded.stepped, optimizer, late, undo=self.settings.undo == "step"
         )
-        self.window: GradientWindow[MicroBatch] = GradientWindow(
+        if rates is not None and not optimizer.state:
+            self.update.make_moments()
+        self.window = GradientWindow(
             self.update,
             self.settings.max_grad_norm,
-            spikes=self._spikes,
+            rates,
+            spikes=spikes,
             processes=processes,
-            track=True,
+            track=rates is None,
             divisor=processes.size if self.settings.loss == "share" else None,
         )
         self.window.gradients.clipped = tuple(guarded.clipped)
@@ -144,10 +153,10 @@ class Guard:
         keep = self.settings.postmortem is not None
         self._forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
         self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
-        self._found: list[Finding] = []  # in the open window
+        self._findings: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None
         self._buffers = Buffers(model)
-        self._draws = Draws()
+        self.draws: Draws | Seeded = Draws() if draws is None else draws
         self._before: list[Tensor | None] | None = None  # buffers before the window
         self._aside: list[Refusal] = []  # of windows that began again
 
@@ -158,31 +167,41 @@ class Guard:
         ids: Sequence[object] = (),
         inputs: Any = None,
         run: Callable[[], Any] | None = None,
+        *,
+        offset: int = 0,
+        place: int | None = None,
     ) -> Iterator[MicroBatch]:
         """Guard the forward and backward of one micro-batch; assign the loss to what this yields.
 
         Args:
             tokens: over which the loss was summed or averaged; default 1.
-            ids: of its samples, for refusals.
+            ids: of its samples, for refusals and seeded draws.
             inputs: of the model; default those of its calls. Overwrite none before `step`.
             run: computes the loss again, for `trace`; default the model's calls, which is enough
                 if the model returns its loss.
+            offset: of its samples in the data, for seeded draws: samples may come again.
+            place: in the window over all processes; default the next of this process.
         """
-        self._guarded.follow(self.window)
+        self._follow()
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
-        before, buffers = self._draws.begin(), self._buffers.copy()
+        before, buffers = self.draws.begin(), self._buffers.copy()
         if self._before is None:
             self._before = buffers
-        with self._own_place():
+        with self._own_place(place):
             self.window.begin()
             try:
                 kept = Kept(before, inputs, run)
-                with unsynchronised(self._model), self._forensics.watching(self.window.place, kept):
+                at = self.window.committed, self.window.place
+                with (
+                    unsynchronised(self._model),
+                    self._forensics.watching(at, kept),
+                    self.draws.drawing(names, offset),
+                ):
                     yield micro
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
-                self._draws.undo(before)
+                self.draws.undo(before)
                 self._buffers.restore(buffers)
                 self.window.gradients.withdraw()
                 if not isinstance(error, self.settings.refuse):
@@ -191,46 +210,72 @@ class Guard:
                 return
             flag = self._add(micro, names)
             self._buffers.restore(buffers, keep=flag)
-            # what drew nothing need not wait for the device
-            if self._draws.drew(before) and not bool(flag):
-                self._draws.undo(before)
-            self._draws.end()
+            self.draws.settle(before, flag)
 
-    def step(self) -> Outcome:
+    def refuse(self, detail: str, ids: Sequence[object] = (), place: int | None = None) -> None:
+        """Count a micro-batch that was found bad before anything was computed.
+
+        Args:
+            detail: what is wrong with it.
+            ids, place: as in `micro_batch`.
+        """
+        with self._own_place(place):
+            self.window.refuse(detail, tuple(map(str, ids)))
+
+    def step(self, fingerprint: int = 0) -> Any:
         """Make one optimizer step from the micro-batches since the last one, or none.
 
         Every process must call it equally often. If an error leaves it, the optimizer's own
         included, the window has not happened; with undo="none" the step may have, in part.
+
+        Args:
+            fingerprint: of the window's data, compared between processes, below 2^24.
+
+        Returns:
+            The window's `Outcome`; with `rates` a list of those that have become known.
 
         Raises:
             TooManyRefusalsError: `max_refused` in a row; the state is that of the last good step,
                 and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
         """
-        self._guarded.follow(self.window)
-        if self.settings.trace:
-            step = self.counts.windows + 1
-            self._found += self._forensics.trace(self.window.open_refusals(), step)
-        held = (self.counts, self.scheduler, self._scale, self._scale.scaler, self._spikes)
+        self._follow()
+        step = self.counts.windows + 1
+        if self.settings.trace and not self.update.late:
+            self._findings += self._forensics.trace(
+                self.window.committed, self.window.open_refusals(), step
+            )
+        if self.lists:
+            with self._window_or_nothing():
+                outcomes = self.window.commit(fingerprint)
+            if self._before is not None:
+                self._buffers.restore(self._before, keep=self.window.applied)
+            self.draws.forget()
+            self._before = None
+            share_buffers(self._model)
+            return self._known(outcomes)
+        held = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
         with self._window_or_nothing(), Following(self.window, held) as following:
-            (result,) = self.window.commit()
-            following.update, own = result.update, result.refusals
-            if not result.applied:
+            (outcome,) = self.window.commit(fingerprint)
+            following.update, own = outcome.update, outcome.refused
+            if not outcome.applied:
                 self._rewind()
-                largest, step = _largest(self.window, result), self.counts.windows + 1
-                self._found += self._forensics.trace_window(own, largest, step)
-            result.refusals = [*self._aside, *own]
-            self._scale.update(result.applied, result.refusals)
-            if result.applied and self.scheduler is not None:
+                self._trace_window(outcome, step)
+            outcome.refused = (*self._aside, *own)
+            self._scale.update(outcome.applied, outcome.refused)
+            if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
-            longest = self.counts.add(result, self.window.processes)
-        if not result.refusals:
-            self._forensics.suspects.clear()
-        self._forensics.settle(own)
+            outcome.longest = self.counts.add(outcome, self.window.processes)
+        self._settle(outcome, own)
         self._forget()
+        self._forensics.forget()
         if self.settings.loss != "share":  # a Trainer does it when it begins a window
             share_buffers(self._model)
-        return self._outcome(result, longest)
+        return self._ended(outcome)
+
+    def flush(self) -> list[Outcome]:
+        """Wait for the windows whose outcomes are still on their way, and return these."""
+        return self._known(self.window.flush())
 
     def close_window(self) -> float | None:
         """Let `.grad` be the window's gradient, clipped, until `step`; return its norm before."""
@@ -251,13 +296,18 @@ class Guard:
         own = _described(self.window.open_refusals(), describe)
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
-            self._found += self._forensics.trace(own, self.counts.windows + 1)
-            self._forensics.settle(own)
-            self.window.clear()
-            self._rewind()
-            self._forget()
+            window = self.window.committed
+            self._findings += self._forensics.trace(window, own, self.counts.windows + 1)
+            self._forensics.settle(window, own)
+            self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
+
+    def clear(self) -> None:
+        """Forget the open window: its micro-batches have not happened."""
+        self.window.clear()
+        self._rewind()
+        self._forget()
 
     def skip(self, micro_batches: int | None = None) -> None:
         """Count micro-batches that are not computed here; default one of every process."""
@@ -269,17 +319,13 @@ class Guard:
         """All that were made, of as many refusals as `trace` says."""
         return self._forensics.findings
 
-    def memory(self) -> Memory:
-        """Return the bytes that this guard needs, before its first step too."""
-        return memory_of(self.window)
-
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
         return self.update.first_bad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and the history of the spike guard; optimizer and scheduler have theirs."""
-        spikes = None if self._spikes is None else self._spikes.remembered()
+        spikes = None if self.window.spikes is None else self.window.spikes.remembered()
         return {"counts": asdict(self.counts), "spikes": spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -287,8 +333,8 @@ class Guard:
         self.counts = Counts(**state["counts"])
         self.window.committed = self.counts.windows
         self.window.resume_at(self.counts.steps)
-        if self._spikes is not None and state["spikes"] is not None:
-            self._spikes.recall(*state["spikes"])
+        if self.window.spikes is not None and state["spikes"] is not None:
+            self.window.spikes.recall(*state["spikes"])
 
     def close(self) -> None:
         """Release model and parameters: their gradients are None, their hooks gone."""
@@ -309,17 +355,23 @@ class Guard:
             micro.loss = micro.loss * micro.tokens
         return self.window.add(micro, ids)
 
+    def _follow(self) -> None:
+        """Guard parameters too that have joined; with rates they stay what they are."""
+        if not self.lists:
+            self._guarded.follow(self.window)
+
     @contextmanager
-    def _own_place(self) -> Iterator[None]:
-        """Count the other processes' micro-batches around this one's."""
+    def _own_place(self, place: int | None) -> Iterator[None]:
+        """Count the other processes' micro-batches around this one's, or take the place given."""
         processes, before = self.window.processes, self.window.place
-        self.skip(processes.index)
+        self.window.place = before + processes.index if place is None else place
         try:
             yield
         except BaseException:  # it has not happened
             self.window.place = before
             raise
-        self.skip(processes.size - processes.index - 1)
+        if place is None:
+            self.skip(processes.size - processes.index - 1)
 
     @contextmanager
     def _window_or_nothing(self) -> Iterator[None]:
@@ -329,44 +381,81 @@ class Guard:
         except BaseException:
             self._rewind()
             self._forget()
-            self._aside, self._found = [], []
+            self._aside, self._findings = [], []
             self._scale.forget()
             raise
 
     def _rewind(self) -> None:
         """Put random numbers and buffers back to the window's beginning."""
-        self._draws.rewind()
+        self.draws.rewind()
         if self._before is not None:
             self._buffers.restore(self._before)
 
     def _forget(self) -> None:
-        self._draws.forget()
-        self._forensics.forget()
+        self.draws.forget()
+        self._forensics.forget(self.window.committed)  # of a window that has not happened
         self._before = None
 
-    def _outcome(self, result: WindowResult[MicroBatch], longest: int) -> Outcome:
-        refused = tuple(result.refusals)
-        self._refusals += [(self.counts.windows - 1, refusal) for refusal in refused]
-        figures = (result.grad_norm, result.loss, result.tokens, result.steps)
-        self.outcome = Outcome(result.applied, refused, *figures, tuple(self._found))
-        self._aside, self._found = [], []
-        if longest >= self.settings.max_refused:
-            self.counts.in_a_row = 0  # for a loop that continues
-            said = (
-                f"{longest} refusals in a row, the last of {refused[-1]}; look at these samples, or"
-                f" raise max_refused (now {self.settings.max_refused})"
-            )
-            raise TooManyRefusalsError(said + self._postmortem(result, said))
-        return self.outcome
+    def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Count late outcomes, and trace what was refused in them, in the state of its window."""
+        for outcome in outcomes:
+            if outcome.halts:
+                self._forensics.forget(outcome.index)
+                continue
+            outcome.longest = self.counts.add(outcome, self.window.processes)
+            if self.settings.trace and outcome.refused:
+                step = self.counts.windows
+                with weights_of(outcome.snapshot, self.update):
+                    if self.update.late:
+                        self._findings += self._forensics.trace(
+                            outcome.index, outcome.refused, step
+                        )
+                    if not outcome.applied:
+                        self._trace_window(outcome, step)
+            self._settle(outcome, outcome.refused)
+            self._forensics.forget(outcome.index)
+            self._ended(outcome)
+        return list(outcomes)
 
-    def _postmortem(self, result: WindowResult[MicroBatch], reason: str) -> str:
+    def _trace_window(self, outcome: Outcome, step: int) -> None:
+        largest = _largest(self.window, outcome)
+        self._findings += self._forensics.trace_window(
+            outcome.index, outcome.refused, largest, step
+        )
+
+    def _settle(self, outcome: Outcome, own: Sequence[Refusal]) -> None:
+        """Keep this process's refused micro-batches, if a post-mortem may need them."""
+        if not outcome.refused:
+            self._forensics.suspects.clear()
+        self._forensics.settle(outcome.index, own)
+
+    def _ended(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with its findings, or end a run with too many refusals."""
+        self._refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
+        outcome.findings = tuple(self._findings)
+        self._aside, self._findings, self.outcome = [], [], outcome
+        over, reported = outcome.longest >= self.settings.max_refused, ""
+        if over:
+            self.counts.in_a_row = 0  # for a loop that continues
+            reason = (
+                f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; look at"
+                f" these samples, or raise max_refused (now {self.settings.max_refused})"
+            )
+            reported = reason + self._postmortem(outcome, reason)
+        if not self.lists:
+            outcome.snapshot = outcome.update = None  # copies of all that was stepped
+        if over:
+            raise TooManyRefusalsError(reported)
+        return outcome
+
+    def _postmortem(self, outcome: Outcome, reason: str) -> str:
         """Write it, if it is asked for; return what to say of it."""
         if self.settings.postmortem is None:
             return ""
-        before = result.snapshot
+        before = outcome.snapshot
         situation = Situation(
             reason=reason,
-            step=result.steps - (result.applied and before is not None),
+            step=outcome.steps - (outcome.applied and before is not None),
             process=self.window.processes.index,
             refusals=tuple(self._refusals),
             suspects=tuple(self._forensics.suspects),
@@ -392,9 +481,7 @@ def _described(refusals: list[Refusal], describe: Describe | None) -> list[Refus
     ]
 
 
-def _largest(
-    window: GradientWindow[MicroBatch], result: WindowResult[MicroBatch]
-) -> MicroBatchRecord | None:
+def _largest(window: GradientWindow, result: Outcome) -> MicroBatchRecord | None:
     """Return this process's micro-batch with the largest gradient of those that counted."""
     own = (r for r in window.history if r.window == result.index)
     counted = [r for r in own if r.micro_batch in result.places]

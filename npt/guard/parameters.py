@@ -11,7 +11,7 @@ from torch import nn
 
 from npt.errors import ConfigError
 from npt.guard.parallel import plain_name, whole
-from npt.step.gradient_window import GradientWindow
+from npt.guard.window import GradientWindow
 
 Trainable = nn.Module | Mapping[str, nn.Parameter] | Iterable[Any]
 """A model, parameters by name, pairs of names and parameters, or parameters."""
@@ -82,7 +82,7 @@ class Guarded:
         self._watched = [p for _, p in named] if self._whole_norm else []
         return {name: p for p, name in names.items()}
 
-    def follow(self, window: GradientWindow[Any]) -> None:
+    def follow(self, window: GradientWindow) -> None:
         """Guard parameters too that have come to require a gradient, or to be stepped."""
         held = frozenset(window.gradients.parameters)
         joined = self._own().difference(window.update.parameters)

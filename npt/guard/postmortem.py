@@ -27,11 +27,11 @@ from torch import Tensor
 from npt.errors import BundleError
 from npt.files import new_folder, write_json
 from npt.guard.forensics import Finding, Kept
+from npt.guard.outcome import Refusal, Snapshot
 from npt.guard.settings import GuardSettings
-from npt.runs.manifest import POSTMORTEM, verify_checkpoint, write_manifest
-from npt.runs.versions import versions
-from npt.step.window_result import Refusal, Snapshot
+from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.stored import check_entries, read_headers, read_json, read_tensors, require_file
+from npt.versions import versions
 
 VERSION = "guard-1"
 WINDOW, WEIGHTS, MOMENTS = "window.safetensors", "weights.safetensors", "moments.safetensors"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from npt.errors import BundleError
 from npt.guard.forensics import Finding, Kept, traced
+from npt.guard.outcome import Refusal
 from npt.guard.parallel import plain_name
 from npt.guard.postmortem import read_postmortem
-from npt.step.window_result import Refusal
 
 
 def replay(

@@ -6,11 +6,12 @@ Both are taken before it and put back if it is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from npt.random_state import random_state, set_random_state
+from npt.random_state import micro_batch_draws, random_state, set_random_state
 
 States = Mapping[str, Tensor]
 
@@ -38,8 +39,15 @@ class Draws:
             self._start = None
         return state
 
-    def end(self) -> None:
-        """Note the state after a micro-batch."""
+    def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch's forward and backward, which draw as they please."""
+        return nullcontext()
+
+    def settle(self, before: States, flag: Tensor) -> None:
+        """Draw again what a micro-batch drew, if the scalar bool `flag` says that it is refused."""
+        # what drew nothing need not wait for the device
+        if self.drew(before) and not bool(flag):
+            self.undo(before)
         self._end = random_state()
 
     def drew(self, before: States) -> bool:
@@ -59,6 +67,38 @@ class Draws:
     def forget(self) -> None:
         """Begin another window."""
         self._start = self._end = None
+
+
+class Seeded:
+    """Random numbers of each micro-batch by its name, so that nothing is to be drawn again: they do
+    not depend on what was refused before, on the process, or on a resume.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def begin(self) -> States:
+        """Return the state before a micro-batch, which has no part in it."""
+        return {}
+
+    def drawing(self, ids: Sequence[str], offset: int) -> AbstractContextManager[None]:
+        """Return a context in which the numbers are those of these samples at this place."""
+        return micro_batch_draws(self.seed, tuple(ids), offset)
+
+    def settle(self, before: States, flag: Tensor) -> None:
+        """The state is as it was."""
+
+    def undo(self, before: States) -> None:
+        """The state is as it was."""
+
+    def rewind(self) -> None:
+        """The state is as it was."""
+
+    def forget(self) -> None:
+        """Nothing was noted."""
 
 
 class Buffers:

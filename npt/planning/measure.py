@@ -22,9 +22,10 @@ from torch._C._profiler import _EventType
 from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
+from npt.distill.step import add_batch, student_guard, summed
 from npt.distill.strategies import drive
-from npt.step.gradient_window import IN_FLIGHT
-from npt.step.train_step import TrainStep
+from npt.guard.guard import Guard
+from npt.guard.window import IN_FLIGHT
 
 # The profiler announces its start and end on the terminal at any level below; it reads this at its
 # first use.
@@ -59,31 +60,37 @@ def measure_window(
     """Train windows of random tokens, `samples` of `length` a micro-batch; return the bytes of all
     that is alive at the highest moment, model and moments included, and the seconds of a window.
 
-    model: with adapters attached, which are trained.
+    Args:
+        model: with adapters attached, which are trained.
     """
-    device, vocab = next(model.parameters()).device, model.config.vocab_size
-    held = storage_bytes(tensors_of(model, teacher))
-    draw, batches = torch.Generator().manual_seed(0), []
-    for _ in range(config.gradient_accumulation_steps):
-        ids = torch.randint(vocab, (samples, length), generator=draw)
-        batches.append(batch_from_tensors(ids, torch.ones_like(ids)))
-    steps: list[TrainStep] = []
+    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    shape = (config.gradient_accumulation_steps, samples, length)
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
+    compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
+    guards: list[Guard] = []
+
+    def window() -> None:
+        for batch in batches:
+            add_batch(guards[0], batch, compute, model.config.vocab_size)
+        guards[0].step()
 
     def first_windows() -> None:
-        rates = [config.learning_rate]
-        steps.append(TrainStep(model, partial(drive, teacher=teacher), config, rates))
+        guards.append(student_guard(model, config, [config.learning_rate]))
         # each that is in flight, as in a run, keeps the state before it
-        for _ in range(1 + IN_FLIGHT * steps[0].update.late):
-            steps[0].run(batches)
+        for _ in range(1 + IN_FLIGHT * guards[0].update.late):
+            window()
 
     try:
         peak = held + peak_bytes(first_windows, device)
         wait_for(device)
         started = time.perf_counter()
-        steps[0].run(batches)
+        window()
         wait_for(device)
         return peak, time.perf_counter() - started
     finally:
+        for guard in guards:
+            guard.close()
         model.zero_grad()
 
 

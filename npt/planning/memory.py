@@ -25,8 +25,8 @@ from npt.calibration.plan import plan as plan_start
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
 from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
 from npt.errors import ConfigError
+from npt.guard.window import IN_FLIGHT
 from npt.planning.shape import Shape
-from npt.step.gradient_window import IN_FLIGHT
 
 TRAINING = ("micro-batch", "step", "evaluation")
 PHASES = ("start", *TRAINING)
@@ -88,10 +88,15 @@ class MemoryPlan:
 class Workload:
     """A run that is planned.
 
-    config: of the base. length: tokens of a row. quantization: nf4, fp4 or None. stored: dtype of
-    what is not packed. teacher: dtype of a teacher of its own, None if the base teaches. processes:
-    that share a window. eager: attention keeps the scores of every pair of tokens. compute_dtype:
-    of products of packed weights.
+    Attributes:
+        config: of the base.
+        length: tokens of a row.
+        quantization: nf4, fp4 or None.
+        stored: dtype of what is not packed.
+        teacher: dtype of a teacher of its own, None if the base teaches.
+        processes: that share a window.
+        eager: attention keeps the scores of every pair of tokens.
+        compute_dtype: of products of packed weights.
     """
 
     config: PreTrainedConfig
@@ -108,21 +113,10 @@ class Workload:
 
     @classmethod
     def of(
-        cls,
-        base: BaseConfig,
-        config: PreTrainedConfig,
-        adapter: NPTConfig,
-        training: TrainConfig,
-        length: int,
-        device: torch.device | None = None,
-        *,
-        processes: int = 1,
-    ) -> Workload:
-        """Return the run that settings ask for. device: default the GPU, if there is one.
-
-        Raises:
-            ConfigError: the base is spread over several devices.
-        """
+        cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
+        length: int, device: torch.device | None = None, *, processes: int = 1,
+    ) -> Workload:  # fmt: skip
+        """Return the run that settings ask for; ConfigError for a base on several devices."""
         for flag in ("device_map", "shard_base"):
             if getattr(base, flag):
                 raise ConfigError(
@@ -135,41 +129,20 @@ class Workload:
         if quantization is not None:
             stored = getattr(config, "dtype", None) or torch.float32
         return cls(
-            config,
-            adapter,
-            training,
-            length,
-            quantization,
-            stored,
+            config, adapter, training, length, quantization, stored,
             None if base.teacher_precision is None else COMPUTE[base.teacher_precision],
-            default_device() if device is None else device,
-            processes,
-            base.attn_implementation == "eager",
+            device or default_device(), processes, base.attn_implementation == "eager",
             COMPUTE[base.compute_dtype],
-        )
+        )  # fmt: skip
 
     @property
     def shape(self) -> Shape:
         return Shape.of(self.config)
 
     @property
-    def approximate(self) -> bool:
-        """A budget of ranks is still to be spent, by the calibration."""
-        budget = self.training.rank_budget is not None and self.adapter.ranks is None
-        return budget or self.adapter.spends_ranks
-
-    @property
     def ranks(self) -> dict[int, int]:
-        """Of each converted layer; of a budget to be spent an even share each, rounded up."""
-        budget, ranks = self.training.rank_budget, self.shape.converted(self.adapter)
-        if budget is None or self.adapter.ranks is not None:
-            return ranks
-        return dict.fromkeys(ranks, -(-budget // len(ranks)))
-
-    @property
-    def stages(self) -> dict[str, TrainConfig]:
-        """The settings of each stage by its strategy."""
-        return {name: self.training.in_stage(name) for name, _ in self.training.stage_shares}
+        """Of each converted layer."""
+        return self.shape.converted(self.adapter)
 
     def plan(self, samples: int | None = None, evaluated: int | None = None) -> MemoryPlan:
         """Return the memory of the run, by default with all samples of a micro-batch at once, and
@@ -177,9 +150,14 @@ class Workload:
         """
         samples = self.training.batch_size if samples is None else samples
         evaluated = min(samples if evaluated is None else evaluated, self.training.eval_samples)
-        stages = [self._micro_batch(stage, samples) for stage in self.stages.values()]
-        terms = [*self._held(), *max(stages, key=lambda stage: sum(term.bytes for term in stage))]
-        terms += [*self._evaluation(evaluated), *self._start()]
+        terms = [*self._held(), *self._micro_batch(self.training, samples)]
+        terms.append(self._evaluation(evaluated))
+        if self.adapter.init == "calibrated":  # on a GPU the least of it
+            work = plan_start(
+                self.config, tuple(self.ranks), batch=(self.training.batch_size, self.length)
+            )
+            size = work.peak(self.device, work.place(self.device, 0))
+            terms.append(Term("matrices and graph", size, ("start",)))
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
         for phase, rows in (("micro-batch", samples), ("evaluation", evaluated)):
             terms.append(Term("mask of padded rows", 5 * rows * self.length**2, (phase,)))
@@ -205,36 +183,34 @@ class Workload:
             terms = (term for term in plan.terms if plan.phase in term.phases)
             largest = max(terms, key=lambda term: term.bytes)
             raise ConfigError(
-                f"--max_memory is {self.training.max_memory}, but one sample of"
-                f" {self.length} tokens at a time is predicted to take {shown(plan.peak)}"
-                f" (in the {plan.phase}), most of it {largest.name} ({shown(largest.bytes)}); see"
-                " npt doctor --plan for all of it"
+                f"--max_memory is {self.training.max_memory}, but one sample of {self.length}"
+                f" tokens at a time is predicted to take {shown(plan.peak)} (in the {plan.phase}),"
+                f" most of it {largest.name} ({shown(largest.bytes)}); see npt doctor --plan"
             )
         samples = -(-batch_size // -(-batch_size // samples))
         return self.plan(samples, min(samples, evaluated))
 
     def _held(self) -> list[Term]:
         """Return what a run holds whatever it computes. On a GPU some steps' results are read late
-        (npt/step/gradient_window.py), and the state before each is kept.
+        (npt/guard/window.py), and the state before each is kept.
         """
-        s, quantization = self.shape, self.quantization
-        name = "base" if quantization is None else f"base, {quantization.upper()}"
-        terms = [Term(name, base_bytes(s, quantization, self.stored))]
-        if self.teacher is not None:
-            terms.append(Term("teacher of its own", base_bytes(s, None, self.teacher)))
-        width = s.hidden + s.modulated_width(self.adapter)
-        size = FP32 * width * sum(self.ranks.values())
-        terms += [
+        s, kind = self.shape, self.quantization
+        size = FP32 * (s.hidden + s.modulated_width(self.adapter)) * sum(self.ranks.values())
+        late = 0
+        if self.device.type == "cuda":
+            late = 1 if self.training.skip_spikes or self.processes > 1 else IN_FLIGHT
+        teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
+        name = "base" if kind is None else f"base, {kind.upper()}"
+        return [
+            Term(name, base_bytes(s, kind, self.stored)),
+            Term("teacher of its own", teacher),
             Term("adapters", size),
             Term("AdamW's two moments", 2 * size, TRAINING),
             Term("micro-batch's gradients", size, TRAINING),
             Term("window's gradients", size, TRAINING),
             Term("state before the step", 3 * size, ("step",)),
+            Term("states of steps in flight", late * 3 * size, TRAINING),
         ]
-        if self.device.type == "cuda":
-            late = 1 if self.training.skip_spikes or self.processes > 1 else IN_FLIGHT
-            terms.append(Term("states of steps in flight", late * 3 * size, TRAINING))
-        return terms
 
     def _micro_batch(self, config: TrainConfig, samples: int) -> list[Term]:
         """Return the activations of one stage.
@@ -273,37 +249,27 @@ class Workload:
             if config.gradient_checkpointing:
                 layer += max(converted, plain if layers > count else 0)
                 kept = n * d * (layers + count * compared)
-        phase = ("micro-batch",)
-        terms = [
-            Term("activations kept", size * kept, phase),
-            Term("activations of one layer", size * layer, phase),
-        ]
+        logits = 0
         if config.logit_kl_weight:
             chunk = min(n, chunk_rows(self.device, s.vocab)) * s.vocab
-            logits = self._logits(LOGITS[config.logit_loss] * chunk, n)
-            terms.append(Term("logits beyond them", max(0, FP32 * logits - size * layer), phase))
-        return terms
+            numbers = self._logits(LOGITS[config.logit_loss] * chunk, n)
+            logits = max(0, FP32 * numbers - size * layer)
+        return [
+            Term("activations kept", size * kept, ("micro-batch",)),
+            Term("activations of one layer", size * layer, ("micro-batch",)),
+            Term("logits beyond them", logits, ("micro-batch",)),
+        ]
 
-    def _evaluation(self, samples: int) -> list[Term]:
+    def _evaluation(self, samples: int) -> Term:
         """Return the larger of a batch's forwards, which keep the teacher's states, and of the
         comparison of its logits after them.
         """
-        s, n, phase = self.shape, samples * self.length, ("evaluation",)
+        s, n = self.shape, samples * self.length
         logits = self._logits(5.25 * min(n, LOGIT_CHUNK // s.vocab) * s.vocab, n)
-        layer = int(n * ((3.3 + 1.4 * self._low_rank) * s.ffn + 9 * s.hidden))
-        kept = n * s.hidden * (s.layers - min(self.ranks) + 1)
-        if logits > layer + kept:
-            return [Term("logits of an evaluation", FP32 * logits, phase)]
-        return [Term("layers of an evaluation", FP32 * (layer + kept), phase)]
-
-    def _start(self) -> list[Term]:
-        """Return what the closed-form start takes where the base is; on a GPU the least of it."""
-        if self.adapter.init != "calibrated":
-            return []
-        batch = self.training.batch_size, self.length
-        work = plan_start(self.config, tuple(self.ranks), batch=batch)
-        size = work.peak(self.device, work.place(self.device, 0))
-        return [Term("matrices and graph", size, ("start",))]
+        layers = int(n * ((3.3 + 1.4 * self._low_rank) * s.ffn + 9 * s.hidden))
+        layers += n * s.hidden * (s.layers - min(self.ranks) + 1)
+        name = "logits of an evaluation" if logits > layers else "layers of an evaluation"
+        return Term(name, FP32 * max(logits, layers), ("evaluation",))
 
     @property
     def _low_rank(self) -> int:

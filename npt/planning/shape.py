@@ -17,8 +17,9 @@ from npt.errors import ConfigError
 class Shape:
     """Sizes of a decoder of a known family; weights are counted without norms and biases.
 
-    layers: L. hidden: D. ffn: F. heads, kv_heads: of queries, and of keys and values. head_dim: of
-    each. vocab: V. tied: lm_head is the embedding.
+    Attributes:
+        heads, kv_heads: of queries, and of keys and values, each `head_dim` wide.
+        tied: lm_head is the embedding.
     """
 
     layers: int
@@ -33,17 +34,9 @@ class Shape:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
         """Return the shape of a model of this configuration; needs no weights."""
-        heads, kv_heads, head_dim = head_sizes(config)
-        return cls(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            ffn=config.intermediate_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab=config.vocab_size,
-            tied=bool(config.tie_word_embeddings),
-        )
+        c = config
+        sizes = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, *head_sizes(c))
+        return cls(*sizes, c.vocab_size, bool(c.tie_word_embeddings))
 
     @property
     def query_width(self) -> int:
@@ -57,12 +50,12 @@ class Shape:
 
     @property
     def mlp_weights(self) -> int:
-        """M = 3 D F: of gate, up and down."""
+        """3 D F: of gate, up and down."""
         return 3 * self.hidden * self.ffn
 
     @property
     def layer_weights(self) -> int:
-        """A + M, A of the four projections of attention."""
+        """Of the MLP and the four projections of attention."""
         return 2 * self.hidden * (self.query_width + self.key_width) + self.mlp_weights
 
     @property
@@ -90,16 +83,14 @@ class Shape:
 
 
 SHAPES = {
-    "embedded": Shape(8, 192, 512, heads=6, kv_heads=2, head_dim=32, vocab=2048, tied=True),
+    "embedded": Shape(8, 192, 512, 6, 2, 32, 2048, tied=True),
     # a TinyLlama of half the width and half the depth: a step within seconds on two cores
-    "cpu-0.2b": Shape(12, 1024, 2816, heads=16, kv_heads=4, head_dim=64, vocab=32000),
-    "llama-3.2-1b": Shape(
-        16, 2048, 8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, tied=True
-    ),
-    "llama-3.1-8b": Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab=128256),
-    "qwen3-8b": Shape(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936),
-    "mistral-7b": Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab=32768),
-    "smollm2-135m": Shape(30, 576, 1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True),
+    "cpu-0.2b": Shape(12, 1024, 2816, 16, 4, 64, 32000),
+    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, tied=True),
+    "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936),
+    "mistral-7b": Shape(32, 4096, 14336, 32, 8, 128, 32768),
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152, tied=True),
 }
 
 LARGEST = 2**24
@@ -117,16 +108,15 @@ def parse_shape(text: str) -> Shape:
     try:
         numbers = [int(part) for part in text.split(",")]
         hidden, ffn, layers, heads, kv_heads, vocab = numbers
+        fits = min(numbers) > 0 and max(numbers) <= LARGEST
+        if not fits or hidden % (2 * heads) or heads % kv_heads:
+            raise ValueError
     except ValueError:
         raise ConfigError(
             f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give D,F,L,heads,kv_heads,V"
-            " like 1024,2816,12,16,4,8192"
+            f" like 1024,2816,12,16,4,8192: from 1 to {LARGEST}, D an even multiple of the heads,"
+            " these a multiple of the kv_heads"
         ) from None
-    if min(numbers) < 1 or max(numbers) > LARGEST or hidden % (2 * heads) or heads % kv_heads:
-        raise ConfigError(
-            f"--shape is {text}; all six are from 1 to {LARGEST}, D is an even multiple of the"
-            " heads, and these are a multiple of the kv_heads"
-        )
     return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
 
 

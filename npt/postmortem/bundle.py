@@ -18,11 +18,11 @@ from npt.adapters.files.run_layout import ADAPTER
 from npt.config import QUANT_TYPES, TrainConfig
 from npt.data.batch import ROW_TENSORS, Batch, batch_from_tensors
 from npt.errors import BundleError, ConfigError
+from npt.guard.outcome import Refusal, Snapshot
 from npt.guard.postmortem import VERSION as GUARD_VERSION
+from npt.manifest import POSTMORTEM
 from npt.postmortem.write import VERSION, WINDOW
 from npt.runs.checkpoint import Checkpoint, read_state
-from npt.runs.manifest import POSTMORTEM
-from npt.step.window_result import Refusal, Snapshot
 from npt.stored import (
     check_entries,
     check_names,

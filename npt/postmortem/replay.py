@@ -18,11 +18,11 @@ from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.diagnostics.tracer.trace import first_fault
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import ConfigError, printable_lines
+from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.postmortem.bundle import Bundle, read_bundle
 from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import suspect
-from npt.runs.versions import versions
-from npt.step.window_result import MicroBatchRecord, Refusal
+from npt.versions import versions
 
 Classification = Literal["data", "state", "transient"]
 

@@ -18,14 +18,15 @@ from npt.config import ATTENTIONS, QUANT_TYPES
 from npt.data.batch import Batch
 from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter
+from npt.distill.step import add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
+from npt.guard.guard import Guard
+from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.postmortem.bundle import Bundle
 from npt.random_state import kept_random_state, set_random_state
 from npt.runs.checkpoint import State
-from npt.step.splitting import MicroBatchSplitter
-from npt.step.train_step import TrainStep, forward_backward
-from npt.step.window_result import MicroBatchRecord, Refusal
 
 
 @dataclass(frozen=True)
@@ -69,21 +70,28 @@ class RestoredState:
         is the bundle's before and after.
         """
         self.restore()
-        step = self._step()
-        window = step.window
-        if limits is None:
-            window.spikes = None
-        elif window.spikes is not None:
-            window.spikes.limits = limits
-        (result,) = [*step.run(batches), *window.flush()]
+        with self._guard() as guard:
+            if limits is None:
+                guard.window.spikes = None
+            elif guard.window.spikes is not None:
+                guard.window.spikes.limits = limits
+            config, splitter = self.bundle.train_config, self._splitter()
+            for batch in batches:
+                add_batch(
+                    guard, batch,
+                    lambda batch: summed(self.model, self._strategy, batch, config, splitter),
+                    self.model.config.vocab_size,
+                )  # fmt: skip
+            outcomes: list[Outcome] = guard.step()
+            (outcome,) = outcomes + guard.flush()
+            traces = tuple(guard.window.history)
         self.restore()
-        return Tried(tuple(result.refusals), tuple(window.history))
+        return Tried(outcome.refused, traces)
 
-    def _step(self) -> TrainStep:
-        config, rates = self.bundle.train_config, [self.bundle.rate]
-        step = TrainStep(self.model, self._strategy, config, rates, splitter=self._splitter())
-        self._state.restore(step.window)
-        return step
+    def _guard(self) -> Guard:
+        guard = student_guard(self.model, self.bundle.train_config, [self.bundle.rate])
+        self._state.restore(guard.window)
+        return guard
 
     def _splitter(self) -> MicroBatchSplitter:
         return MicroBatchSplitter(self.bundle.samples_at_once)
@@ -92,7 +100,7 @@ class RestoredState:
         """Return what is not finite in adapters, moments and base before anything is computed."""
         found = {
             "adapters": tensor_fault(self.parameters),
-            "moments": moments_fault(self.parameters, self._step().update.optimizer),
+            "moments": moments_fault(self.parameters, self._guard().update.optimizer),
             "base": base_fault(self.model),
         }
         return {name: None if finding is None else str(finding) for name, finding in found.items()}

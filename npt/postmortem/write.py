@@ -36,12 +36,12 @@ from npt.diagnostics.tracer.trace import first_fault
 from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
+from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
+from npt.guard.schedule import kind_of_run, rate_at
+from npt.guard.window import GradientWindow
+from npt.manifest import POSTMORTEM, write_manifest
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_state
-from npt.runs.manifest import POSTMORTEM, write_manifest
-from npt.step.gradient_window import GradientWindow
-from npt.step.schedule import kind_of_run, rate_at
-from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 
 VERSION = 2
 WINDOW = "window.safetensors"
@@ -62,10 +62,10 @@ class Situation:
     """
 
     model: PreTrainedModel
-    gradients: GradientWindow[MicroBatch]
+    gradients: GradientWindow
     fill: Callable[[Batch], MicroBatch]
     window: Sequence[Batch]
-    result: WindowResult[MicroBatch]
+    result: Outcome
     reason: str
     step: int
     config: TrainConfig
@@ -133,7 +133,7 @@ def _known(situation: Situation) -> dict[str, Any]:
     return {
         "version": VERSION,
         "reason": situation.reason,
-        "refusals": [r.as_dict() for r in result.refusals],
+        "refusals": [r.as_dict() for r in result.refused],
         "sample_ids": [list(b.sample_ids) for b in situation.window],
         "accepted_sample_ids": [list(b.sample_ids) for b in accepted],
         "offsets": [b.offset for b in situation.window],
@@ -160,7 +160,7 @@ def _known(situation: Situation) -> dict[str, Any]:
         "precision": None,
         "findings": {"adapters": None, "moments": None, "base": None},
         "samples_at_once": c.batch_size if at_once is None else at_once,
-        "micro_batch": suspect(result.refusals, _traces(situation)),
+        "micro_batch": suspect(result.refused, _traces(situation)),
         "record": None,
         "verdict": None,
         "failures": {},
@@ -184,7 +184,7 @@ def _tokens(situation: Situation) -> dict[str, Tensor]:
 
 def _observed(situation: Situation) -> dict[str, Any]:
     """Return findings about the state before the window, and by name why one could not be had."""
-    model, index = situation.model, suspect(situation.result.refusals, _traces(situation))
+    model, index = situation.model, suspect(situation.result.refused, _traces(situation))
     failures: dict[str, str] = {}
 
     def seen(name: str, look: Callable[[], Any]) -> Any:

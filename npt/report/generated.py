@@ -1,34 +1,98 @@
-"""The page of `npt generate --html`: the text token by token, coloured by its modulation."""
+"""A text token by token, coloured by its modulation: the page of `npt generate --html`, and a part
+of a run's page.
+
+What is shown is `ModulationMap.as_dict` of npt/evaluation/modulation_map.py: the change of the
+MLP's output, the mean of all layers in the text and each layer in the grid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from npt.report.pages import render, template_text
-from npt.report.token_view import Passages, palette, token_view
+import numpy as np
+
+from npt.report.pages import render
+from npt.report.words import clean, number
+
+TOKENS = 2000  # of a text that a page shows
+COLOURS = 12  # steps of the colour scale, `.h0` to `.h11` of the style sheet
+LETTERS = 40  # of a token that are shown
 
 Facts = Sequence[tuple[str, str]]
+Passages = Sequence[tuple[str, Mapping[str, Any]]]
+"""Titles and what `as_dict` gave, each with `start`, the first token after the prompt, and `parts`,
+the first that another text does not have, if there are such.
+"""
 
 
-def page(said: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
+def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
     """Return the page, which needs nothing else.
 
     Args:
-        said: a sentence on what was written.
+        words: a sentence on what was written.
         facts: names and numbers.
         recipe: names and words, of the adapter and the settings.
-        passages: the texts, see `token_view`.
+        passages: the texts.
     """
-    view = token_view(passages)
     return render(
-        "generated.html.j2",
-        script="tokens.js" if view else "",
-        css=template_text("tokens.css") + palette(),
-        title="Modulation, token by token",
-        sections={"text": "Text and modulation"},
-        said=said,
-        facts=facts,
-        recipe=recipe,
-        view=view,
-        json=view["json"] if view else "",
-    )
+        "generated.html.j2", title="Modulation, token by token", view=token_view(passages),
+        sections={"text": "Text and modulation"}, words=words, facts=facts, recipe=recipe,
+    )  # fmt: skip
+
+
+def token_view(passages: Passages) -> dict[str, Any] | None:
+    """Return what `tokens.html.j2` shows; None if no passage has a finite number."""
+    changes = [np.array(found["change"][:TOKENS], np.float64) for _, found in passages]
+    finite = np.concatenate([change[np.isfinite(change)] for change in changes])
+    if not len(finite):
+        return None
+    high = max(float(np.quantile(finite, 0.99)), 1e-12)
+    return {
+        "texts": [
+            _text(title, found, change, high)
+            for (title, found), change in zip(passages, changes, strict=True)
+        ],
+        "high": number(high, 2),
+        "colours": range(COLOURS),
+        "prompt": any(found.get("start") for _, found in passages),
+    }
+
+
+def _text(title: str, found: Mapping[str, Any], change: np.ndarray, high: float) -> dict[str, Any]:
+    """Return a text. change: [T, L], NaN if not finite. high: of the colour scale,
+    which begins at 0.
+    """
+    counts = np.maximum(np.isfinite(change).sum(axis=1), 1)
+    means = np.where(np.isfinite(change).any(axis=1), np.nansum(change, axis=1) / counts, np.nan)
+    tokens = []
+    for i, text in enumerate(found["tokens"][:TOKENS]):
+        kind = f"{_colour(means[i], high)}{' q' * (i < found.get('start', 0))}"
+        hint = f"token {i + 1}, change {number(means[i], 3)}"
+        if i:
+            first = [found[f"{who}_first"][i] for who in ("teacher", "student")]
+            hint += f", KL {number(found['kl'][i], 3)} nats; most likely here: "
+            hint += f"teacher {visible(first[0])}, student {visible(first[1])}"
+        cells = [(_colour(value, high), number(value, 2)) for value in change[i]]
+        kind += " p" * (i == found.get("parts"))
+        tokens.append((visible(text), kind, text.count("\n"), hint, cells))
+    more = len(found["tokens"]) - len(tokens)
+    return {"title": title, "tokens": tokens, "layers": found["layers"], "more": more}
+
+
+def _colour(value: float, high: float) -> str:
+    """Return the class of a colour, `hn` if the value is not finite."""
+    if not math.isfinite(value):
+        return "hn"
+    return f"h{max(0, min(COLOURS - 1, int(COLOURS * value / high)))}"
+
+
+def visible(text: Any) -> str:
+    """Return a token so that every letter of it can be seen: `·` is a space, `⏎` an end of line,
+    `⇥` a tab.
+    """
+    text = text if isinstance(text, str) else ""
+    for letter, shown in ((" ", "·"), ("\n", "⏎"), ("\r", "␍"), ("\t", "⇥")):
+        text = text.replace(letter, shown)
+    return clean(text, LETTERS) or "∅"

@@ -1,10 +1,11 @@
-"""The adapters' effect on the tokens: histograms of the multipliers, the share at their bounds, and
-the size of the additive terms.
+"""The adapters' effect on the tokens: how the multipliers are distributed, the share at their
+bounds, and the size of the additive terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,15 @@ from markupsafe import Markup
 
 from npt.evaluation.formatting import percent
 from npt.report import charts
-from npt.report.logs import LAYERS, as_count, as_mapping, as_number
 from npt.report.run import RunRecord
-from npt.report.words import ALARM, clean, number
-
-BINS = 200
+from npt.report.words import as_number, number
 
 WORTH_SAYING = 0.05
 """Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
 
 _TARGETS = ("stream", "gate", "up", "down")
+_ALARM = Markup('<span class="alarm">{}</span>')
+_NOT_FINITE = _ALARM.format("not finite")
 
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 """What was measured, by layer and target."""
@@ -30,14 +30,16 @@ Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 def modulation(record: RunRecord) -> dict[str, Any] | None:
     """Return the part on `modulation.json`; None if it holds no layer."""
     measured = record.modulation
-    found = list(as_mapping(measured.get("layers")).items())[:LAYERS]
-    layers = {clean(name, 12): layer for name, layer in found if isinstance(layer, dict)}
+    layers: Mapping[str, Any] = measured.get("layers", {})
     if not layers:
         return None
-    by_target = {name: as_mapping(layer.get("targets")) for name, layer in layers.items()}
-    targets = [t for t in _TARGETS if any(t in by for by in by_target.values())]
-    cells = {(name, t): as_mapping(by.get(t)) for name, by in by_target.items() for t in targets}
-    bound = as_number(measured.get("mult_bound"))
+    targets = [t for t in _TARGETS if any(t in layer["targets"] for layer in layers.values())]
+    cells = {
+        (name, target): cell
+        for name, layer in layers.items()
+        for target, cell in layer["targets"].items()
+        if target in targets
+    }
     heads = ["*layer", "*stream RMS"]
     for target in targets:
         if target != "stream":
@@ -45,114 +47,92 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         heads += {"stream": ["*stream: s / stream"], "down": ["*s / stream"]}.get(target, [])
     rows = []
     for name, layer in layers.items():
-        bad = "stream_rms" in layer and layer["stream_rms"] is None
-        row = [name, _NOT_FINITE if bad else number(as_number(layer.get("stream_rms")), 3)]
+        stream = as_number(layer, "stream_rms")
+        row = [name, _NOT_FINITE if math.isinf(stream) else number(stream, 3)]
         for target in targets:
-            cell = cells[name, target]
-            if target != "stream":
-                row += _cells(cell)
-            in_stream = target in ("stream", "down")
-            row += [_size(cell.get("add_rms"), layer, "stream_rms")] * in_stream
+            cell = layer["targets"].get(target, {})
+            row += _cells(cell) if target != "stream" else []
+            row += [_size(cell, stream)] * (target in ("stream", "down"))
         rows.append(row)
+    bound = float(measured.get("mult_bound", 0.5))
     return {
-        "pictures": _pictures(cells, targets, 0.5 if bound is None else bound),
+        "pictures": _pictures(cells, targets, bound),
         "table": (heads, rows),
-        "range": "its range" if bound is None else f"({number(1 - bound)}, {number(1 + bound)})",
-        "tokens": as_count(measured.get("tokens")) or 0,
+        "range": f"({number(1 - bound)}, {number(1 + bound)})",
+        "tokens": measured.get("tokens", 0),
         "kind": "held-out" if measured.get("heldout") is not False else "training",
-        "step": as_count(measured.get("step")),
+        "step": measured.get("step"),
         **_summary(cells),
     }
 
 
-_NOT_FINITE = ALARM.format("not finite")
-
-
-def _pictures(cells: Cells, targets: list[str], bound: float) -> dict[str, Markup]:
-    """Return by target the histograms of all layers."""
+def _pictures(cells: Cells, targets: list[str], bound: float) -> dict[str, charts.Picture]:
+    """Return by target the distribution of each layer's multipliers over their range."""
     pictures = {}
     for target in targets:
-        found = {
-            name: [n for x in cell["counts"][:BINS] if (n := as_count(x)) is not None]
+        counts = {
+            name: cell["counts"]
             for (name, of), cell in cells.items()
-            if of == target and isinstance(cell.get("counts"), list)
+            if of == target and cell.get("counts")
         }
-        if any(map(any, found.values())):
-            label = f"{target}: how the multipliers of {len(found)} layers lie around 1"
-            pictures[target] = _histograms(found, (1 - bound, 1 + bound), label)
+        if any(map(any, counts.values())):
+            shares = np.array([np.divide(c, max(1, sum(c))) for c in counts.values()])
+            label = f"{target}: how the multipliers of {len(counts)} layers lie around 1"
+            extent = (1 - bound, 1 + bound)
+            pictures[target] = charts.heat(
+                np.where(shares > 0, shares, math.nan), list(counts), extent, label, "multiplier m"
+            )
     return pictures
-
-
-def _histograms(
-    by_line: Mapping[str, Sequence[int]], ends: tuple[float, float], label: str
-) -> Markup:
-    """Return a histogram for each line over a range: heights by the root of the share, so that what
-    is rare is still seen; a dotted line is at 1.
-    """
-    names = list(by_line)
-    room = charts.layer_height(len(names))
-    with charts.picture(room * len(names) + 24, label) as made:
-        axes = made.axes(0, room * len(names))
-        for line, counts in enumerate(by_line.values()):
-            shares = np.sqrt(np.maximum(0, np.asarray(counts, np.float64)))
-            if not shares.any():
-                continue
-            edges = np.linspace(*ends, len(shares) + 1)
-            heights = line + 0.45 - 0.9 * shares / shares.max()
-            axes.stairs(heights, edges, baseline=line + 0.45, fill=True, color=charts.LINE)
-        axes.axvline(1.0, color=charts.SECOND, linestyle=":", linewidth=1, zorder=3)
-        axes.set_xlim(*ends)
-        axes.xaxis.set_major_formatter(lambda value, _: number(value))
-        charts.paint_layers(axes, names)
-    return made.svg
 
 
 def _cells(cell: Mapping[str, Any]) -> list[str]:
     """Return mean and deviation of the multipliers, the share at their bounds, and the size of the
-    additive term.
+    additive term. A form without multipliers has null for all of theirs.
     """
-    saturated, bad = as_number(cell.get("saturated")), as_number(cell.get("bad"))
-    if bad is not None and bad >= 1:
-        return [ALARM.format("none finite"), *[_NOT_FINITE] * 3]
+    bad = cell.get("bad") or 0.0
+    if bad >= 1:
+        return [_ALARM.format("none finite"), *[_NOT_FINITE] * 3]
+    saturated = cell.get("saturated")
     share: str = "–" if saturated is None else percent(saturated, 2)
     if saturated is not None and saturated >= WORTH_SAYING:
-        share = ALARM.format(share)
+        share = _ALARM.format(share)
     if bad:
-        share = Markup("{} {}").format(share, ALARM.format(f"and {percent(bad)} not finite"))
-    mean, deviation = (number(as_number(cell.get(name)), 3) for name in ("mean", "std"))
-    return [mean, deviation, share, _size(cell.get("add_rms"), cell, "product_rms")]
+        share = Markup("{} {}").format(share, _ALARM.format(f"and {percent(bad)} not finite"))
+    size = _size(cell, as_number(cell, "product_rms"))
+    return [number(cell.get("mean"), 3), number(cell.get("std"), 3), share, size]
 
 
-def _quotient(one: Any, other: Any) -> float | None:
-    one, other = as_number(one), as_number(other)
-    return one / other if one is not None and other else None
+def _quotient(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
 
 
-def _size(added: Any, of: Mapping[str, Any], key: str) -> str:
-    """Return the size of an additive term over another. A file has None for a term that a form
+def _size(cell: Mapping[str, Any], whole: float) -> str:
+    """Return the size of an additive term over another. A file has null for a term that a form
     lacks and for one that is not finite; the divisor always exists.
     """
-    bad = key in of and of[key] is None
-    return _NOT_FINITE if bad else number(_quotient(added, of.get(key)), 3)
+    if math.isinf(whole):
+        return _NOT_FINITE
+    return number(_quotient(cell.get("add_rms"), whole), 3)
 
 
 def _summary(cells: Cells) -> dict[str, Any]:
     """Return the extremes, each with its layer and target."""
 
     def largest(values: Mapping[tuple[str, str], float | None]) -> tuple[float, str] | None:
-        found = {place: value for place, value in values.items() if value is not None}
-        place = max(found, key=lambda place: found[place], default=None)
-        return None if place is None else (found[place], f"layer {place[0]}, {place[1]}")
+        numbers = {place: value for place, value in values.items() if value is not None}
+        place = max(numbers, key=lambda place: numbers[place], default=None)
+        return None if place is None else (numbers[place], f"layer {place[0]}, {place[1]}")
 
-    bad = {place: share for place, x in cells.items() if (share := as_number(x.get("bad")))}
-    finite = {place: x for place, x in cells.items() if bad.get(place, 0.0) < 1}
-    saturated = largest({p: as_number(x.get("saturated")) for p, x in finite.items()})
-    ratios = {p: _quotient(x.get("add_rms"), x.get("product_rms")) for p, x in cells.items()}
+    bad = {place: cell["bad"] for place, cell in cells.items() if cell.get("bad")}
+    finite = {place: cell for place, cell in cells.items() if bad.get(place, 0.0) < 1}
+    saturated = largest({place: cell.get("saturated") for place, cell in finite.items()})
     return {
         "bad": (len(bad), largest(bad)),
         "places": len(cells),
         "saturated": saturated,
         "additive_only": len(finite) == len(cells) and saturated is None,
-        "ratio": largest(ratios),
+        "ratio": largest(
+            {p: _quotient(c.get("add_rms"), c.get("product_rms")) for p, c in cells.items()}
+        ),
         "worth_saying": WORTH_SAYING,
     }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from npt.evaluation.formatting import FIGURES, percent
-from npt.report.words import address, both_ends, clean, cut, number
+from npt.report.words import address, clean, number
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -28,7 +28,7 @@ def render(template: str, *, script: str = "", css: str = "", **data: Any) -> st
     page's script, which reads `json` from the data. css: style that only this page has. data: what
     the template shows.
     """
-    sheet, code = style() + css, template_text(script) if script else ""
+    sheet, code = template_text("style.css") + css, template_text(script) if script else ""
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src"
         f" '{_hash(sheet)}'"
@@ -48,9 +48,8 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {
-        "both_ends": both_ends, "cut": cut, "zip": zip, "address": address,
+        "address": address, "number": number, "percent": percent, "comma": "{:,}".format,
         "upto": lambda value, limit: Markup(escape(clean(value, limit))),
-        "number": number, "percent": percent, "comma": "{:,}".format,
         "kl": lambda value: number(value) if value is None else FIGURES["kl"].write(value),
         "kind": lambda name: Markup({"*": ' class="n"', "~": ' class="name"'}.get(name[:1], "")),
     }  # fmt: skip
@@ -61,11 +60,6 @@ def _environment() -> Environment:
 def template_text(name: str) -> str:
     """Return a file of the templates: a style sheet or a script."""
     return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def style() -> str:
-    """Return the style sheet of all pages."""
-    return template_text("style.css")
 
 
 def _hash(content: str) -> str:

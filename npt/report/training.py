@@ -5,20 +5,18 @@ over the steps.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from npt.report import charts
-from npt.report.charts import BAD, GOOD, INK, LINE, SOFT, picture
-from npt.report.logs import Metrics, as_mapping, as_number
+from npt.report.charts import BAD, GOOD, INK, LINE, SOFT, Picture, Series, Span
 from npt.report.run import RunRecord
-from npt.report.words import number
+from npt.report.words import as_number, clean, number
 
 HEAT_COLUMNS = 120  # columns of the heat map
+REFUSALS = 200  # the last ones, which are listed one by one
 
 _CHARTS = (
     ("grad_norm", "Gradient norm, before clipping", "norm", None),
@@ -26,7 +24,6 @@ _CHARTS = (
     ("tokens_per_second", "Tokens per second", "tokens/s", False),
 )
 
-_REFUSALS = ("data", "loss", "gradient", "norm", "spike", "update")
 _LANES = {
     "evaluation": ("evaluated", "D", LINE),
     "stage": ("next stage", "|", INK),
@@ -34,37 +31,32 @@ _LANES = {
     "resume": ("resumed", "|", GOOD),
 }
 
-Span = tuple[int, int]
-Lanes = dict[str, tuple[str, str, dict[bool, list[int]]]]
-"""By name: marker, colour, and the steps of what holds (False) and of what was undone (True)."""
-
 
 def training(record: RunRecord) -> dict[str, Any]:
     """Return the charts of a run, which share their steps, and their numbers."""
-    metrics = record.metrics
-    known = [event.step for event in record.events.all if event.step and _has_lane(event.kind)]
-    steps = [*metrics.steps, *known]
+    lanes = _lanes(record)
+    steps = [*record.steps, *(step for _, _, each, _ in lanes for step in each)]
     span = (min(steps), max(steps)) if steps else (1, 1)
-    plain = {k: list(v) for k, v in metrics.columns.items() if not k.startswith("layers.")}
+    plain, pictures = record.plain, []
+    if plain or lanes:
+        heading = "Loss per valid token, and what was refused"
+        pictures.append((heading, _loss(record, plain, lanes, span)))
+    pictures += [
+        (heading, _chart(heading, span, Series(unit, record.steps, plain[key]), unit, log))
+        for key, heading, unit, log in _CHARTS
+        if key in plain
+    ]
+    if measured := {e["step"]: as_number(e["student"], "kl") for e in record.of("evaluation")}:
+        heading = f"Held-out KL, measured {len(measured)} times"
+        series = Series("KL", sorted(measured), [measured[step] for step in sorted(measured)])
+        pictures.append((heading, _chart(heading, span, series, "nats per token")))
+    if record.layers:
+        pictures.append(("NMSE by layer", _heat(record, span)))
     return {
-        "logged": len(metrics.steps),
-        "span": span,
-        "shared": span[1] - span[0] + 1 > charts.COLUMNS,
-        "again": metrics.again,
-        "loss": _loss(record, span, plain),
-        "charts": [
-            (
-                heading,
-                key,
-                _chart(heading, span, (unit, metrics.steps, plain[key]), unit, log)
-                if key in plain
-                else "",
-            )
-            for key, heading, unit, log in _CHARTS
-        ],
-        "evaluations": _evaluations(record, span),
-        "heat": _heat(metrics, span) if metrics.layers else None,
-        "table": _table(metrics, plain) if metrics.steps else None,
+        "pictures": pictures,
+        "refusals": _refusals(record),
+        "undone": sum(e["event"] == "refusal" and e["undone"] for e in record.events),
+        "table": _table(record, plain) if record.steps else None,
     }
 
 
@@ -72,152 +64,127 @@ def _words(name: str, values: Sequence[float]) -> str:
     """Return a chart in words, for readers who do not see it."""
     finite = [value for value in values if math.isfinite(value)]
     bad = sum(math.isinf(value) for value in values)
-    said = f"{name}: no finite value"
+    words = f"{name}: no finite value"
     if finite:
-        said = (
+        words = (
             f"{name}: {number(finite[0])} at first, {number(finite[-1])} at last, between"
             f" {number(min(finite))} and {number(max(finite))}"
         )
-    return said + (f", {bad:,} times not finite" if bad else "")
+    return words + (f", {bad:,} times not finite" if bad else "")
 
 
-def _chart(
-    heading: str, span: Span, series: charts.Series, unit: str, log: bool | None = None
-) -> Markup:
-    with picture(180, _words(heading, series[2])) as made:
+def _chart(heading: str, span: Span, series: Series, unit: str, log: bool | None = None) -> Picture:
+    with charts.picture(180, _words(heading, series.values)) as made:
         charts.paint_lines(made.axes(20, 120), span, [series], unit, log)
-    return made.svg
+    return made
 
 
-def _loss(record: RunRecord, span: Span, plain: dict[str, list[float]]) -> str:
+Lane = tuple[str, dict[str, Any], list[int], int]
+"""A name, how its marks look, their steps, and how many the name has in all."""
+
+
+def _lanes(record: RunRecord) -> list[Lane]:
+    """Return events by lane: refusals by kind first; what was undone has hollow marks."""
+    lanes: dict[tuple[bool, str, bool], tuple[str, str, list[int]]] = {}
+    first = min(record.steps, default=1)
+    for event in record.events:
+        refused = event["event"] == "refusal"
+        if event["step"] is None or not (refused or event["event"] in _LANES):
+            continue
+        look = (clean(event.get("kind", "unknown"), 12), "v", BAD)
+        name, marker, colour = look if refused else _LANES[event["event"]]
+        lane = lanes.setdefault((not refused, name, event["undone"]), (marker, colour, []))
+        lane[2].append(max(event["step"], first))
+    return [
+        (
+            name,
+            {
+                "marker": marker, "color": colour, "linestyle": "none", "markersize": 6,
+                "markerfacecolor": charts.PAPER if undone else colour, "clip_on": False,
+            },
+            steps,
+            sum(len(each[2]) for (_, other, _), each in lanes.items() if other == name),
+        )
+        for (_, name, undone), (marker, colour, steps) in sorted(lanes.items())
+    ]  # fmt: skip
+
+
+def _loss(
+    record: RunRecord, plain: dict[str, list[float]], lanes: list[Lane], span: Span
+) -> Picture:
     """Return the loss and its NMSE part, and under them the events at their steps."""
     series = [
-        (name, record.metrics.steps, plain[key])
+        Series(name, record.steps, plain[key])
         for key, name in (("loss", "loss"), ("loss_nmse", "its NMSE part"))
         if key in plain and (key == "loss" or plain[key] != plain.get("loss"))
     ]
-    lanes = _lanes(record)
-    if not series and not lanes:
-        return ""
-    counts = ", ".join(f"{n} {sum(map(len, found.values())):,}" for n, (*_, found) in lanes.items())
-    label = _words("Loss", plain.get("loss", [])) + (f". At their steps: {counts}" if lanes else "")
-    top, below = (20 + 130 if series else 0), charts.ROW * len(lanes)
-    with picture(top + below + 44, label) as made:
-        if series:
-            axes = made.axes(20, 120)
-            charts.paint_lines(axes, span, series, "loss per valid token")
-            if lanes:
-                charts.paint_steps(axes, span, named=False)
+    counts = {name: f"{name} {total:,}" for name, _, _, total in lanes}
+    label = _words("Loss", plain.get("loss", []))
+    label += f". At their steps: {', '.join(counts.values())}" if lanes else ""
+    below = 20 * len(counts)
+    with charts.picture(20 + 130 + below + 44, label) as made:
+        axes = made.axes(20, 120)
+        charts.paint_lines(axes, span, series, "loss per valid token")
         if lanes:
-            _paint_lanes(made.axes(top, below), lanes, span)
-    return made.svg
+            charts.paint_steps(axes, span, named=False)
+            axes = made.axes(20 + 130, below)
+            for name, look, steps, _ in lanes:
+                axes.plot(steps, [name] * len(steps), **look)
+            axes.set_ylim(len(counts) - 0.5, -0.5)
+            charts.paint_steps(axes, span)
+    return made
 
 
-def _has_lane(kind: str) -> bool:
-    return kind == "refusal" or kind in _LANES
-
-
-def _lanes(record: RunRecord) -> Lanes:
-    """Return events by lane: refusals by kind first."""
-    found: Lanes = {}
-    first = min(record.metrics.steps, default=1)
-    for event in record.events.all:
-        if event.step is None or not _has_lane(event.kind):
-            continue
-        kind = event.details.get("kind")
-        refused = (kind if kind in _REFUSALS else "other", "v", BAD)
-        name, marker, colour = _LANES.get(event.kind, refused)
-        steps = found.setdefault(name, (marker, colour, {False: [], True: []}))[2]
-        steps[event.undone].append(max(event.step, first) if event.kind == "resume" else event.step)
-    order = (*_REFUSALS, "other", *(name for name, *_ in _LANES.values()))
-    return dict(sorted(found.items(), key=lambda lane: order.index(lane[0])))
-
-
-def _paint_lanes(axes: Any, lanes: Lanes, span: Span) -> None:
-    for place, (name, (marker, colour, found)) in enumerate(lanes.items()):
-        for undone, steps in found.items():
-            shown = sorted(step for step in steps if span[0] <= step <= span[1])
-            if not shown:
-                continue
-            at = charts.columns(shown, [1.0] * len(shown), *span)[0]
-            (marks,) = axes.plot(
-                at, [place] * len(at), marker, color=colour, clip_on=False, markersize=6,
-                markerfacecolor=charts.PAPER if undone else colour,
-            )  # fmt: skip
-            charts.tell(marks, f"{name}{', undone' * undone}: {charts.steps_text(shown)}")
-    axes.set_yticks(range(len(lanes)), list(lanes))
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
-    charts.paint_steps(axes, span)
-
-
-def _evaluations(record: RunRecord, span: Span) -> str:
-    """Return held-out KL under way, if it was measured."""
-    found: dict[int, float] = {}
-    for event in record.events.of("evaluation"):
-        student = event.details.get("student")
-        if event.step and isinstance(student, dict):
-            kl = as_number(as_mapping(student).get("kl"))
-            found[event.step] = math.inf if kl is None or math.isnan(kl) else kl
-    if not found:
-        return ""
-    steps = sorted(found)
-    heading = f"Held-out KL, measured {len(found)} times"
-    return _chart(heading, span, ("KL", steps, [found[s] for s in steps]), "nats per token")
-
-
-def _heat(metrics: Metrics, span: Span) -> dict[str, Any]:
-    """Return the layers' NMSE by colour, a line for each layer, and as a table."""
-    layers, steps = metrics.layers, np.asarray(metrics.steps)
-    wide = span[1] - span[0] + 1
+def _heat(record: RunRecord, span: Span) -> Picture:
+    """Return the layers' NMSE by colour. A column shows the largest value of its steps, and a value
+    holds until the next one; an infinity is one that was not finite.
+    """
+    layers, wide = record.layers, span[1] - span[0] + 1
     count = min(HEAT_COLUMNS, wide)
-    place = (steps - span[0]) * count // wide
+    place = (np.asarray(record.steps) - span[0]) * count // wide
     cells = np.full((len(layers), count), np.nan)
-    for line, layer in enumerate(layers):
-        # fmax: the largest value of a column's steps; an infinity is one that was not finite
-        np.fmax.at(cells[line], place, np.asarray(metrics.columns[f"layers.{layer}.nmse"]))
+    for line, layer in zip(cells, layers, strict=True):
+        np.fmax.at(line, place, np.asarray(record.columns[f"layers.{layer}.nmse"]))
     known = np.where(np.isnan(cells), 0, np.arange(count))
-    shown = np.take_along_axis(cells, np.maximum.accumulate(known, axis=1), axis=1)
-    shown[:, place[-1] + 1 :] = np.nan  # nothing is known of later steps
-    ends = {i: last[1] for i in layers if (last := metrics.last(f"layers.{i}.nmse"))}
+    cells = np.take_along_axis(cells, np.maximum.accumulate(known, axis=1), axis=1)
+    cells[:, place[-1] + 1 :] = np.nan  # nothing is known of later steps
+    ends = {i: last[1] for i in layers if (last := record.last(f"layers.{i}.nmse"))}
     label = f"NMSE of {len(layers)} layers over the steps"
     if ends:
         worst = max(ends, key=lambda i: ends[i])
         label += f"; at the end layer {worst} is the worst with {number(ends[worst])}"
-    height = charts.layer_height(len(layers)) * len(layers)
-    with picture(height + 84, label) as made:
-        axes = made.axes(0, height)
-        low, high = charts.paint_heat(axes, shown, (span[0] - 0.5, span[1] + 0.5))
-        charts.paint_layers(axes, [str(i) for i in layers])
-        charts.paint_steps(axes, span)
-        charts.paint_ramp(made, height + 52, low, high, "logarithmic; red: not finite")
-    some = _sampled(metrics.steps, 10)
-    rows = [
-        [str(i), *(number(_at(metrics, f"layers.{i}.nmse", step), 3) for step in some)]
-        for i in layers
-    ]
-    heads = ["*layer", *(f"*{step:,}" for step in some)]
-    return {"picture": made.svg, "shared": count < wide, "table": (heads, rows)}
+    extent = (span[0] - 0.5, span[1] + 0.5)
+    return charts.heat(cells, [str(i) for i in layers], extent, label, "step; red: not finite")
 
 
-def _table(metrics: Metrics, plain: dict[str, list[float]]) -> tuple[list[str], list[list[str]]]:
-    """Return every chart's numbers at some steps, the extremes of loss and gradient norm among
-    them.
-    """
-    chosen = set(_sampled(metrics.steps, 40))
+def _refusals(record: RunRecord) -> list[list[str]]:
+    """Return the last refusals, each with its place and reason."""
+    rows = []
+    for event in [e for e in record.events if e["event"] == "refusal"][-REFUSALS:]:
+        index, process, samples = (event.get(key) for key in ("micro_batch", "rank", "sample_ids"))
+        rows.append(
+            [
+                "–" if event["step"] is None else f"{event['step']:,}",
+                f"{event.get('kind', '–')}{' (undone)' * event['undone']}",
+                ("the whole window" if index is None else f"micro-batch {index}")
+                + (f" on process {process}" if process else ""),
+                str(event.get("detail", "–"))[:200],
+                ", ".join(map(str, samples[:8])) if isinstance(samples, list) else "",
+            ]
+        )
+    return rows
+
+
+def _table(record: RunRecord, plain: dict[str, list[float]]) -> tuple[list[str], list[list[str]]]:
+    """Return the logged figures at some steps, with the extremes of loss and gradient norm."""
+    last = len(record.steps) - 1
+    chosen = {round(i * last / 39) for i in range(40)}
     for key in ("loss", "grad_norm"):
-        cells = zip(plain.get(key, ()), metrics.steps, strict=False)
-        found = [cell for cell in cells if math.isfinite(cell[0])]
-        chosen |= {min(found)[1], max(found)[1]} if found else set()
-    rows = [[f"{s:,}", *(number(_at(metrics, key, s)) for key in plain)] for s in sorted(chosen)]
+        finite = {i: value for i, value in enumerate(plain.get(key, ())) if math.isfinite(value)}
+        if finite:
+            chosen |= {min(finite, key=lambda i: finite[i]), max(finite, key=lambda i: finite[i])}
+    rows = [
+        [f"{record.steps[i]:,}", *(number(column[i]) for column in plain.values())]
+        for i in sorted(chosen)
+    ]
     return ["*step", *(f"*{key}" for key in plain)], rows
-
-
-def _at(metrics: Metrics, key: str, step: int) -> float:
-    return metrics.columns[key][bisect_left(metrics.steps, step)]
-
-
-def _sampled(steps: Sequence[int], count: int) -> list[int]:
-    """Return some of the steps, evenly, the first and the last among them."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]

@@ -4,25 +4,19 @@ like a secret. Templates escape them.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
-from markupsafe import Markup
-
 from npt.evaluation.formatting import FIGURES
-from npt.report.logs import as_number
 
 TEXT = 300  # letters that are shown of a text
-SHOWN = 200  # items that are listed one by one: refusals, events, checkpoints
-ALARM = Markup('<span class="alarm">{}</span>')
-
-Item = TypeVar("Item")
 
 _SECRETS = (
     (re.compile(r"(?<=://)[^/@\s]+(?=@)"), "…"),  # user and password before a host
@@ -72,48 +66,27 @@ def number(value: float | None, digits: int = 4) -> str:
     return shown.replace("-", "−")
 
 
-def plus_minus(value: float | None, error: float | None) -> str:
-    """Return a figure with its standard error to two digits, unless that is mere rounding."""
-    known = all(x is not None and math.isfinite(x) for x in (value, error))
-    if not known or value is None or error is None or error <= 1e-6 * abs(value):
-        return number(value)
-    digits = max(0, min(9, 1 - math.floor(math.log10(error))))
-    return f"{value:.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+def as_number(values: Mapping[str, Any], key: str) -> float:
+    """Return a number of a JSON object: NaN if it has none, infinite for null, which is
+    written for a number that was not finite.
+    """
+    if key not in values:
+        return math.nan
+    value = math.inf if values[key] is None else float(values[key])
+    return value if math.isfinite(value) else math.inf
 
 
 def figure(values: Mapping[str, Any], key: str) -> str:
-    """Return one of a model's figures with its standard error; null in a file is a number that was
-    not finite.
-    """
-    if key in values and values[key] is None:
-        return number(math.inf)
-    value, error = as_number(values.get(key)), as_number(values.get(f"{key}_se"))
-    if value is None or key not in FIGURES:
-        return plus_minus(value, error)
-    return FIGURES[key].write(value, math.nan if error is None else error)
+    """Return one of a model's figures with its standard error."""
+    value, error = as_number(values, key), as_number(values, f"{key}_se")
+    if key in FIGURES and math.isfinite(value):
+        return FIGURES[key].write(value, error)
+    return number(value) + (f" ± {number(error, 2)}" if math.isfinite(error) else "")
 
 
-def flat(value: Any, depth: int = 0) -> str:
+def flat(value: Any) -> str:
     """Return a value of a JSON file on one line."""
-    if isinstance(value, dict) and depth < 3:
-        entries = list(value.items())[:30]
-        return ", ".join(f"{key} {flat(entry, depth + 1)}" for key, entry in entries)
-    if isinstance(value, list) and depth < 3:
-        shown = ", ".join(flat(entry, depth + 1) for entry in value[:60])
-        return shown + " …" * (len(value) > 60)
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "none" if value is None else str(value)[:2000]
-
-
-def both_ends(items: Sequence[Item]) -> Sequence[Item]:
-    """Return all, or the first and the last of them, SHOWN together."""
-    return items if len(items) <= SHOWN else [*items[: SHOWN // 2], *items[-SHOWN // 2 :]]
-
-
-def cut(items: Sequence[Any], what: str) -> str:
-    """Return the caption of a table of what `both_ends` left."""
-    some = f"the first and last {SHOWN // 2} of " if len(items) > SHOWN else ""
-    return f"{what}, {some}{len(items):,}"
+    if isinstance(value, str):
+        return value
+    shown = json.dumps(value, ensure_ascii=False).replace('"', "")
+    return shown[1:-1] if isinstance(value, dict | list) else shown

@@ -38,10 +38,10 @@ from npt.data.loader import Position
 from npt.errors import CheckpointError
 from npt.evaluation.evaluate import Fidelity
 from npt.files import new_folder, write_json
-from npt.runs.manifest import POSTMORTEM, verify_checkpoint, write_manifest
-from npt.step.gradient_window import GradientWindow
-from npt.step.spikes import HISTORY
-from npt.step.window_result import Snapshot
+from npt.guard.outcome import Snapshot
+from npt.guard.spikes import HISTORY
+from npt.guard.window import GradientWindow
+from npt.manifest import POSTMORTEM, verify_checkpoint, write_manifest
 from npt.stored import (
     Header,
     check_entries,
@@ -94,7 +94,7 @@ class State:
     spikes: tuple[Sequence[float], Sequence[float]] | None
     random_states: Mapping[int, Mapping[str, Tensor]]
 
-    def restore(self, window: GradientWindow[Any]) -> None:
+    def restore(self, window: GradientWindow) -> None:
         """Restore adapters, moments, spike guard and step count of an empty window over the same
         parameters.
         """
@@ -213,7 +213,7 @@ def _read(path: Path, names: Iterable[str], finite: bool = True) -> dict[str, Te
 def write_checkpoint(
     folder: Path,
     model: PreTrainedModel,
-    window: GradientWindow[Any],
+    window: GradientWindow,
     record: Mapping[str, Any],
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],

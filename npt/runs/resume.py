@@ -16,8 +16,8 @@ from npt.adapters.files.run_layout import CHECKPOINTS, checkpoints
 from npt.config import DataConfig, NPTConfig, flag_of
 from npt.data.source import Record, is_local, is_sequence
 from npt.errors import CheckpointError, ConfigError
+from npt.manifest import MANIFEST
 from npt.runs.checkpoint import Checkpoint, newest_good, read_checkpoint
-from npt.runs.manifest import MANIFEST
 from npt.runs.run_folder import check_free, is_run, tidy
 from npt.stored import shown
 
@@ -36,7 +36,16 @@ _MATTERS = {
 }
 """Settings that must not change: of adapters, base and the order of samples."""
 
-_SOURCES = ("dataset_name", "dataset_mix", "replay_dataset")
+_RETIRED = {
+    "dataset_mix": None,
+    "stages": None,
+    "layer_weights": "uniform",
+    "token_weighting": "none",
+    "padding_side": "right",
+}
+"""Settings of earlier versions that decided what was trained, with the only value that is left."""
+
+_SOURCES = ("dataset_name", "replay_dataset")
 
 _OF_ONE_START = ("resume", "output_dir")
 
@@ -144,10 +153,16 @@ def changed_settings(
     recorded: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, with both values; CheckpointError if one must not."""
+    for name, left in _RETIRED.items():
+        if recorded.get(name, left) != left:
+            raise CheckpointError(
+                f"the checkpoint was trained with --{name} {_shown(recorded[name])}, which this"
+                " version does not have; resume with the version that began it"
+            )
     changed: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(recorded) & set(now) - set(_OF_ONE_START)):
         old, new = _listed(recorded[name]), _listed(now[name])
-        if old == new or (name in _SOURCES and _same_sources(name, old, new)):
+        if old == new or (name in _SOURCES and _same_source(old, new)):
             continue
         if name in _MATTERS:
             raise CheckpointError(
@@ -158,27 +173,12 @@ def changed_settings(
     return changed
 
 
-def _same_sources(setting: str, old: Any, new: Any) -> bool:
-    """Return whether two values of a setting name the same data, files by whatever path."""
-    if not (isinstance(old, str) and isinstance(new, str)):
-        return False
-    if setting != "dataset_mix":
-        return _same_source(old, new)
-    try:
-        before, after = DataConfig(dataset_mix=old).mix, DataConfig(dataset_mix=new).mix
-    except ConfigError:  # the record may hold anything
-        return False
-    return len(before) == len(after) and all(
-        share == other_share and _same_source(name, other)
-        for (name, share), (other, other_share) in zip(before, after, strict=True)
-    )
-
-
-def _same_source(old: str, new: str) -> bool:
+def _same_source(old: Any, new: Any) -> bool:
     """Return whether two names mean one data set. A run may be resumed from another folder than it
     was started in, where its relative path leads to nothing.
     """
-    if old == new or not is_local(new) or "\0" in old:  # from a record, which may hold anything
+    plain = isinstance(old, str) and isinstance(new, str) and "\0" not in old
+    if old == new or not plain or not is_local(new):  # a record may hold anything
         return old == new
     before, after = (Path(os.path.expanduser(name)) for name in (old, new))
     moved = not glob.glob(str(before)) and after.parts[-len(before.parts) :] == before.parts
@@ -227,7 +227,7 @@ def data_fingerprint(records: Iterable[Record] | None) -> dict[str, Any]:
 def check_same_data(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to resume if a known `data_fingerprint`, by the name of the data, has changed."""
     for name, ours in now.items():
-        theirs = next((sums for known, sums in recorded.items() if _same_source(known, name)), None)
+        theirs = recorded.get(name)
         if isinstance(theirs, Mapping) and any(
             None not in (theirs.get(key), ours[key]) and theirs.get(key) != ours[key]
             for key in ("records", "sha256")

@@ -19,7 +19,7 @@ from npt.adapters.files.run_layout import ADAPTER, BEST, CHECKPOINTS, checkpoint
 from npt.base.identity import BaseIdentity
 from npt.errors import CheckpointError, ConfigError
 from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, write_json, write_text
-from npt.runs.manifest import verify_checkpoint
+from npt.manifest import verify_checkpoint
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 REPORT, MODULATION = "report.html", "modulation.json"

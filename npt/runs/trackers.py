@@ -11,7 +11,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -136,18 +136,6 @@ class Trackers:
         }
 
         self._tell(**dict.fromkeys(self._trackers, lambda tracker: tracker.log(numbers, step=step)))
-
-    def texts(self, rows: Sequence[tuple[str, str, str]], step: int) -> None:
-        """Show prompts with the student's and the teacher's text."""
-        columns, table = ["step", "prompt", "student", "teacher"], [[step, *row] for row in rows]
-        texts = {
-            f"samples/{number}": f"{prompt}\n\n- student: {student}\n- teacher: {teacher}"
-            for number, (prompt, student, teacher) in enumerate(rows)
-        }
-        self._tell(
-            wandb=lambda tracker: tracker.log_table("samples", columns, table, step=step),
-            tensorboard=lambda tracker: tracker.log(texts, step=step),
-        )
 
     def alert(self, title: str, text: str) -> None:
         """Send an alert through Weights & Biases."""

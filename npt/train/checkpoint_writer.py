@@ -11,22 +11,16 @@ from torch import Tensor
 
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.errors import (
-    CheckpointError,
-    ConfigError,
-    DivergedError,
-    ProcessError,
-    TooManyRefusalsError,
-)
+from npt.errors import CheckpointError, ConfigError, ProcessError
 from npt.evaluation.evaluate import Fidelity
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder
-from npt.runs.versions import versions
 from npt.train.loop import Loop
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup
+from npt.versions import versions
 
 
 class CheckpointWriter:
@@ -46,16 +40,15 @@ class CheckpointWriter:
     def save(self, loop: Loop, last: bool = False) -> bool:
         """Write a checkpoint of all processes' state.
 
+        ProcessError if another process is lost, or holds other adapters or moments.
+
         Args:
             loop: to be saved.
             last: the run is over, so nothing would be written later.
 
         Returns:
-            False if it could not be written, an older one exists, and the run continues.
-
-        Raises:
-            CheckpointError: it could not be written, and it is the last or the only one.
-            ProcessError: another process is lost, or holds other adapters or moments.
+            False if it could not be written, an older one exists, and the run continues; else that
+            is a CheckpointError.
         """
         model, processes, splitter = self._setup.model, self._setup.processes, self._setup.splitter
         audit_precision(model, policy_dtype(model))
@@ -71,64 +64,37 @@ class CheckpointWriter:
         try:
             self._folder.save_best(self._setup.model, self._base, figures)
         except (OSError, SafetensorError) as error:
-            said = f"the best adapters could not be kept at step {loop.steps}: {error}"
-            self._save_failed(loop, error, f"best: {error}", said)
-
-    def rescue(self, loop: Loop, error: BaseException, measure: Callable[[int], object]) -> None:
-        """Save the steps before an error that ended the loop; a second signal does not wait.
-
-        After too many refusals or a divergence the modulation is measured.
-        """
-        setup = self._setup
-        if isinstance(error, KeyboardInterrupt) and setup.stop.number is not None:
-            return
-        reported = isinstance(error, TooManyRefusalsError | DivergedError)
-        if not reported:
-            self._report_error(loop, error, str(error))
-        # The others are elsewhere: leave out whatever would wait for them.
-        if not setup.processes.met_by_all(error):
-            setup.processes.leave()
-        try:
-            loop.settle()  # a checkpoint bears the step of its weights
-            if setup.processes.broken and loop.step.window.applied_steps != loop.steps:
-                return  # the weights are of a step whose result the others did not tell
-            if loop.steps and loop.unsaved:
-                self.save(loop, last=True)
-            if reported:  # a multiplier at its bound may be why
-                measure(loop.steps)
-        except Exception as second:  # the first error is the one to be seen
-            self._report_error(loop, second, f"not saved: {second}")
+            self._failed("save_failed", loop, error, f"best: {error}")
+            self._setup.say(
+                f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}"
+            )
 
     def _random_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
-        """Return the random state of every process, after comparing their adapters and moments.
-
-        It is this one's alone if the others are gone.
+        """Return the random state of every process, after comparing their adapters and moments; of
+        this one alone if the others are gone.
         """
         processes = self._setup.processes
         if processes.size == 1 or processes.broken:
             return {processes.index: random_state()}
-        own = {
-            "held": loop.step.update.checksum(),
-            "random": {name: state.tolist() for name, state in random_state().items()},
-        }
-        everyone = processes.gather_json(own)
-        for process, other in enumerate(everyone):
-            if other["held"] != everyone[0]["held"]:
+        drawn = {name: state.tolist() for name, state in random_state().items()}
+        everyone = processes.gather_json({"held": loop.guard.update.checksum(), "random": drawn})
+        first = everyone[0]["held"]
+        states = {}
+        for process, theirs in enumerate(everyone):
+            if theirs["held"] != first:
                 raise processes.everywhere(
                     ProcessError(
                         f"process {process} holds other adapters or moments than process 0 at step"
-                        f" {loop.steps} (checksums {other['held']} and {everyone[0]['held']});"
-                        " nothing was saved: look at the hardware of these processes, then"
-                        " continue with --resume auto"
+                        f" {loop.steps} (checksums {theirs['held']} and {first}); nothing was"
+                        " saved: look at the hardware of these processes, then continue with"
+                        " --resume auto"
                     )
                 )
-        return {
-            process: {
+            states[process] = {
                 name: torch.tensor(state, dtype=torch.uint8)
-                for name, state in other["random"].items()
+                for name, state in theirs["random"].items()
             }
-            for process, other in enumerate(everyone)
-        }
+        return states
 
     def _write(
         self,
@@ -137,32 +103,31 @@ class CheckpointWriter:
         shrunk_to: list[int | None],
         last: bool,
     ) -> bool:
+        setup, folder, step = self._setup, self._folder, loop.steps
         record = {
             **loop.state(),
             "samples_at_once": shrunk_to,
             "counted_from": self._data.counted_from,
-            "settings": plain_settings(self._setup.all_settings()),
+            "settings": plain_settings(setup.all_settings()),
             "data": self._data.identity,
-            "date": self._setup.date,
+            "date": setup.date,
             "initial": self._initial.as_dict(),
             "base_hash": self._base.strict,
             "versions": versions(),
         }
 
         def write(path: Path) -> None:
-            write_checkpoint(path, self._setup.model, loop.step.window, record, self._base, states)
+            write_checkpoint(path, setup.model, loop.guard.window, record, self._base, states)
 
-        folder, step = self._folder, loop.steps
         try:
-            path = folder.save_checkpoint(step, write, self._setup.config.save_total_limit)
+            path = folder.save_checkpoint(step, write, setup.config.save_total_limit)
         except (OSError, SafetensorError, CheckpointError) as error:
             older = folder.checkpoints()
             good = f"the last good one is {older[-1]}" if older else "there is no other"
-            said = None
+            self._failed("save_failed", loop, error, f"{error}; {good}")
             if older and not last:
-                said = f"no checkpoint at step {step}: {error}; {good}, training continues"
-            self._save_failed(loop, error, f"{error}; {good}", said)
-            if said is not None:
+                message = f"no checkpoint at step {step}: {error}; {good}, training continues"
+                setup.say(f"WARNING: {message}")
                 return False
             raise CheckpointError(
                 f"no checkpoint could be written at step {step}: {error}; {good}; make room and"
@@ -171,22 +136,15 @@ class CheckpointWriter:
         folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
         return True
 
-    def _save_failed(self, loop: Loop, error: Exception, message: str, said: str | None) -> None:
+    def _failed(self, event: str, loop: Loop, error: BaseException, message: str) -> None:
         kind = type(error).__name__
-        self._folder.event("save_failed", step=loop.steps, error=kind, message=message[:500])
-        if said is not None:
-            self._setup.say(f"WARNING: {said}")
-
-    def _report_error(self, loop: Loop, error: BaseException, message: str) -> None:
-        kind = type(error).__name__
-        self._folder.event("error", step=loop.steps, error=kind, message=message[:500])
+        self._folder.event(event, step=loop.steps, error=kind, message=message[:500])
 
 
 def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], None]) -> None:
     """Set aside checkpoints that do not verify, and those after the one that is resumed.
 
-    Raises:
-        ConfigError: there are others than when the checkpoint was chosen.
+    ConfigError if there are others than when the checkpoint was chosen.
     """
     if not resumed.goes_on:
         for problem in resumed.broken.values():

@@ -12,21 +12,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from npt.adapters.converted import is_sharded
+from npt.data.batch import Batch, find_fault
 from npt.data.loader import Loaded, Position, Prefetcher
-from npt.distill.local import MicroBatch
-from npt.distill.stages import Stage, stage_at, stages_of
+from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
+from npt.distill.step import forward_backward, summed
+from npt.distill.strategies import Strategy
 from npt.distributed.processes import process_failure, reason_of
 from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity
+from npt.guard.guard import Guard
+from npt.guard.outcome import Outcome
+from npt.guard.spikes import SpikeGuard
+from npt.guard.window import FAILED
 from npt.runs.signals import StopOnSignal
-from npt.step.spikes import SpikeGuard
-from npt.step.train_step import TrainStep
-from npt.step.window_result import WindowResult
-from npt.train.divergence import Divergence
+from npt.train.observers import Divergence, StepMetrics, StepRecording
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunActions, RunContext, Window
-from npt.train.step_metrics import StepMetrics
-from npt.train.step_recording import StepRecording
 
 T = TypeVar("T")
 
@@ -48,40 +50,48 @@ class Loop:
 
     Args:
         context: model, settings, and where to report.
-        step: makes one step from a window.
+        guard: of the student; makes one step from a window.
+        strategy: forward and backward of one micro-batch.
+        splitter: of micro-batches into parts that fit into memory.
         total_steps: of the run, None if unknown.
         actions: between steps.
+
+    Attributes:
+        failure: the error that stops this process, one of several, at the next step.
     """
 
     def __init__(
-        self, context: RunContext, step: TrainStep, total_steps: int | None, actions: RunActions
+        self,
+        context: RunContext,
+        guard: Guard,
+        strategy: Strategy,
+        splitter: MicroBatchSplitter,
+        total_steps: int | None,
+        actions: RunActions,
     ):
-        self.context, self.step, self.total_steps = context, step, total_steps
+        self.context, self.guard, self.total_steps = context, guard, total_steps
+        self.strategy, self.splitter = strategy, splitter
+        self.failure: Exception | None = None
         self.config, self.actions = context.config, actions
-        self.stages = stages_of(context.config, total_steps)
-        self.stage = self.stages[0]  # of the next step
         wanted = self.config.trace_steps is not None or self.config.trace_every is not None
         self.recording: StepRecording | None = None
         if wanted and context.processes.main:
             self.recording = StepRecording(context)
-            step.observe = self.recording.observe
-        self.refusals = Refusals(context, step)
+        self.refusals = Refusals(context, guard)
         self.divergence = Divergence(context, actions.modulation)
         self.steps = self.tokens = self.micro_batches = 0
         self.position = Position()
         self.best = math.inf
         self.last_evaluation: int | None = None
         self.halts: dict[int, int] = {}  # processes that stopped, and why
-        self._metrics = StepMetrics(context, self.stages)
+        self._metrics = StepMetrics(context)
         self._saved: int | None = None  # micro-batches at the last checkpoint
         self._open: dict[int, Window | None] = {}  # committed, not accounted for; None: data ended
-        self._known: deque[WindowResult[MicroBatch]] = deque()  # their results, as far as known
+        self._known: deque[Outcome] = deque()  # their results, as far as known
         self._accepted: Window | None = None  # the last window without a refusal
-        self._refused: tuple[Window, WindowResult[MicroBatch], Stage] | None = None
+        self._refused: tuple[Window, Outcome] | None = None
         self._epoch = 0
         self._ended = False  # the data are used up, or a process stopped
-        step.interrupted = lambda: context.stop.number
-        step.on_out_of_memory = self._out_of_memory
 
     def run(self, windows: Iterable[Window]) -> None:
         """Train until the windows or `max_steps` are used up, or a signal came to any process.
@@ -90,39 +100,103 @@ class Loop:
             TooManyRefusalsError: after the post-mortem was written.
             ProcessError: another process failed, was lost, or differs from this one.
         """
-        context, step = self.context, self.step
+        context, guard = self.context, self.guard
         context.model.eval()
         if self.recording is not None:
             self.recording.announce()
         self._safely(self._evaluate_if_due)  # a signal may have ended this step's evaluation
         self._metrics.since = time.perf_counter()
         coming = iter(windows)
-        # Only results end the loop, which all processes have alike and at the same window.
+        # Only outcomes end the loop, which all processes have alike and at the same window.
         while self._wants_more:
             window = self._safely(partial(next, coming, None))
-            if window is None and context.stop.number is not None and step.failure is None:
-                step.window.halt(context.stop.number)
-            step.config = self.stage.config
+            if window is None and context.stop.number is not None and self.failure is None:
+                guard.window.halt(context.stop.number)
             if self.recording is not None:
                 self.recording.open(self._coming_step)
-            self._open[step.window.committed] = window
-            batches = [] if window is None else window.batches
-            compared = window if context.processes.size > 1 else None
-            results = step.run(batches, 0 if compared is None else compared.fingerprint)
+            self._open[guard.window.committed] = window
+            outcomes = self._step(window)
             if self.recording is not None:
                 self._metrics.since += self.recording.take_seconds()
-            self._account(results)
+            self._account(outcomes)
             # Saving and evaluating must see the state of their own step and no later one, so wait
-            # for late results; if that window is refused, the wait was in vain.
-            if self._is_boundary(self.steps + step.window.in_flight):
+            # for late outcomes; if that window is refused, the wait was in vain.
+            if self._is_boundary(self.steps + guard.window.in_flight):
                 self.settle()
         self.settle()
         self._raise_failure()
         self.refusals.report_epoch(self._epoch)
 
     def settle(self) -> None:
-        """Wait for the windows whose results are still on their way, and account for them."""
-        self._account(self.step.window.flush())
+        """Wait for the windows whose outcomes are still on their way, and account for them."""
+        self._account(self.guard.flush())
+
+    def _step(self, window: Window | None) -> list[Outcome]:
+        """Make one step from a window; return the outcomes that have become known."""
+        batches = [] if window is None else window.batches
+        index = 0
+        while index < len(batches) and self.failure is None:
+            number = self.context.stop.number
+            if number is not None:
+                self.guard.window.halt(number)
+                break
+            index = index + 1 if self._add(batches[index], index) else 0
+        self.guard.window.place = index  # with those of the other processes
+        several = window is not None and self.context.processes.size > 1
+        outcomes: list[Outcome] = self.guard.step(window.fingerprint if several and window else 0)
+        return outcomes
+
+    def _add(self, batch: Batch, index: int) -> bool:
+        """Add micro-batch `index` to the window; False if memory ran out and it was cleared."""
+        model, processes = self.context.model, self.context.processes
+        if index % processes.size != processes.index:
+            return True
+        arguments = (model, self.strategy, batch, self.config, self.splitter)
+        observe = None if self.recording is None else partial(self.recording.observe, index=index)
+        ids, again, message = batch.sample_ids, partial(forward_backward, *arguments), None
+        try:
+            fault = find_fault(batch, model.config.vocab_size)
+            if fault is not None:
+                self.guard.refuse(fault, ids, index)
+                return True
+            try:
+                with self.guard.micro_batch(
+                    batch.tokens, ids, batch, again, offset=batch.offset, place=index
+                ) as micro:
+                    sums = summed(*arguments, observe)
+                    micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+            except (RuntimeError, MemoryError) as error:
+                # Processes that share a base stay in step: one that stopped inside a layer would
+                # not.
+                message = None if is_sharded(model) else oom_message(error)
+                if message is None:
+                    raise
+            if message is not None:
+                self._shrink(batch, message)
+        except Exception as error:
+            self.fail(error)
+        return message is None or self.failure is not None
+
+    def _shrink(self, batch: Batch, message: str) -> None:
+        """Begin the window again with smaller parts.
+
+        A single sample is tried again while windows in flight hold memory that will be freed.
+        """
+        alone = self.context.processes.size == 1
+        in_flight = self.guard.window.in_flight if alone else 0
+        self.guard.clear()
+        free_memory()
+        again = self.splitter.samples_of(batch) == 1 and in_flight
+        samples = 1 if again else self.splitter.shrink(batch, message)
+        self._report_out_of_memory(samples, message)
+
+    def fail(self, error: Exception) -> None:
+        """Raise the error, or, as one of several processes, stop with it at the next step."""
+        if self.context.processes.size == 1:
+            raise error
+        if self.failure is None:
+            self.failure = error
+            self.guard.window.halt(FAILED)
 
     @property
     def unsaved(self) -> bool:
@@ -151,7 +225,7 @@ class Loop:
             **self.divergence.state(),
             "epoch": self._epoch,
             "last_evaluation": self.last_evaluation,
-            "strategy": self.stage.config.strategy,
+            "strategy": self.config.strategy,
             "best_kl": self.best if math.isfinite(self.best) else None,
             "position": self.position.as_dict(),
         }
@@ -174,10 +248,8 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self._metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if saved else None
-        self.stage = stage_at(self.stages, self.steps)
-        # another number of steps, or other shares of them
-        if state["strategy"] != self.stage.config.strategy:
-            self._begin_stage()
+        if state["strategy"] != self.config.strategy:
+            self._change_strategy()
 
     @property
     def _wants_more(self) -> bool:
@@ -189,35 +261,34 @@ class Loop:
     @property
     def _coming_step(self) -> int:
         """The step that the open window will be, if it is applied."""
-        return self.steps + self.step.window.in_flight + 1
+        return self.steps + self.guard.window.in_flight + 1
 
     def _is_boundary(self, step: int) -> bool:
         c = self.config
-        if step == c.max_steps or any(step == stage.start for stage in self.stages):
+        if step == c.max_steps:
             return True
-        shown = c.sample_steps if self.actions.show is not None else None
-        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps, shown))
+        return any(every and step % every == 0 for every in (c.save_steps, c.eval_steps))
 
     def _safely(self, act: Callable[[], T]) -> T | None:
         """Do an act that may fail on this process alone, which then stops at the next commit."""
         try:
-            return act() if self.step.failure is None else None
+            return act() if self.failure is None else None
         except Exception as error:
-            self.step.fail(error)
+            self.fail(error)
             return None
 
     def _raise_failure(self) -> None:
         """End the loop on every process, if one of them failed, even after the last window."""
-        processes, failure = self.context.processes, self.step.failure
+        processes, failure = self.context.processes, self.failure
         if processes.size == 1:
             return
         reasons = processes.gather_json(None if failure is None else reason_of(failure))
         if any(reason is not None for reason in reasons):
             raise processes.everywhere(failure if failure is not None else process_failure(reasons))
 
-    def _out_of_memory(self, samples: int, message: str) -> None:
+    def _report_out_of_memory(self, samples: int, message: str) -> None:
         """Report that memory ran out, and free the memory of windows in flight."""
-        step, now = self._coming_step, self.step.splitter.samples
+        step, now = self._coming_step, self.splitter.samples
         self.context.folder.event(
             "out_of_memory", step=step, samples=samples, samples_at_once=now, message=message
         )
@@ -228,39 +299,39 @@ class Loop:
         if self.recording is not None:
             self.recording.open(self._coming_step)
 
-    def _account(self, results: list[WindowResult[MicroBatch]]) -> None:
-        self._known.extend(results)
+    def _account(self, outcomes: list[Outcome]) -> None:
+        self._known.extend(outcomes)
         # If one ends the loop, the rest stay known: their steps are in the weights all the same.
         while self._known:
-            result = self._known.popleft()
-            window = self._open.pop(result.index)
-            if result.halts or window is None:
-                self.halts, self._ended = self.halts or result.halts, True
+            outcome = self._known.popleft()
+            window = self._open.pop(outcome.index)
+            if outcome.halts or window is None:
+                self.halts, self._ended = self.halts or outcome.halts, True
                 continue
             if window.epoch != self._epoch:
                 self.refusals.report_epoch(self._epoch)
                 self._epoch = window.epoch
-            self.micro_batches += result.micro_batches
+            self.micro_batches += outcome.micro_batches
             self.position = window.position
-            longest = self.refusals.add(window, result, self.steps + 1)
-            if result.refusals:
-                self._refused = window, replace(result, snapshot=None, update=None), self.stage
-            reason = self.refusals.excess(longest, self.micro_batches)
+            self.refusals.add(window, outcome, self.steps + 1)
+            if outcome.refused:
+                self._refused = window, replace(outcome, snapshot=None, update=None)
+            reason = self.refusals.excess(outcome.longest, self.micro_batches)
             if reason is not None:
-                self._give_up(window, result, reason)
-            if result.applied:
-                self._accepted = self._accepted if result.refusals else window
-                self._after_step(result)
+                self._give_up(window, outcome, reason)
+            if outcome.applied:
+                self._accepted = self._accepted if outcome.refused else window
+                self._after_step(outcome)
 
-    def _give_up(self, window: Window, result: WindowResult[MicroBatch], reason: str) -> None:
+    def _give_up(self, window: Window, result: Outcome, reason: str) -> None:
         """Account for every window in flight, then write the post-mortem and raise.
 
         Later checkpoints bear the step of their weights: that of this window, if it was applied, or
         of the last one after it.
         """
         self.refusals.report_epoch(self._epoch)
-        before, stage = self.steps, self.stage
-        later = [*self._known, *self.step.window.flush()]
+        before = self.steps
+        later = [*self._known, *self.guard.flush()]
         self._known.clear()
         for known in (result, *later):
             self.steps += known.applied
@@ -269,16 +340,16 @@ class Loop:
             after = self._open.pop(known.index)
             self.position = self.position if after is None or known.halts else after.position
             self.micro_batches += known.micro_batches
-            self.refusals.by_kind.update(refusal.kind for refusal in known.refusals)
-        self.stage = stage_at(self.stages, self.steps)
-        last = (window, result, stage)
-        if not result.refusals and self._refused is not None:
+            self.refusals.by_kind.update(refusal.kind for refusal in known.refused)
+        last = (window, result)
+        if not result.refused and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
         counters = {"tokens": self.tokens, "micro_batches": self.micro_batches}
         steps = (self.steps, before, self.total_steps)
-        self.refusals.stop(reason, last, self._accepted, steps, counters)
+        computed = self.strategy, self.splitter
+        self.refusals.stop(reason, last, self._accepted, steps, counters, *computed)
 
-    def _after_step(self, result: WindowResult[MicroBatch]) -> None:
+    def _after_step(self, result: Outcome) -> None:
         c = self.config
         self.steps += 1
         self.tokens += result.tokens
@@ -287,25 +358,20 @@ class Loop:
             metrics = self._metrics.line(result, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
         self.context.display.step(self.steps, metrics, self.refusals.total)
-        self.stage = stage_at(self.stages, self.steps)
-        if self.stage.start == self.steps:
-            self._begin_stage()
         since = time.perf_counter()
         self._safely(partial(self.divergence.after_step, self.steps, result.loss or 0.0))
         self._safely(self._evaluate_if_due)
-        if self.actions.show is not None and c.sample_steps and self.steps % c.sample_steps == 0:
-            self._safely(partial(self.actions.show, self.steps))
         if c.save_steps and self.steps % c.save_steps == 0:
             self.save()
-        # looking, evaluating, showing and saving is not training
+        # looking, evaluating and saving is not training
         self._metrics.since += time.perf_counter() - since
 
-    def _begin_stage(self) -> None:
-        """Change the strategy; its losses must not be measured by those of the one before."""
-        self.divergence.begin_stage()
-        strategy = self.stage.config.strategy
-        if self.step.window.spikes is not None:
-            self.step.window.spikes = SpikeGuard(self.config.spike_sigmas)
+    def _change_strategy(self) -> None:
+        """Begin another strategy: its losses must not be measured by those of the one before."""
+        self.divergence.forget_losses()
+        strategy = self.config.strategy
+        if self.guard.window.spikes is not None:
+            self.guard.window.spikes = SpikeGuard()
         self.context.folder.event("stage", step=self.steps, strategy=strategy)
         self.context.say(f"step {self.steps}: {strategy} from here on")
 

@@ -1,110 +1,234 @@
-"""The steps before the loop: smoke test, calibrated start, and the content of `run.json`."""
+"""The work around the loop: smoke test, calibrated start, evaluations and the content of
+`run.json`, with as many samples at once as memory allows.
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.base.attention import attention_name
 from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity
-from npt.base.precision import audit_precision, policy_dtype
+from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.base.quantization_error import product_errors
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
-from npt.runs.versions import versions
-from npt.step.splitting import MicroBatchSplitter
-from npt.train.memory_fit import MemoryFit
+from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
+from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
+from npt.distill.strategies import Strategy
+from npt.errors import ConfigError, SmokeTestError
+from npt.evaluation.attribution import Reference, reference_outputs
+from npt.evaluation.evaluate import Fidelity, evaluate
+from npt.planning.memory import MemoryPlan, Workload, shown
+from npt.random_state import kept_random_state, micro_batch_draws
+from npt.runs.checkpoint import Checkpoint
+from npt.runs.run_folder import RunFolder
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
-from npt.train.smoke import smoke_test
+from npt.versions import versions
+
+T = TypeVar("T")
+
+DESCENT_STEPS = 3
+
+DESCENT_RATE = 1e-4
+"""Small enough that a step follows the gradient, whatever learning rate the run is going to use;
+large enough that its gain (1e-3 of the loss and more on the models tried) is far above fp32
+rounding."""
 
 
-class Preparation:
-    """Smoke test and calibrated start of a run, with as many samples at once as fit."""
+class MemoryFit:
+    """Plans for `--max_memory`, and repeats with fewer samples whatever did not fit.
 
-    def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
-        self._setup, self._data, self._memory = setup, data, memory
+    A limit below one sample at a time, or for a base on several devices, is a ConfigError.
 
-    def smoke_test(self, config: TrainConfig) -> str:
-        """Run the smoke test on as many samples of the first batch as are computed at once."""
-        setup, batch = self._setup, self._data.first_batch()
+    Attributes:
+        plan: under `--max_memory`, None without.
+        note: a line about the plan.
+        evaluation: how many samples an evaluation has at once.
+    """
 
-        def test() -> str:
-            part = setup.splitter.parts(batch)[0]
-            return smoke_test(setup.model, part, setup.strategy, config)
+    def __init__(self, setup: RunSetup):
+        self._setup, self._unreported = setup, list[dict[str, Any]]()
+        self._folder: RunFolder | None = None
+        self.evaluation = MicroBatchSplitter(setup.config.batch_size)
+        self.plan: MemoryPlan | None = None
+        self.note: str | None = None
+        model, teacher, config = setup.model, setup.teacher, setup.config
+        if config.max_memory_bytes is None:
+            return
+        devices = {parameter.device for parameter in model.parameters()}
+        if is_sharded(model) or len(devices) > 1:
+            raise ConfigError(
+                f"--max_memory is {config.max_memory}, but the base is spread over several"
+                " devices; lower --batch_size"
+            )
+        workload = Workload(
+            model.config,
+            setup.adapter_config,
+            config,
+            setup.data_config.max_length,
+            quantization_of(model),
+            model.model.embed_tokens.weight.dtype,
+            None if teacher is None else teacher.model.embed_tokens.weight.dtype,
+            setup.device,
+            setup.processes.size,
+            attention_name(model) == "eager",
+        )
+        self.plan = plan = workload.fitting(config.max_memory_bytes)
+        setup.splitter.samples = plan.samples_at_once
+        self.evaluation.samples = plan.evaluated_at_once
+        self.note = (
+            f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
+            f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}"
+        )
 
-        return self._memory.fitting(test, setup.splitter, batch, "the smoke test")
+    def recall(self, checkpoint: Checkpoint) -> None:
+        """Begin with the samples that fitted in the resumed run, under the same limit."""
+        remembered = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
+        samples, splitter = remembered.get(self._setup.processes.index), self._setup.splitter
+        if samples is not None and "max_memory" not in self._setup.changed:
+            splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
 
-    def calibrate(self) -> Calibration | None:
-        """Solve the adapters' start, and give every process the main one's.
+    def fitting(
+        self, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
+    ) -> T:
+        """Return the result of `act`, begun again with fewer samples at once until it fits.
 
-        None if the adapters were loaded or calibrated before; they are left as they are.
+        NoMemoryError if one sample is too much.
+
+        Args:
+            act: computes in parts of `splitter`, which is shrunk.
+            batch: the largest that is computed.
+            name: of the act, in messages.
         """
-        setup, config = self._setup, self._setup.config
-        if setup.teacher is not None:
-            setup.say(
-                "the start is fitted to the student's own base; training then takes the"
-                " unquantised teacher"
-            )
-        # A splitter of its own: the graph goes through the whole teacher, and its lack of memory
-        # says little of a micro-batch.
-        splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
+        while True:
+            try:
+                return act()
+            except (RuntimeError, MemoryError) as error:
+                message = oom_message(error)
+                # processes that share a base would be out of step
+                if message is None or is_sharded(self._setup.model):
+                    raise
+            free_memory()
+            before = splitter.shrink(batch, message)
+            lack = f"{name}: out of memory with {before} samples at once ({message})"
+            self._setup.say(f"{lack}; it is begun again with {splitter.samples}")
+            event = {"during": name, "samples": before, "samples_at_once": splitter.samples}
+            self._unreported.append({**event, "message": message})
+            self.report(self._folder)
 
-        def solve() -> Calibration | None:
-            if not makes_start(setup.model):
-                return None
-            calibration = calibrate(
-                setup.model,
-                setup.tokenizer,
-                self._data.start_samples,
-                config.calibration_tokens,
-                rank_budget=config.rank_budget,
-                batch_size=splitter.samples,
-                seed=config.seed,
-                console=setup.console,
-            )
-            print_calibration(calibration, setup.console)
-            return calibration
+    def report(self, folder: RunFolder | None) -> None:
+        """Write events for lacks of memory to the folder, once there is one."""
+        self._folder = folder
+        while folder is not None and self._unreported:
+            folder.event("out_of_memory", **self._unreported.pop(0))
 
-        found = self._memory.fitting(solve, splitter, self._data.first_batch(), "the calibration")
-        if found is None:
-            return None
-        setup.say(self._begin_of_training())
-        self._share_start()
-        setup.adapter_config = attached_config(setup.model)
-        return found
 
-    def _begin_of_training(self) -> str:
-        begun = self._data.start.begun
-        if begun:
-            return f"training begins after the {begun} samples that the start was fitted to"
-        return (
+def tested(setup: RunSetup, data: RunData, memory: MemoryFit) -> str:
+    """Run the smoke test on as many samples of the first batch as are computed at once."""
+    batch = data.first_batch()
+
+    def test() -> str:
+        part = setup.splitter.parts(batch)[0]
+        return smoke_test(setup.model, part, setup.strategy, setup.config)
+
+    return memory.fitting(test, setup.splitter, batch, "the smoke test")
+
+
+def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration | None:
+    """Solve the adapters' start, and give every process the main one's.
+
+    None if the adapters were loaded or calibrated before; they are left as they are.
+    """
+    config, model = setup.config, setup.model
+    if not makes_start(model):
+        return None
+    if setup.teacher is not None:
+        setup.say(
+            "the start is fitted to the student's own base; training then takes the unquantised"
+            " teacher"
+        )
+    # its graph goes through the whole teacher: an OOM here says nothing about a micro-batch
+    splitter = MicroBatchSplitter(min(config.batch_size, setup.splitter.samples))
+
+    def solve() -> Calibration:
+        return calibrate(
+            model,
+            setup.tokenizer,
+            data.start_samples,
+            config.calibration_tokens,
+            batch_size=splitter.samples,
+            seed=config.seed,
+            console=setup.console,
+        )
+
+    calibration = memory.fitting(solve, splitter, data.first_batch(), "the calibration")
+    print_calibration(calibration, setup.console)
+    if data.start.begun:
+        begun = f"the {data.start.begun} samples that the start was fitted to"
+        setup.say(f"training begins after {begun}")
+    else:
+        setup.say(
             "there are too few samples to leave out those that the start was fitted to, so the"
             " first losses are of tokens that it has seen"
         )
+    if setup.processes.size > 1:
+        _share_start(setup)
+    setup.adapter_config = attached_config(model)
+    return calibration
 
-    def _share_start(self) -> None:
-        """Give every process the start of the main one.
 
-        Each has made it while it waited, but rounding depends on its cores and kernels.
-        """
-        processes, model = self._setup.processes, self._setup.model
-        if processes.size == 1:
-            return
-        own = attached_config(model)
-        found = processes.gather_json(None if own.ranks is None else list(own.ranks))[0]
-        config = replace(own, ranks=None if found is None else tuple(found))
-        parameters, tensors = adapter_parameters(model), {}
-        for name, shape in adapter_shapes(model, config).items():
-            zeros = torch.zeros(shape, device=self._setup.device)
-            tensor = parameters[name].detach().clone() if processes.main else zeros
-            tensors[name] = processes.sum_(tensor)
-        set_adapters(model, config, tensors)
+def _share_start(setup: RunSetup) -> None:
+    """Give every process the main one's start: each has solved one, rounded by its own kernels."""
+    processes, model = setup.processes, setup.model
+    ranks = processes.first(lambda: attached_config(model).ranks)
+    config = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
+    parameters, tensors = adapter_parameters(model), {}
+    for name, shape in adapter_shapes(model, config).items():
+        zeros = torch.zeros(shape, device=setup.device)
+        tensor = parameters[name].detach().clone() if processes.main else zeros
+        tensors[name] = processes.sum_(tensor)
+    set_adapters(model, config, tensors)
+
+
+class RunEvaluator:
+    """Measures the student as it is, with no more samples at once than in training."""
+
+    def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
+        self._setup, self._data, self._memory = setup, data, memory
+        self._reference: Reference | None = None  # a separate teacher's outputs
+
+    def __call__(self) -> Fidelity:
+        setup, samples, splitter = self._setup, self._data.eval_samples, self._memory.evaluation
+        splitter.samples = min(splitter.samples, setup.splitter.samples)
+
+        def measure() -> Fidelity:
+            size = splitter.samples
+            if setup.teacher is not None and self._reference is None:
+                self._reference = reference_outputs(setup.teacher, samples, batch_size=size)
+            return evaluate(
+                setup.model,
+                setup.tokenizer,
+                samples,
+                batch_size=size,
+                unquantized=self._reference,
+                between=setup.stop.check,
+            )
+
+        largest = next(batches(samples, splitter.samples))
+        return self._memory.fitting(measure, splitter, largest, "an evaluation")
 
 
 def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:
@@ -128,3 +252,106 @@ def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, 
         "heldout": data.heldout,
         "sources": [{"name": source.label, "share": source.share} for source in data.sources],
     }
+
+
+@kept_random_state()
+def smoke_test(
+    model: PreTrainedModel, batch: Batch, strategy: Strategy, config: TrainConfig
+) -> str:
+    """Prove that one batch trains, before a long run; return the verdict as one line.
+
+    On the real model, data and settings the batch has ids inside the vocabulary and a token to
+    predict in every row, the loss is finite, every adapter tensor gets a finite, non-zero gradient
+    and no frozen tensor gets any, and a few small steps on this same batch lower its loss. Else
+    SmokeTestError. Weights and random state are as before afterwards.
+    """
+    fault = find_fault(batch, model.config.vocab_size)
+    if fault is not None:
+        raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
+    targets = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=-1).tolist()
+    if 0 in targets:
+        raise _failure(
+            f"sample {batch.sample_ids[targets.index(0)]} has no token to predict; check prompts,"
+            " truncation and padding"
+        )
+    parameters = adapter_parameters(model)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    batch = batch.to(next(model.parameters()).device)
+
+    def compute() -> MicroBatch:
+        # the same random numbers each time: a base that draws would have another loss for those
+        with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
+            return strategy(model, batch, config)
+
+    optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
+    optimizer.zero_grad()
+    try:
+        sums = _under_anomaly_detection(compute)
+        loss = float(sums.loss) / sums.tokens
+        if not math.isfinite(loss):
+            raise _failure(
+                f"the loss of the first batch is {loss}; the base or an adapter holds non-finite"
+                " values"
+            )
+        _check_gradients(model)
+        for _ in range(DESCENT_STEPS):
+            optimizer.step()
+            optimizer.zero_grad()
+            sums = compute()
+        after = float(sums.loss) / sums.tokens
+    finally:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+    if not after < loss:
+        raise _failure(
+            f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
+            f" {after:.6g}; the gradient does not point downhill, so loss and gradient disagree"
+        )
+    return (
+        f"smoke test passed: loss {loss:.4g} per token, {after:.4g} after {DESCENT_STEPS} small"
+        f" steps on the same batch, finite gradients on {len(parameters)} adapter tensors, none on"
+        " the base"
+    )
+
+
+def _failure(message: str) -> SmokeTestError:
+    return SmokeTestError(f"smoke test: {message}")
+
+
+def _under_anomaly_detection(compute: Callable[[], MicroBatch]) -> MicroBatch:
+    try:
+        with warnings.catch_warnings():
+            # anomaly mode announces itself, and a fault with the forward's traceback
+            warnings.simplefilter("ignore")
+            with torch.autograd.detect_anomaly(check_nan=True):
+                return compute()
+    except RuntimeError as error:
+        if "nan" not in str(error).lower():
+            raise
+        raise _failure(
+            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale, or"
+            " start with --safe_mode"
+        ) from error
+
+
+def _check_gradients(model: PreTrainedModel) -> None:
+    # by the chain rule an A whose B and M are all zero gets no gradient yet
+    silent = {
+        f"model.layers.{index}.npt.A"
+        for index, layer in npt_layers(model)
+        if not any(bool(p.any()) for p in [*layer.npt.B.values(), *layer.npt.M.values()])
+    }
+    adapters = adapter_parameters(model)
+    for name, parameter in adapters.items():
+        if parameter.grad is None or not bool(parameter.grad.any()):
+            if name not in silent:
+                raise _failure(f"{name} gets no gradient; it would never be trained")
+        elif not bool(torch.isfinite(parameter.grad).all()):
+            raise _failure(f"the gradient of {name} is not finite; start with --safe_mode")
+    for name, parameter in model.named_parameters():
+        if name not in adapters and (parameter.requires_grad or parameter.grad is not None):
+            raise _failure(
+                f"the frozen tensor {name} would be trained; attach the adapters with npt.attach"
+            )

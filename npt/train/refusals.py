@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
 from npt.data.batch import Batch
-from npt.diagnostics.diagnose import diagnose
 from npt.distill.local import MicroBatch
-from npt.distill.stages import Stage
+from npt.distill.splitting import MicroBatchSplitter
+from npt.distill.step import forward_backward
+from npt.distill.strategies import Strategy
 from npt.errors import TooManyRefusalsError
+from npt.guard.guard import Guard
+from npt.guard.outcome import MicroBatchRecord, Outcome
+from npt.guard.shared import gathered
+from npt.guard.window import HISTORY
 from npt.postmortem.write import Situation, write_postmortem
-from npt.step.gradient_window import HISTORY
-from npt.step.shared_window import gathered
-from npt.step.train_step import TrainStep
-from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import RunContext, Window
 
-SHARE_COUNTS_FROM = 50
-"""Micro-batches before `max_refused_share` is applied: a share of fewer says little."""
+REFUSED_SHARE = 0.2
+"""A run stops when more of its micro-batches were refused."""
 
-DIAGNOSES = 5
-"""Refusals of a run that are diagnosed; later ones have the same cause as a rule."""
+SHARE_COUNTS_FROM = 50
+"""Micro-batches before the share counts: of fewer it says little."""
 
 
 class Refusals:
     """Counts of a run's refused micro-batches and windows."""
 
-    def __init__(self, context: RunContext, step: TrainStep):
-        self._context, self._step = context, step
+    def __init__(self, context: RunContext, guard: Guard):
+        self._context, self._guard = context, guard
         self.by_kind: Counter[str] = Counter()
         self.by_epoch: Counter[int] = Counter()
-        self.in_a_row = self._diagnoses = 0
+        self._diagnoses = 0
 
     @property
     def total(self) -> int:
@@ -44,7 +46,7 @@ class Refusals:
         return {
             "refused_by_kind": dict(self.by_kind),
             "refused_by_epoch": {str(epoch): count for epoch, count in self.by_epoch.items()},
-            "in_a_row": self.in_a_row,
+            "in_a_row": self._guard.counts.in_a_row,
             "diagnoses": self._diagnoses,
         }
 
@@ -53,29 +55,32 @@ class Refusals:
         self.by_kind = Counter(state["refused_by_kind"])
         counts = {int(epoch): count for epoch, count in state["refused_by_epoch"].items()}
         self.by_epoch = Counter(counts)
-        self.in_a_row, self._diagnoses = state["in_a_row"], state["diagnoses"]
+        self._guard.counts.in_a_row, self._diagnoses = state["in_a_row"], state["diagnoses"]
 
-    def add(self, window: Window, result: WindowResult[MicroBatch], step: int) -> int:
-        """Count and report refusals at a step; return the longest run of bad micro-batches."""
-        for refusal in result.refusals:
+    def add(self, window: Window, outcome: Outcome, step: int) -> None:
+        """Count and report what was refused at a step, and what the tracer found of it."""
+        context = self._context
+        for refusal in outcome.refused:
             self.by_kind[refusal.kind] += 1
             self.by_epoch[window.epoch] += 1
-            values = refusal.as_dict()
-            self._context.folder.event("refusal", step=step, epoch=window.epoch, **values)
-            self._context.say(f"refused at step {step}, {refusal}")
-            self._diagnose(window.batches, refusal, step)
-        longest, self.in_a_row = result.bad_in_a_row(self.in_a_row)
-        return longest
+            context.folder.event("refusal", step=step, epoch=window.epoch, **refusal.as_dict())
+            context.say(f"refused at step {step}, {refusal}")
+        if not outcome.refused:
+            return
+        traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
+        for micro_batch, message in itertools.chain(*context.processes.gather_json(traced)):
+            self._diagnoses += 1
+            context.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
+            context.say(f"  diagnosis: {message}")
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None: `longest` run of bad ones of `micro_batches`."""
-        c = self._context.config
-        if longest >= c.max_consecutive_bad:
-            return f"{longest} refusals in a row (--max_consecutive_bad {c.max_consecutive_bad})"
-        if micro_batches < SHARE_COUNTS_FROM or self.total <= c.max_refused_share * micro_batches:
+        most = self._context.config.max_consecutive_bad
+        if longest >= most:
+            return f"{longest} refusals in a row (--max_consecutive_bad {most})"
+        if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
             return None
-        share = f"{self.total} of {micro_batches} micro-batches refused"
-        return f"{share} (--max_refused_share {c.max_refused_share:g})"
+        return f"{self.total} of {micro_batches} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def report_epoch(self, epoch: int) -> None:
         """Report an epoch that has ended, if something was refused in it."""
@@ -88,45 +93,51 @@ class Refusals:
     def stop(
         self,
         reason: str,
-        last: tuple[Window, WindowResult[MicroBatch], Stage],
+        last: tuple[Window, Outcome],
         accepted: Window | None,
         steps: tuple[int, int, int | None],
         counters: dict[str, int],
+        strategy: Strategy,
+        splitter: MicroBatchSplitter,
     ) -> None:
         """Write the post-mortem and raise.
 
         Args:
             reason: of the stop.
-            last: the last window with a refusal, its result and stage.
+            last: the last window with a refusal, and its result.
             accepted: the last window without one.
             steps: applied by now, before that window, and planned.
             counters: of the run.
+            strategy, splitter: that compute a micro-batch.
         """
-        context, (window, result, stage), (now, before, total) = self._context, last, steps
+        context, (window, result), (now, before, total) = self._context, last, steps
         self._gather_history()
-        self._step.config = stage.config
+
+        def fill(batch: Batch) -> MicroBatch:
+            return forward_backward(context.model, strategy, batch, context.config, splitter)
+
         situation = Situation(
             model=context.model,
-            gradients=self._step.window,
-            fill=self._step.forward_backward,
+            gradients=self._guard.window,
+            fill=fill,
             window=window.batches,
             result=result,
             accepted=() if accepted is None else accepted.batches,
             reason=reason,
             step=now if result.snapshot is None else before,
             total_steps=total,
-            config=stage.config,
+            config=context.config,
             counters={
                 "steps": now,
                 **counters,
                 "refused": dict(self.by_kind),
                 "epoch": window.epoch,
-                "in_a_row": self.in_a_row,
+                "in_a_row": self._guard.counts.in_a_row,
             },
             record=context.record,
-            samples_at_once=self._step.splitter.samples,
+            samples_at_once=splitter.samples,
         )
-        ending = f", the last: {result.refusals[-1]}" if result.refusals else ""
+        ending = f", the last: {result.refused[-1]}" if result.refused else ""
         said = f"stopped at step {now}: {reason}{ending}"
         bundle = context.processes.first(lambda: self._write_postmortem(situation))
         context.folder.event("stopped", step=now, reason=reason, **bundle)
@@ -150,28 +161,9 @@ class Refusals:
 
     def _gather_history(self) -> None:
         """Remember the last micro-batches of every process, in their order."""
-        processes, window = self._context.processes, self._step.window
+        processes, window = self._context.processes, self._guard.window
         if processes.size == 1:
             return
         records = gathered(window.history, MicroBatchRecord, processes)
         records.sort(key=lambda record: (record.window, record.micro_batch))
         window.history = deque(records, maxlen=HISTORY * processes.size)
-
-    def _diagnose(self, batches: list[Batch], refusal: Refusal, step: int) -> None:
-        """Name the bad number, for the first few refusals of sound data; two forward passes."""
-        if refusal.micro_batch is None or refusal.kind == "data" or self._diagnoses == DIAGNOSES:
-            return
-        self._diagnoses += 1
-        if not self._context.processes.main:
-            return
-        message = "no bad number in adapters, base or logits now"
-        try:
-            parts = self._step.splitter.parts(batches[refusal.micro_batch])
-            findings = (diagnose(self._context.model, part) for part in parts)
-            message = next((str(found) for found in findings if found is not None), message)
-        except Exception as error:  # an observer must not end the run that it looks at
-            message = f"failed: {type(error).__name__}: {error}"
-        self._context.folder.event(
-            "diagnosis", step=step, micro_batch=refusal.micro_batch, message=message
-        )
-        self._context.say(f"  diagnosis: {message}")

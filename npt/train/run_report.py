@@ -5,23 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from npt.files import write_text
+from npt.manifest import verify_checkpoint
 from npt.report.page import page
 from npt.report.run import RunRecord, read_run
-from npt.runs.manifest import verify_checkpoint
 from npt.runs.run_folder import REPORT
 
 
 def write_report(run: Path, output: Path | None = None) -> RunRecord:
-    """Read the run folder, verify its checkpoints, and write the page about it.
-
-    Args:
-        run: the folder of a run that has ended in any way, or not yet.
-        output: where to; default `report.html` in the folder.
-
-    Raises:
-        OSError: the page cannot be written.
+    """Read the run folder, verify its checkpoints, and write the page about it, by default as
+    `report.html` in the folder; OSError if it cannot be written.
     """
-    record = read_run(run, verify_checkpoint)
-    place = run / REPORT if output is None else output
-    write_text(place, page(record, place))
+    record, path = read_run(run, verify_checkpoint), output or run / REPORT
+    write_text(path, page(record, path))
     return record

@@ -1,4 +1,4 @@
-"""The sources of a run: one data set, one with another mixed in against forgetting, or a mixture.
+"""The sources of a run: one data set, or one with another mixed in against forgetting.
 
 The end of the first source is an epoch's end; the others are repeated. Which source a sample is of
 is drawn from the seed and the sample's number (npt/data/loader.py).
@@ -6,7 +6,6 @@ is drawn from the seed and the sample's number (npt/data/loader.py).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from npt.config import DataConfig
 from npt.data.content import filled
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
-from npt.errors import ConfigError, DataError
+from npt.errors import DataError
 
 if TYPE_CHECKING:
-    from npt.data.batch import Sample
     from npt.data.samples import Samples
 
 FIRST, REPLAY = "data", "replay data"
-"""The sources of a run without a mixture, as messages name them."""
+"""The sources of a run, as messages name them."""
 
 DATASETS: dict[str, dict[str, Any]] = {
     "slimpajama": {"dataset_name": "cerebras/SlimPajama-627B", "streaming": True},
@@ -41,8 +39,12 @@ DATASETS: dict[str, dict[str, Any]] = {
 class Source:
     """A data set of a run.
 
-    label: in messages. share: of all samples. config: how it is read. records: empty until it is
-    opened. own: held-out records of its own. evaluated: the run is evaluated on it.
+    Attributes:
+        label: in messages.
+        share: of all samples.
+        config: how it is read.
+        records: empty until it is opened.
+        own: held-out records of its own.
     """
 
     label: str
@@ -50,7 +52,6 @@ class Source:
     config: DataConfig
     records: Iterable[Record] = ()
     own: Iterable[Record] | None = None
-    evaluated: bool = True
 
 
 def named(name: str) -> dict[str, Any] | None:
@@ -59,50 +60,23 @@ def named(name: str) -> dict[str, Any] | None:
 
 
 def sources_of(config: DataConfig) -> tuple[Source, ...]:
-    """Return the sources that settings name, unopened. The end of the first is an epoch's end; the
-    others are repeated."""
-    if config.dataset_mix is not None:
-        return tuple(
-            Source(name, share, _in_mixture(config, name, number))
-            for number, (name, share) in enumerate(config.mix)
-        )
+    """Return the sources that settings name, unopened."""
     plain, other = replace(config, replay_dataset=None, replay_ratio=None), config.replay_dataset
     if other is None:
         return (Source(FIRST, 1.0, plain),)
     here = other in READERS or is_local(other)
+    split = "train" if here else config.dataset_split
     second = replace(
-        plain,
-        dataset_name=other,
-        dataset_config=None,
-        dataset_split="train" if here else config.dataset_split,
-        num_samples=None,
+        plain, dataset_name=other, dataset_config=None, dataset_split=split, num_samples=None
     )
     share = config.replay_share
-    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second, evaluated=False)
-
-
-def _in_mixture(config: DataConfig, name: str, number: int) -> DataConfig:
-    """Return how a source of a mixture is read. A hub name may carry a configuration."""
-    one = replace(config, dataset_mix=None, num_samples=config.num_samples if number == 0 else None)
-    short = named(name)
-    if short is not None:
-        return replace(one, **{**short, "streaming": one.streaming or "streaming" in short})
-    if name in READERS or is_local(name):
-        return replace(one, dataset_name=name, dataset_split="train")
-    hub, _, configuration = name.partition(":")
-    return replace(one, dataset_name=hub, dataset_config=configuration or None)
+    return Source(FIRST, 1 - share, plain), Source(REPLAY, share, second)
 
 
 def check_sources(config: DataConfig) -> None:
-    """Check every source as `check_source` does, and that one of a mixture has the split."""
-    found = [source.config for source in sources_of(config)]
-    for one in found:
-        check_source(one)
-    if config.dataset_split != "train" and all(one.dataset_split == "train" for one in found):
-        raise DataError(
-            f"--dataset_split {config.dataset_split} is for hub data sets, and there is none in"
-            " --dataset_mix; drop it"
-        )
+    """Check every source as `check_source` does."""
+    for source in sources_of(config):
+        check_source(source.config)
 
 
 def open_sources(
@@ -110,36 +84,22 @@ def open_sources(
     data: Iterable[Record] | None = None,
     replay_data: Iterable[Record] | None = None,
 ) -> list[Source]:
-    """Open the sources of a run, each with columns that it has.
-
-    Args:
-        config: names them, and how they are read.
-        data, replay_data: records to take instead.
+    """Open the sources of a run, each with columns that it has; `data` and `replay_data` are
+    records to take instead.
     """
-    mixed = config.dataset_mix is not None
-    if mixed and (data is not None or replay_data is not None):
-        raise ConfigError(
-            f"--dataset_mix is {config.dataset_mix!r}, but records were given as well; drop one of"
-            " the two"
-        )
     if replay_data is not None and config.replay_dataset is None:
         config = replace(config, replay_dataset=REPLAY)  # a label only: it is not opened
-    given, found = {FIRST: data, REPLAY: replay_data}, []
+    given, opened = {FIRST: data, REPLAY: replay_data}, []
     for source in sources_of(config):
-        records, own = given.get(source.label), None
+        first, records, own = source.label == FIRST, given[source.label], None
         if records is None:
             records = open_source(source.config)
-            own = own_heldout(source.config) if source.evaluated else None
-        elif iter(records) is records and not (source.label == FIRST and config.streaming):
+            own = own_heldout(source.config) if first else None
+        elif iter(records) is records and not (first and config.streaming):
             records = list(records)  # a generator can be read once only
-        found.append(replace(source, records=records, own=own))
-    fitted = [
-        replace(s, config=fitting_columns(s.config, s.records)) if mixed or number else s
-        for number, s in enumerate(found)
-    ]
-    # a column that no source has stays, and the first record is refused for it
-    lost = all(source.config.prompt_column is None for source in fitted)
-    return found if lost and config.prompt_column is not None else fitted
+        columns = source.config if first else fitting_columns(source.config, records)
+        opened.append(replace(source, config=columns, records=records, own=own))
+    return opened
 
 
 def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig:
@@ -161,64 +121,18 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
 def samples_of(
     sources: Sequence[Source], tokenizer: Any, seed: int, held: Sequence[bool]
 ) -> list[Samples]:
-    """Return the samples of every source, each in an order of its own.
-
-    held: of each source, its held-out samples are left out.
+    """Return the samples of every source, each in an order of its own; where `held` is true its
+    held-out samples are left out.
     """
     from npt.data.samples import Samples  # the command line reads this file without torch
 
-    found = []
+    every = []
     for number, (source, hold_out) in enumerate(zip(sources, held, strict=True)):
+        records, config = source.records, source.config
         try:
-            config, own_seed = source.config, seed + number
-            found.append(
-                Samples(source.records, tokenizer, config, seed=own_seed, hold_out=hold_out)
-            )
+            every.append(Samples(records, tokenizer, config, seed=seed + number, hold_out=hold_out))
         except DataError as error:
-            raise (
-                error if source.label == FIRST else DataError(f"{source.label}: {error}")
-            ) from error
-    return found
-
-
-def evaluation_of(
-    sources: Sequence[Source], tokenizer: Any, count: int, vocab_size: int
-) -> tuple[list[Sample], list[str], list[bool]]:
-    """Return `count` evaluation samples of the sources by their shares, one of each at least.
-
-    Also the label of each sample's source, and for each source if its samples are held out.
-    """
-    from npt.evaluation.heldout import evaluation_samples
-
-    samples: list[Sample] = []
-    labels: list[str] = []
-    held = []
-    total, passed = sum(source.share for source in sources if source.evaluated), 0.0
-    for source in sources:
-        if not source.evaluated:
-            held.append(True)
-            continue
-        wanted = round(count * (passed + source.share) / total) - round(count * passed / total)
-        passed += source.share
-        found, heldout = evaluation_samples(
-            source.records, tokenizer, source.config, max(1, wanted), vocab_size, source.own
-        )
-        samples += found
-        labels += [source.label] * len(found)
-        held.append(heldout)
-    return samples, labels, held
-
-
-def mixture_line(config: DataConfig) -> str:
-    """Return a mixture in words."""
-    shares = ", ".join(f"{name} {share:.3g}" for name, share in config.mix)
-    first = config.mix[0][0]
-    return (
-        f"--dataset_mix: shares of the samples {shares} (they sum to 1); an epoch ends with"
-        f" {first}, the others begin again where they end"
-    )
-
-
-def per_source(labels: Iterable[str]) -> str:
-    """Return how many samples are of which source, in words."""
-    return ", ".join(f"{count} of {label}" for label, count in Counter(labels).items())
+            if source.label == FIRST:
+                raise
+            raise DataError(f"{source.label}: {error}") from error
+    return every

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_parameters, attached_config
+from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import base_identity
 from npt.calibration.report import Calibration
@@ -20,35 +21,34 @@ from npt.config import DataConfig, TrainConfig
 from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.diagnostics.guards import base_fault, require, tensor_fault
-from npt.distill.stages import stages_of
+from npt.distill.step import check_unfrozen, student_guard
+from npt.distributed.join import join_processes
+from npt.distributed.processes import ProcessGroup
+from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.evaluation.evaluate import Fidelity
+from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.runs.trackers import Trackers, start_trackers
-from npt.step.schedule import rate_table
-from npt.step.train_step import TrainStep, check_unfrozen
 from npt.train.loop import Loop
-from npt.train.memory_fit import MemoryFit
-from npt.train.preparation import Preparation, run_record
-from npt.train.progress import ProgressDisplay
-from npt.train.run_checks import check_trainable
-from npt.train.run_context import RunActions, RunContext
+from npt.train.preparation import MemoryFit, RunEvaluator, calibrated, run_record, tested
+from npt.train.run_context import ProgressDisplay, RunActions, RunContext
 from npt.train.run_data import RunData
-from npt.train.run_evaluation import RunEvaluator
-from npt.train.run_setup import RunOptions, RunSetup
+from npt.train.run_setup import RunSetup, check_trainable
 from npt.train.run_writer import RunWriter
-from npt.train.sources import mixture_line
 
 
 @dataclass(frozen=True)
 class TrainResult:
     """The outcome of a run.
 
-    refused: micro-batches and windows. heldout: `fidelity` is of held-out text; False if there was
-    too little of it. diverged: what shows that the run is ruined, though all of it is finite.
-    signal: number of the signal that ended the run early, if one did.
+    Attributes:
+        refused: micro-batches and windows.
+        heldout: `fidelity` is of held-out text; False if there was too little of it.
+        diverged: what shows that the run is ruined, though all of it is finite.
+        signal: number of the signal that ended the run early, if one did.
     """
 
     folder: Path
@@ -90,27 +90,24 @@ class Trainer:
         data_config: how `data` is cut to samples.
         teacher: from `npt.load_teacher`, an unquantised model to learn from; default the student's
             own base.
-        options: any of
-            eval_data: held-out records. Default: the built-in text's own held-out files if `data`
-                is None and names it, else one sample in twenty of `data`, which training then
-                leaves out.
-            replay_data: records mixed in against forgetting, `replay_ratio` of all samples, over
-                and over. They may be of another form than `data`. Default: the data set that
-                `data_config` names, if any.
-            settings: further settings to record in `run.json`.
-            console: where to report; default standard output.
-            processes: the processes that train together; default those that a launcher started
-                with this one, or this one alone.
-            any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
-                `run.json` say in what the two differ.
-            trackers: from `start_trackers`, of this run; default the configuration's, which then
-                start before the smoke test.
-            report: write `report.html` and the figures for it; default True.
+        eval_data: held-out records. Default: the built-in text's own held-out files if `data` is
+            None and names it, else one sample in twenty of `data`, which training then leaves out.
+        replay_data: records mixed in against forgetting, `replay_ratio` of all samples, over and
+            over. They may be of another form than `data`. Default: the data set that `data_config`
+            names, if any.
+        settings: further settings to record in `run.json`.
+        console: where to report; default standard output.
+        processes: the processes that train together; default those that a launcher started with
+            this one, or this one alone.
+        any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
+            `run.json` say in what the two differ.
+        trackers: from `start_trackers`, of this run; default the configuration's, which then start
+            before the smoke test.
+        report: write `report.html` and the figures for it.
 
     Raises:
         ConfigError, DataError, PrecisionError: settings, data or a base that cannot work.
         ProcessError: another process failed or was lost.
-        TypeError: an option that does not exist.
     """
 
     def __init__(
@@ -122,22 +119,36 @@ class Trainer:
         *,
         data_config: DataConfig | None = None,
         teacher: PreTrainedModel | None = None,
-        **options: Any,
+        eval_data: Iterable[Record] | None = None,
+        replay_data: Iterable[Record] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+        processes: ProcessGroup | None = None,
+        any_base: bool = False,
+        trackers: Trackers | None = None,
+        report: bool = True,
     ):
-        unknown = set(options) - {field.name for field in fields(RunOptions)}
-        if unknown:
-            raise TypeError(f"npt.Trainer has no option {', '.join(sorted(unknown))}")
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        self.setup = RunSetup(model, tokenizer, teacher, config, data_config, RunOptions(**options))
-        with self.setup.processes.member():
+        self.report, self._any_base, self._trackers = report, any_base, trackers
+        processes = processes_of(model) or processes or join_processes(config.rank_timeout)
+        with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
-            self.setup.check()
-            self.data = RunData(self.setup, data)
-            self.stages = stages_of(config, self.data.total_steps)
-            self.memory = MemoryFit(self.setup)
+            self.setup = RunSetup(
+                model,
+                tokenizer,
+                teacher,
+                config,
+                data_config,
+                processes,
+                settings,
+                console,
+                trackers,
+            )
+            self.data = RunData(self.setup, data, eval_data, replay_data)
+            self._memory = MemoryFit(self.setup)
         self.calibration: Calibration | None = None
-        self.evaluate = RunEvaluator(self.setup, self.data, self.memory)
+        self.evaluate = RunEvaluator(self.setup, self.data, self._memory)
         self._state: State | None = None  # that is resumed
         self._trained = False
 
@@ -172,25 +183,27 @@ class Trainer:
         setup = self.setup
         setup.stop.at_once = True  # until the loop there is nothing to save
         with setup.processes.member(), setup.stop, contextlib.ExitStack() as stack:
-            self._check_numbers()
+            other_base = self._check_numbers()
             self.data.agree(self.base)  # all have read the checkpoint, before its folder changes
-            trackers = setup.options.trackers
+            trackers = self._trackers
             if trackers is None:
-                folder, at = setup.folder_path, setup.resume_step
+                folder, at = setup.folder_path, setup.first_step if setup.goes_on else None
                 started = start_trackers(setup.processes, setup.config, folder, resume_at=at)
                 trackers = stack.enter_context(started)
-            self._prepare()
-            result = self._run(trackers)
+            self._prepare(other_base)
+            result = self._run(trackers, other_base)
             stack.close()
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
             setup.processes.wait()
             return result
 
-    def _check_numbers(self) -> None:
-        """Refuse non-finite numbers and another base; read the state to resume, if any."""
+    def _check_numbers(self) -> str | None:
+        """Refuse non-finite numbers and another base; read the state to resume, if any. Return how
+        the base differs from that of the checkpoint, if it may.
+        """
         setup = self.setup
-        # Training does not draw from it; anything else that does draws the same in every process.
+        # micro-batches are seeded one by one; this makes all other draws agree across processes
         torch.manual_seed(setup.config.seed)
         parameters = adapter_parameters(setup.model)
         check_unfrozen(parameters)
@@ -199,98 +212,81 @@ class Trainer:
         if setup.teacher is not None:
             require(base_fault(setup.teacher))
         self.base = base_identity(setup.model)
-        self.other_base: str | None = None
-        if setup.checkpoint is None:
-            return
-        any_base = setup.options.any_base
-        if any_base:
-            self.other_base = setup.checkpoint.base_mismatch(self.base)
-        self._state = setup.checkpoint.state(setup.model, self.base, check_base=not any_base)
+        checkpoint, check_base = setup.checkpoint, not self._any_base
+        if checkpoint is None:
+            return None
+        self._state = checkpoint.state(setup.model, self.base, check_base=check_base)
+        return None if check_base else checkpoint.base_mismatch(self.base)
 
-    def _prepare(self) -> None:
+    def _prepare(self, other_base: str | None) -> None:
         """Make smoke test, start and first evaluation, before the run has a folder."""
-        setup, resumed = self.setup, self.setup.checkpoint
-        # A resumed run has passed the smoke test, and may next meet a batch that it will refuse.
-        preparation = Preparation(setup, self.data, self.memory)
+        setup, data, memory, resumed = self.setup, self.data, self._memory, self.setup.checkpoint
+        # a resumed run has passed the smoke test, and may next meet a batch that it will refuse
         if setup.config.smoke_test and resumed is None:
-            for config in {stage.config.strategy: stage.config for stage in self.stages}.values():
-                setup.say(preparation.smoke_test(config))
+            setup.say(tested(setup, data, memory))
         if resumed is None and setup.adapter_config.init == "calibrated":
-            self.calibration = preparation.calibrate()
+            self.calibration = calibrated(setup, data, memory)
             if self.calibration is not None:
-                self.data.agree(self.base)
-        note = self.memory.note()
-        if note is not None:
-            setup.say(note)
-        if setup.data_config.dataset_mix is not None:
-            setup.say(mixture_line(setup.data_config))
-        setup.say(self.data.note())
+                data.agree(self.base)
+        if memory.note is not None:
+            setup.say(memory.note)
+        setup.say(data.note())
         self.initial = self.evaluate() if resumed is None else resumed.initial
-        self.record = run_record(setup, self.data, self.base) | {
-            "other_base": self.other_base,
+        self.record = run_record(setup, data, self.base) | {
+            "other_base": other_base,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
-            "memory": None if self.memory.plan is None else self.memory.plan.as_dict(),
+            "memory": None if memory.plan is None else memory.plan.as_dict(),
         }
         setup.stop.check()
         setup.stop.at_once = False  # from here on there is a folder to be left in order
 
-    def _run(self, trackers: Trackers) -> TrainResult:
+    def _run(self, trackers: Trackers, other_base: str | None) -> TrainResult:
         """Open the folder, train, and leave it in order."""
-        setup = self.setup
+        setup, status = self.setup, None
         folder: RunFolder = NullRunFolder(setup.folder_path)
         if setup.processes.main:
-            folder = RunFolder(setup.folder_path, resume_at=setup.resume_step)
-        writer = RunWriter(setup, self.data, self.base, self.initial, folder, trackers)
-        status = 1
-        try:
-            writer.begin(self.record, self.other_base)
+            folder = RunFolder(
+                setup.folder_path, resume_at=setup.first_step if setup.goes_on else None
+            )
+        with contextlib.closing(folder):
+            parts = (setup, self.data, self.base, self.initial, folder, trackers)
+            writer = RunWriter(*parts, self.report)
+            writer.begin(self.record)
             try:
-                writer.report_start(self.total_steps, self.calibration, self.memory)
+                writer.report_start(self.total_steps, self.calibration, self._memory, other_base)
                 result = self._train(self._make_loop(folder, trackers, writer), writer)
                 status = result.exit_status
-                writer.report()
             except Exception as error:
-                status = getattr(error, "exit_status", status)
+                status = getattr(error, "exit_status", 1)
                 trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
-                writer.report()
                 raise
             finally:
-                writer.end_trackers(status, self.record)
-            return result
-        finally:
-            writer.report_lost_lines()
-            folder.close()
+                writer.close(status)
+        return result
 
     def _make_loop(self, folder: RunFolder, trackers: Trackers, writer: RunWriter) -> Loop:
         """Return the loop, in the state that is resumed, if any."""
         setup, c, total = self.setup, self.setup.config, self.total_steps
-        first = 0 if setup.resumed is None else setup.resumed.step
-        display = ProgressDisplay(total, setup.console, first=first)
+        display = ProgressDisplay(total, setup.console, first=setup.first_step)
         context = RunContext(
             setup.model, c, folder, trackers, display, setup.stop, self.record, setup.processes
         )
-        rates = rate_table(c.learning_rate, setup.schedule(total), c.warmup_steps, total)
-        step = TrainStep(
-            setup.model,
-            setup.strategy,
-            c,
-            rates,
-            processes=setup.processes,
-            splitter=setup.splitter,
-        )
-        saves = writer.checkpoints
+        schedule = kind_of_run(c.scheduler_type, total)
+        rates = rate_table(c.learning_rate, schedule, c.warmup_steps, total)
+        # one process alone would wait for the others' parts of a base that they share
+        traced = 0 if is_sharded(setup.model) else 1
+        guard = student_guard(setup.model, c, rates, processes=setup.processes, trace=traced)
         actions = RunActions(
             self.evaluate,
-            lambda: saves.save(loop),
-            lambda fidelity: saves.save_best(loop, fidelity),
-            writer.shows() if c.sample_steps else None,
+            lambda: writer.save(loop),
+            lambda fidelity: writer.save_best(loop, fidelity),
             writer.looks(),
         )
-        loop = Loop(context, step, total, actions)
+        loop = Loop(context, guard, setup.strategy, setup.splitter, total, actions)
         if setup.checkpoint is not None and self._state is not None:
-            self._state.restore(step.window)
+            self._state.restore(guard.window)
             loop.load_state(setup.checkpoint.record, saved=setup.goes_on)
-            self.memory.recall(setup.checkpoint)
+            self._memory.recall(setup.checkpoint)
             # fewer processes may have saved
             set_random_state(self._state.random_states.get(setup.processes.index, {}))
             self._state = None  # a copy of everything
@@ -305,10 +301,8 @@ class Trainer:
                 with contextlib.closing(self.data.windows()) as windows:
                     loop.run(windows)
             except BaseException as error:
-                writer.checkpoints.rescue(loop, error, writer.measure_modulation)
+                writer.rescue(loop, error)
                 raise
-            finally:
-                loop.context.display.close()
             seconds = time.perf_counter() - started
             number = self._signal()
             if number is not None:
@@ -317,18 +311,27 @@ class Trainer:
             elif loop.steps == 0:
                 self._refuse_empty(loop)
             if loop.unsaved:
-                writer.checkpoints.save(loop, last=True)
+                writer.save(loop, last=True)
         finally:
             if loop.recording is not None:
                 loop.recording.draw()  # pictures can wait until all is saved
         number, fidelity = self._signal(), None
-        if number is None:
-            fidelity, number = self._finish(loop, writer, seconds)
-        else:
+        if number is not None:
             setup.say(
                 f"stopped by signal {number} at step {loop.steps}; the adapters are saved below"
                 f" {folder.path / CHECKPOINTS}"
             )
+        else:
+            with contextlib.suppress(StoppedError):  # all is saved; only the figures are missing
+                fidelity = self.evaluate().after(self.initial)
+            number = self._signal()
+            if number is not None and setup.processes.size > 1:
+                fidelity = None
+            if fidelity is None:
+                folder.event("signal", number=number, step=loop.steps)
+            else:
+                writer.finish(loop, fidelity, seconds)
+                number = self._signal()
         return TrainResult(
             folder=folder.path,
             steps=loop.steps,
@@ -345,32 +348,18 @@ class Trainer:
 
     def _refuse_empty(self, loop: Loop) -> None:
         """End a run without one applied step."""
-        processes, folder = self.setup.processes, loop.context.folder
+        folder = loop.context.folder
         folder.event("stopped", step=0, reason="no step was applied")
-        if not loop.micro_batches:
-            raise processes.everywhere(no_sample(self.data.loader.samples.counts))
-        said = (
-            f"the data ended without one applied step ({loop.refusals.total} refusals, see"
-            f" {folder.path / EVENTS})"
-        )
-        raise processes.everywhere(DataError(said))
-
-    def _finish(
-        self, loop: Loop, writer: RunWriter, seconds: float
-    ) -> tuple[Fidelity | None, int | None]:
-        """Evaluate and write the final files; return the figures, and a signal that came."""
-        fidelity = None
-        with contextlib.suppress(StoppedError):  # everything is saved; only the figures are missing
-            fidelity = self.evaluate().after(self.initial)
-        number = self._signal()
-        if fidelity is None or (number is not None and self.setup.processes.size > 1):
-            loop.context.folder.event("signal", number=number, step=loop.steps)
-            return None, number
-        writer.finish(loop, fidelity, seconds)
-        return fidelity, self._signal()
+        error = no_sample(self.data.loader.samples.counts)
+        if loop.micro_batches:
+            error = DataError(
+                f"the data ended without one applied step ({loop.refusals.total} refusals, see"
+                f" {folder.path / EVENTS})"
+            )
+        raise self.setup.processes.everywhere(error)
 
     def _signal(self) -> int | None:
         """Return the number of a signal that came to any process; every process must ask."""
-        own = self.setup.stop.number
-        numbers = [n for n in (own, *self.setup.processes.gather_json(own)) if n is not None]
+        number = self.setup.stop.number
+        numbers = [n for n in (number, *self.setup.processes.gather_json(number)) if n is not None]
         return numbers[0] if numbers else None

@@ -13,15 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from npt.adapters import fused
-from npt.adapters.fused import (
-    Form,
-    LowRank,
-    Modulated,
-    is_unfused,
-    product_backward,
-    product_forward,
-    unfused,
-)
+from npt.adapters.fused import Form, LowRank, Modulated, product_backward, product_forward
 from npt.adapters.modulation import modulate, modulation_energy
 
 Weights = tuple[Tensor | None, Tensor | None]
@@ -227,16 +219,6 @@ def test_gradients_are_those_of_finite_differences(monkeypatch, mult, add, regul
     torch.autograd.gradcheck(one, (gate, z, *present[: len(present) // 2]))
 
 
-def test_targets_that_are_not_modulated_pass_through():
-    gate, up, z = normal(0, 3, 5), normal(1, 3, 5), normal(2, 3, 2)
-    out, energy = modulated_product(gate, up, z, NONE, NONE, Form(0.5, 0.1))
-    assert torch.equal(out, F.silu(gate) * up) and torch.equal(energy, torch.zeros(3))
-    kept = gate.clone()
-    assert torch.equal(modulated(gate, z, NONE, Form(0.5, 0.1))[0], gate) and torch.equal(
-        gate, kept
-    )
-
-
 def test_a_multiplier_of_zero_weights_is_exactly_one():
     y, z = normal(0, 3, 5), normal(1, 3, 2)
     for mult_bound in (0.1, 0.3, 0.5, 0.7, 0.999):
@@ -315,18 +297,3 @@ def test_inputs_are_not_written_to_and_any_strides_will_do():
     expected, _ = plain_product(gate, up, z, tuple(weights[:2]), tuple(weights[2:]), Form(0.5, 0.3))
     assert_close(out, expected)  # default tolerance of fp32
     assert all(torch.equal(t.detach(), b) for t, b in zip((base, z, *weights), before, strict=True))
-
-
-def test_the_unfused_context_nests_and_decorates():
-    assert not is_unfused()
-    with unfused():
-        with unfused():
-            assert is_unfused()
-        assert is_unfused()
-    assert not is_unfused()
-
-    @unfused()
-    def decorated() -> bool:
-        return is_unfused()
-
-    assert decorated() and not is_unfused()

@@ -4,16 +4,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
-from npt.adapters.modulation import (
-    MULTIPLIERS,
-    modulate,
-    modulate_reference,
-    modulation_energy,
-    multiplier,
-    multiplier_range,
-)
+from npt.adapters.modulation import modulate, modulation_energy, multiplier, multiplier_range
 from npt.config import MULT_FORMS, NPTConfig
 
 FORMS = pytest.mark.parametrize(
@@ -23,6 +17,30 @@ FORMS = pytest.mark.parametrize(
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def modulate_reference(
+    y: Tensor,
+    a: Tensor,
+    A: Tensor,
+    M: Tensor | None,
+    B: Tensor | None,
+    mult_bound: float,
+    additive_scale: float,
+) -> Tensor:
+    """Return the formula of the module, one token and channel at a time, in fp64."""
+    flat_y, flat_a = y.reshape(-1, y.shape[-1]).double(), a.reshape(-1, a.shape[-1]).double()
+    out = torch.empty_like(flat_y)
+    for token in range(flat_y.shape[0]):
+        z = A.double() @ flat_a[token]
+        for channel in range(flat_y.shape[1]):
+            value = flat_y[token, channel]
+            if M is not None:
+                value = value * (1 + mult_bound * (2 * torch.sigmoid(M[channel].double() @ z) - 1))
+            if B is not None:
+                value = value + additive_scale * (B[channel].double() @ z)
+            out[token, channel] = value
+    return out.reshape(y.shape)
 
 
 @pytest.mark.parametrize("mult_bound", [0.1, 0.5, 0.9])
@@ -157,10 +175,6 @@ def test_energy_is_zero_for_m_of_one_and_absent_without_terms():
     assert modulation_energy([(None, None)]) is None
 
 
-def test_every_form_of_the_configuration_is_there():
-    assert set(MULT_FORMS) == set(MULTIPLIERS)
-
-
 def form_of(form: str, u: torch.Tensor, mult_bound: float = 0.5) -> torch.Tensor:
     """m as `modulate` gives it, by products of one number each."""
     _, m, _ = modulate(
@@ -198,10 +212,3 @@ def test_every_form_stays_in_its_range_and_grows_with_its_argument(form, values,
 )
 def test_each_form_starts_and_ends_where_it_is_known_to(form, at_start, ends):
     assert form_of(form, torch.tensor([0.0, -100.0, 100.0])).tolist() == [at_start, *ends]
-
-
-def test_only_the_form_that_reaches_zero_loses_its_gradient_there():
-    u = torch.tensor([-20.0], requires_grad=True)
-    (form_of("one_plus_tanh", u) * 3.0).sum().backward()
-    assert u.grad is not None and u.grad.item() == 0.0 and form_of("one_plus_tanh", u).item() == 0.0
-    assert form_of("sigmoid", u).item() >= 0.5 and form_of("half_sigmoid", u).item() >= 0.5

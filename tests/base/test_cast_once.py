@@ -18,10 +18,9 @@ from npt.base.rows import set_rows
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import logit_losses
-from npt.distill.logit_losses import chunk_rows, row_loss, through_head
+from npt.distill.logit_losses import row_loss, through_head
 from npt.distill.own_stream import end_to_end
 from npt.evaluation import metrics
-from npt.evaluation.generate import Decoding, prompt_ids, write
 from npt.evaluation.greedy import continue_greedily
 from npt.evaluation.metrics import compare_tokens
 
@@ -123,16 +122,6 @@ def test_generation_casts_the_head_once_and_writes_the_same_tokens(
     assert continue_greedily(reference, prompts, [6, 6], (), ["a", "b"]) == new
 
 
-def test_generate_of_transformers_casts_the_head_once_too(load_model: Callable[..., Any]) -> None:
-    import npt
-
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
-    with Casts(model.lm_head) as casts:
-        write(model, tokenizer, prompt_ids(tokenizer, "one two"), Decoding(max_new_tokens=5))
-    # Tied to the embedding, whose lookup casts rows alone.
-    assert casts.count == 1
-
-
 def test_the_context_ends_with_it_and_nests() -> None:
     head, x = upcast_head(), torch.randn(2, D)
     before = set(vars(head))
@@ -169,9 +158,3 @@ def test_a_head_that_is_trained_keeps_its_gradient() -> None:
         (one,) = torch.autograd.grad(head(rows).sum(), head.weight)
         (two,) = torch.autograd.grad(head(rows).sum(), head.weight)
     assert torch.equal(one, two) and one.any()
-
-
-def test_chunks_on_cuda_are_larger() -> None:
-    assert chunk_rows(torch.device("cpu"), 128_256) == 130
-    assert chunk_rows(torch.device("cuda:1"), 128_256) == 261
-    assert chunk_rows(torch.device("cpu"), 1 << 30) == 1

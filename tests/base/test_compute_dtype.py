@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import enlarge
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,13 +17,7 @@ from npt.adapters.attach import attach
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
 from npt.adapters.trained import is_fusable
-from npt.base.linear import (
-    dense_weight,
-    multiply,
-    multiply_backward,
-    product_weight,
-    quantized_linears,
-)
+from npt.base.linear import dense_weight, multiply, multiply_backward, product_weight
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype
 from npt.base.quantization_error import product_errors
 from npt.config import BaseConfig, NPTConfig, TrainConfig
@@ -30,8 +25,6 @@ from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
 from npt.errors import CheckpointError, ConfigError, PrecisionError
 from npt.runs.resume import changed_settings
-from npt.tools.sweep.settings import Settings
-from npt.train.preparation import run_record
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2
 
@@ -43,7 +36,8 @@ def model(load_model):
 
 def student(load_model, **arguments: Any):
     model = load_model("nf4", **arguments)
-    attach(model, NPTConfig(layers="1-2", rank=4, init_std_b=0.02), seed=0)
+    attach(model, NPTConfig(layers="1-2", rank=4), seed=0)
+    enlarge(model, b=20)
     return model
 
 
@@ -74,14 +68,6 @@ def test_packed_products_are_in_bf16_and_all_else_in_fp32(model) -> None:
 def test_the_audit_finds_a_module_that_departs_from_the_policy(model, change, message) -> None:
     change(model.model.layers[1].mlp.gate_proj)
     with pytest.raises(PrecisionError, match=message):
-        audit_precision(model)
-
-
-def test_a_whole_model_in_bf16_that_was_declared_fp32_is_found(load_model) -> None:
-    model = load_model("nf4")
-    for _, module in quantized_linears(model):
-        module.compute_dtype = module.weight.quant_state.dtype = torch.bfloat16
-    with pytest.raises(PrecisionError, match=r"computes in bfloat16 \(and 27 more\)"):
         audit_precision(model)
 
 
@@ -145,42 +131,6 @@ def test_outputs_and_gradients_are_fp32s_to_bf16s_rounding(load_model, batch) ->
     assert float((logits[1] - logits[0]).norm()) < 0.05 * float(logits[0].norm())
 
 
-def test_it_trains_and_what_it_trained_evaluates_under_fp32(tmp_path) -> None:
-    text = [{"text": "one two three four five six seven eight nine ten " * 20}] * 4
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu", compute_dtype="bf16")
-    fp32, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    assert npt.base_hash(model) == npt.base_hash(fp32)
-    npt.attach(model, npt.NPTConfig(rank=4, additive_scale=1.0), seed=0)
-    config = npt.TrainConfig(
-        max_steps=6,
-        num_epochs=6,
-        batch_size=2,
-        learning_rate=1e-2,
-        log_steps=1,
-        eval_samples=1,
-        output_dir=str(tmp_path / "run"),
-        smoke_test=False,
-    )
-    trainer = npt.Trainer(model, tokenizer, text, config, data_config=npt.DataConfig(max_length=32))
-    trained = trainer.train()
-    assert trained.refused == 0 and {p.dtype for p in adapter_parameters(model).values()} == {
-        torch.float32
-    }
-    record = run_record(trainer.setup, trainer.data, trainer.base)
-    assert (
-        record["settings"]["compute_dtype"] == "bf16"
-        and "bfloat16" in record["precision"]["compute_dtype"]
-    )
-    npt.save_adapter(model, tmp_path / "adapter")
-    npt.load_adapter(fp32, tmp_path / "adapter")
-    before, after = (
-        npt.evaluate(m, tokenizer, text, max_length=32, max_samples=1) for m in (model, fp32)
-    )
-    assert after.student.kl < 0.75 * after.floor.kl  # it has learnt, and fp32 sees it
-    # of two distances, each from its own rounded teacher
-    assert after.student.kl == pytest.approx(before.student.kl, rel=0.2)
-
-
 def test_where_it_means_nothing_it_is_refused(load_model) -> None:
     with pytest.raises(
         ConfigError,
@@ -202,12 +152,6 @@ def test_a_run_is_not_gone_on_with_in_another_dtype() -> None:
     ):
         changed_settings({"compute_dtype": "bf16"}, {"compute_dtype": "fp32"})
     assert changed_settings({}, {"compute_dtype": "fp32"}) == {}
-
-
-def test_a_studys_compute_dtype_is_the_probes() -> None:
-    settings = Settings.of({"compute_dtype": "fp16", "max_steps": 2}, seed=0)
-    assert (settings.probe.compute_dtype, settings.base.compute_dtype) == ("fp16", "fp32")
-    assert settings.values()["compute_dtype"] == "fp16"
 
 
 def test_a_bias_is_rounded_for_products_and_not_in_the_hash(load_model) -> None:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from bitsandbytes.functional import get_4bit_type
 from rounded import flip_last_bit, round_otherwise
 from simulated_cuda import simulated_cuda, to_cuda
 
@@ -69,24 +67,6 @@ def test_anything_else_makes_it_another_and_is_named_with_both_values(load_model
     assert after.mismatch(before.as_record()) == f"{PARTS[part]} {theirs} there, {ours} here"
 
 
-def test_every_part_that_differs_is_named(load_model) -> None:
-    model = load_model("nf4")
-    record = npt.base_identity(model).as_record()
-    change_code(model)
-    change_norm(model)
-    found = npt.base_identity(model).mismatch(record)
-    assert re.fullmatch(
-        r"4-bit codes \w{12} there, \w{12} here, unpacked tensors \w{12} there, \w{12} here",
-        str(found),
-    )
-
-
-@pytest.mark.parametrize(("one", "other"), [("nf4", "fp4"), ("nf4", None)])
-def test_another_quantisation_is_another_base(load_model, one, other) -> None:
-    record = npt.base_identity(load_model(one)).as_record()
-    assert "4-bit codes" in str(npt.base_identity(load_model(other)).mismatch(record))
-
-
 def test_a_record_without_parts_is_compared_by_every_byte(load_model) -> None:
     model = load_model("nf4")
     record = {"base_hash": npt.base_hash(model)}
@@ -128,65 +108,6 @@ def test_is_the_same_on_a_gpu_and_brought_to_the_host_in_chunks(
     ]
     assert found == expected
     assert len(copied) > len(list(model.parameters())) and max(copied) <= 4096
-
-
-def test_chunks_of_a_transposed_tensor_are_its_bytes(monkeypatch) -> None:
-    monkeypatch.setattr(identity_module, "CHUNK", 64)
-    tensor = torch.arange(600.0).reshape(20, 30).t()
-    found = b"".join(map(bytes, identity_module._chunks(tensor)))
-    assert found == tensor.contiguous().numpy().tobytes()
-
-
-class TestCodes:
-    """No code depends on a device's rounding of 1 / absmax: all pairs of value and scale, up to a
-    power of two.
-    """
-
-    # --use_fast_math, with which the CUDA kernels are built, lets a reciprocal be off by one unit
-    # in the last place.
-    ROUNDINGS = (-math.inf, 0.0, math.inf)
-
-    def crossings(self, bits: int, bounds: torch.Tensor, other: torch.Tensor) -> int:
-        """Pairs of numbers with so many significant bits whose quotient is on different sides of a
-        border.
-
-        Args:
-            bits: of the significand, the leading one included.
-            bounds, other: positive borders between codes, as two devices have them, ascending.
-        """
-        significands = torch.arange(2 ** (bits - 1), 2**bits, dtype=torch.float32)
-        count = 0
-        for exponent in range(10):  # the smallest border is 2^-8.6
-            value = (significands * 2.0**-exponent).unsqueeze(1)
-            usual = 1.0 / significands
-            fits = value <= significands
-            for towards in self.ROUNDINGS:
-                reciprocal = (
-                    usual if towards == 0 else torch.nextafter(usual, torch.tensor(towards))
-                )
-                # positive values are compared with >, negative ones with <
-                for above in (False, True):
-                    one = torch.bucketize(value * usual, bounds, right=above)
-                    two = torch.bucketize(value * reciprocal, other, right=above)
-                    count += int(((one != two) & fits).sum())
-        return count
-
-    def bounds(self, kind: str, sign: int) -> torch.Tensor:
-        code = torch.sort(get_4bit_type(kind, device="cpu"))[0]
-        middle = (code[1:] + code[:-1]) / 2
-        return torch.sort(middle[middle * sign > 0].abs())[0]
-
-    @pytest.mark.parametrize("sign", [1, -1])
-    def test_of_nf4_never_do_for_bf16(self, sign) -> None:
-        bounds = self.bounds("nf4", sign)
-        assert self.crossings(8, bounds, bounds) == 0
-
-    def test_of_fp4_do(self) -> None:
-        bounds = self.bounds("fp4", 1)
-        assert self.crossings(8, bounds, bounds) > 0
-        # CUDA's kernel, bitsandbytes' dQuantizeFP4, writes 7/12 as 0.583333.
-        cuda = torch.where((bounds - 7 / 12).abs() < 1e-4, torch.tensor(0.583333), bounds)
-        assert self.crossings(8, bounds, cuda) > self.crossings(8, bounds, bounds)
 
 
 class TestSource:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.load import load_tokenizer, read_config
-from npt.base.placement import check_pieces
+from npt.base.load import read_config
+from npt.base.placement import check_placement
 from npt.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.usefixtures("real_loads")
@@ -94,33 +94,6 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"num_hidden_layers": 10_000_000},
-        {"model_type": "qwen2", "num_hidden_layers": 10**12},
-        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**12}},
-        {"model_type": "mixtral", "num_local_experts": 10**12},
-    ],
-)
-def test_layers_without_end_are_refused_before_they_are_made(copy, entries):
-    in_config(**entries)(copy)
-    for load in (read_config, load_tokenizer, npt.load_base):
-        with pytest.raises(ModelError, match="a base may have 2,000 at most"):
-            load(str(copy))
-
-
-@pytest.mark.parametrize(
-    "entry", ["hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_key_value_heads"]
-)
-def test_weights_too_small_for_the_configuration_take_no_memory(copy, monkeypatch, entry):
-    in_config(**{entry: 1_000_000_000})(copy)
-    monkeypatch.setattr("npt.base.load._read_weights", lambda *_: pytest.fail("memory was taken"))
-    for load in (npt.load_base, npt.load_teacher):
-        with pytest.raises(ModelError, match=r"has [\d,]+ bytes of weights, and .* parameters"):
-            load(str(copy))
-
-
 def test_the_configuration_is_read_without_weights(copy):
     (copy / "model.safetensors").unlink()
     assert read_config(str(copy)).num_hidden_layers == 4
@@ -151,7 +124,7 @@ class TestRefused:
     @pytest.mark.parametrize("quantization", ["int8", "NF4", ""])
     def test_a_quantisation_that_does_not_exist(self, llama_folder, quantization):
         with pytest.raises(
-            ConfigError, match=rf"quantization is '{quantization}'; choose from nf4, fp4 or None"
+            ConfigError, match=rf"quantization is '{quantization}'; choose from nf4, fp4, None"
         ):
             npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
 
@@ -176,7 +149,7 @@ class TestRefused:
             npt.load_base("", device="cpu")
 
     def test_a_file_where_a_folder_belongs(self, copy):
-        with pytest.raises(ModelError, match=r"model\.safetensors is a file; name the folder"):
+        with pytest.raises(ModelError, match=r"model\.safetensors holds no config"):
             npt.load_base(str(copy / "model.safetensors"), device="cpu")
 
     @pytest.mark.parametrize(
@@ -193,11 +166,11 @@ class TestRefused:
             ),
             (
                 lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
-                r"is a 'gpt2' model \(it has no .*model\.layers.*\); only llama",
+                r"is a 'gpt2' model; only llama",
             ),
             (
                 lambda f: (f / "config.json").write_text('{"model_type": "phi3"}'),
-                r"'phi3' model \(it has no mlp\.gate_proj.*only llama, mistral",
+                r"is a 'phi3' model; only llama, mistral",
             ),
             (
                 lambda f: (f / "config.json").write_text('{"model_type": "granite"}'),
@@ -214,10 +187,13 @@ class TestRefused:
                 r"cannot load the weights of",
             ),
             (truncate, r"cannot load the weights of"),
-            (in_weights(lambda t: t.pop(SOME_WEIGHT)), rf"lacks the weight {SOME_WEIGHT} that"),
+            (
+                in_weights(lambda t: t.pop(SOME_WEIGHT)),
+                rf"lacks the weight {SOME_WEIGHT} \(1 such\)",
+            ),
             (
                 in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),
-                r"lacks the weight lm_head\.weight and 1 more",
+                r"lacks the weight lm_head\.weight \(2 such\)",
             ),
             (
                 in_weights(
@@ -225,22 +201,6 @@ class TestRefused:
                 ),
                 SOME_WEIGHT,
             ),
-        ],
-        ids=[
-            "no configuration",
-            "configuration not JSON",
-            "configuration empty",
-            "no layers where they belong",
-            "fused products",
-            "another family of the same names",
-            "configuration of a wrong type",
-            "no tokenizer",
-            "no weights",
-            "weights corrupt",
-            "weights truncated",
-            "a tensor missing",
-            "two tensors missing",
-            "a tensor misshapen",
         ],
     )
     @QUANTIZATIONS
@@ -255,10 +215,6 @@ class TestRefused:
 
 
 class TestBaseHash:
-    @pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
-    def test_is_the_same_at_every_load(self, load_model, quantization):
-        assert npt.base_hash(load_model(quantization)) == npt.base_hash(load_model(quantization))
-
     def test_tells_quantisations_and_dtypes_apart(self, load_model):
         models = [
             load_model("nf4"),
@@ -419,10 +375,8 @@ def test_a_base_of_which_a_part_would_stay_on_disk_is_refused(llama_folder, load
 def test_a_layer_in_pieces_is_refused(load_model):
     model = load_model(None)
     model.model.layers[2].mlp.to("meta")
-    with pytest.raises(
-        ModelError, match="device_map puts layer 2 on cpu and meta; a layer must stay in one piece"
-    ):
-        check_pieces("it", model)
+    with pytest.raises(ModelError, match=r"not all on the GPUs: model\.layers\.2\.mlp"):
+        check_placement("it", model)
 
 
 @pytest.mark.parametrize(
@@ -456,34 +410,3 @@ def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(
     assert npt.base_hash(model) == npt.base_hash(expected)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert Bnb4BitHfQuantizer.get_quantize_ops is ops  # the next base is packed where it stays
-
-
-def test_a_weight_is_packed_on_the_named_device_and_brought_back(monkeypatch):
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-
-    from npt.base.load import _packing_on
-
-    seen = []
-
-    def convert(self, input_dict, *arguments, **named):
-        seen.extend(value.device.type for value in input_dict.values())
-        return {name: torch.zeros(3) for name in input_dict}
-
-    monkeypatch.setattr(Bnb4bitQuantize, "convert", convert)
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    with _packing_on(torch.device("meta")):  # a device that every machine has
-        op = Bnb4BitHfQuantizer.get_quantize_ops(None)
-        result = op.convert({"weight": [torch.zeros(2)]}, model=None)
-    assert seen == ["meta"] and result["weight"].device.type == "cpu"
-
-
-def test_what_packs_elsewhere_is_undone_when_loading_fails(tmp_path, llama_folder, load_model):
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-
-    before = Bnb4BitHfQuantizer.get_quantize_ops
-    shutil.copytree(llama_folder, tmp_path / "broken")
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ModelError):
-        npt.load_base(str(tmp_path / "broken"), quantization="nf4", device="cpu", pack_on="cpu")
-    assert Bnb4BitHfQuantizer.get_quantize_ops is before

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import npt
-from npt.base.linear import UpcastEmbedding, UpcastLinear, effective_dtype, quantized_linears
+from npt.base.linear import UpcastEmbedding, UpcastLinear, quantized_linears
 from npt.base.load import EMBEDDED_FOLDER, load_base
 from npt.base.precision import (
     audit_precision,
@@ -25,19 +25,6 @@ NAME = "model.layers.1.mlp.gate_proj"
 @pytest.fixture
 def model(load_model):
     return load_model("nf4")
-
-
-@pytest.mark.parametrize("quantization", ["nf4", "fp4"])
-def test_every_4bit_linear_computes_in_fp32_forward_and_backward(load_model, quantization):
-    linears = quantized_linears(load_model(quantization))
-    assert len(linears) == 28
-    for name, module in linears:
-        assert module.compute_dtype == torch.float32, name
-        assert module.compute_type_is_set, name
-        assert module.weight.quant_state.dtype == torch.float32, name
-        assert module.weight.quant_type == quantization, name
-        assert module.support_avx512bf16_for_cpu is False, name
-        assert effective_dtype(module) == "float32", name
 
 
 class TestAudit:
@@ -85,14 +72,6 @@ class TestAudit:
                 r"computes in float32 forward, bfloat16 backward",
             ),
             (lambda m: setattr(m.weight, "quant_state", None), r"computes in not quantised yet"),
-        ],
-        ids=[
-            "compute dtype",
-            "no compute dtype",
-            "compute dtype open",
-            "CPU repacking",
-            "backward dtype",
-            "not packed",
         ],
     )
     def test_names_the_one_4bit_layer_that_would_compute_otherwise(self, model, spoil, message):
@@ -184,19 +163,6 @@ def test_tokens_are_added_to_a_loaded_base(load_model, batch, quantization):
         assert torch.isfinite(resized(batch.input_ids.new_tensor([[size + 1]])).logits).all()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_upcast_linear_multiplies_in_fp32_whatever_comes_in(bias):
-    module = nn.Linear(16, 8, bias=bias).to(torch.bfloat16)
-    module.__class__ = UpcastLinear
-    x = torch.randn(3, 16).to(torch.bfloat16)
-    expected = nn.functional.linear(
-        x.float(), module.weight.float(), module.bias.float() if bias else None
-    )
-    assert module(x).dtype == torch.float32
-    assert torch.equal(module(x), expected)
-    assert torch.equal(module(x.float()), expected)
-
-
 def test_the_upcast_embedding_is_exact_and_keeps_its_padding_row():
     module = nn.Embedding(10, 4, padding_idx=2).to(torch.float16)
     module.__class__ = UpcastEmbedding
@@ -207,10 +173,6 @@ def test_the_upcast_embedding_is_exact_and_keeps_its_padding_row():
 
 
 class TestNames:
-    def test_parameter_names_are_those_of_the_unquantised_model(self, load_model):
-        names = [name for name, _ in load_model(None).named_parameters()]
-        assert [name for name, _ in load_model("nf4").named_parameters()] == names
-
     @pytest.mark.parametrize("quantization", ["nf4", None])
     def test_tied_weights_stay_tied(self, quantization):
         model, _ = npt.load_base("tiny", quantization=quantization, device="cpu")
@@ -230,11 +192,6 @@ def test_the_kind_of_quantisation_is_read_off_the_modules(load_model):
     mixed = load_model("nf4")
     mixed.get_submodule(NAME).weight.quant_type = "fp4"
     assert quantization_of(mixed) == "mixed"
-
-
-def test_a_quantised_base_computes_in_fp32_others_as_stored(load_model):
-    assert policy_dtype(load_model("nf4")) == torch.float32
-    assert policy_dtype(load_model(None)) == torch.float32
 
 
 # --- a base made to compute in 16 bit is the one that transformers loads so
@@ -271,22 +228,6 @@ def test_a_4_bit_base_equals_the_one_that_was_loaded_so(load_model, llama_folder
         module.support_avx512bf16_for_cpu = False  # repacked, it would be another product
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, loaded(IDS).logits)
-
-
-@pytest.mark.parametrize("quantization", ["nf4", None])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_in_16_bit_the_audit_agrees_and_packed_bytes_are_untouched(
-    load_model, quantization, dtype
-) -> None:
-    model = load_model(quantization)
-    before = [module.weight.data.clone() for _, module in quantized_linears(model)]
-    compute_in(model, dtype)
-    report = audit_precision(model, dtype)
-    assert set(report.compute_dtype) == {str(dtype).removeprefix("torch.")}
-    assert all(
-        torch.equal(old, module.weight.data)
-        for old, (_, module) in zip(before, quantized_linears(model), strict=True)
-    )
 
 
 def test_in_16_bit_rotary_stays_fp32_and_tied_weights_stay_tied() -> None:

@@ -4,13 +4,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
-from npt.base.linear import (
-    UpcastLinear,
-    dense_weight,
-    multiply_backward,
-    product_weight,
-    quantized_linears,
-)
+from npt.base.linear import UpcastLinear, dense_weight, multiply_backward, product_weight
 from npt.base.rows import RowScaled, rows_of, set_rows
 from npt.errors import ModelError
 
@@ -55,15 +49,6 @@ def test_taking_the_rows_away_gives_the_layer_back_bit_for_bit(load_model, batch
     assert torch.equal(model(batch.input_ids).logits, output)
 
 
-def test_rows_given_again_replace_those_before(load_model):
-    module = load_model().get_submodule(NAME)
-    set_rows(module, some_rows(module.out_features, seed=1))
-    scale, bias = some_rows(module.out_features, seed=2)
-    set_rows(module, (scale, bias))
-    found = rows_of(module)
-    assert found is not None and torch.equal(found[0], scale) and torch.equal(found[1], bias)
-
-
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_the_gradient_by_hand_is_that_of_the_scaled_rows(load_model, quantization):
     module = load_model(quantization).get_submodule(NAME)
@@ -102,14 +87,6 @@ def test_a_layer_computed_in_fp32_keeps_doing_so():
     assert torch.equal(layer(x), scale * plain + bias)
     set_rows(layer, None)
     assert type(layer) is UpcastLinear and torch.equal(layer(x), plain)
-
-
-def test_packed_layers_with_rows_are_still_found(load_model):
-    model = load_model()
-    count = len(quantized_linears(model))
-    module = model.get_submodule(NAME)
-    set_rows(module, some_rows(module.out_features))
-    assert len(quantized_linears(model)) == count
 
 
 def test_other_layers_are_refused_and_left_as_they_are():

@@ -189,26 +189,17 @@ def test_what_a_section_sets_for_the_process_is_set_back(parts, sections, run):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_the_sections_are_fourteen_and_the_cheap_ones_come_first(parts):
+def test_the_cheap_sections_come_first(parts):
     numbers = [section.number for section in parts[0].SECTIONS]
-    assert sorted(numbers) == list(range(1, 15)) and numbers[:3] == [1, 2, 5] and numbers[-1] == 13
+    assert len(set(numbers)) == len(numbers) and numbers[0] == 1 and numbers[-1] == 13
 
 
 def test_cheap_sections_for_real(parts, tmp_path, capsys):
-    assert (
-        parts[0].main(
-            ["--small", "--device", "cpu", "--only", "3,1,6,14", "--output", str(tmp_path / "out")]
-        )
-        == 0
-    )
+    flags = ["--small", "--device", "cpu", "--only", "3,1,6", "--output", str(tmp_path / "out")]
+    assert parts[0].main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        ["PASS", "1"],
-        ["-", "6"],
-        ["PASS", "3"],
-        ["-", "14"],
-    ]
-    assert "needs CUDA" in lines[1] and "needs two GPUs" in lines[3]
+    assert [line.split()[:2] for line in lines] == [["PASS", "1"], ["-", "6"], ["PASS", "3"]]
+    assert "needs CUDA" in lines[1]
     found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     products = next(section for section in found["sections"] if section["number"] == 3)
     assert 0 < products["figures"]["Linear4bit error, highest"] < 2e-5

@@ -19,7 +19,6 @@ from npt.adapters.converted import adapter_parameters
 from npt.planning.measure import storage_bytes, tensors_of
 from npt.planning.memory import base_bytes
 from npt.planning.shape import Shape
-from results_file import check_place
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = Shape(layers=4, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=96)
@@ -31,16 +30,13 @@ def parts():
     """The benchmark's modules, with a shape that is small enough for a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        modules = [
-            importlib.import_module(name)
-            for name in ("speed", "speed_runs", "speed_sweep", "speed_tables")
-        ]
+        modules = [importlib.import_module(name) for name in ("speed", "speed_runs", "speed_sweep")]
         patch.setitem(modules[1].SHAPES, "small", SMALL)
         patch.setattr(
             modules[0], "matmul_roofline", partial(matmul_roofline, sizes=(64,), seconds=0.0)
         )
         yield modules
-        for name in ("speed", "speed_runs", "speed_sweep", "speed_tables"):
+        for name in ("speed", "speed_runs", "speed_sweep"):
             sys.modules.pop(name)
 
 
@@ -219,12 +215,7 @@ def test_without_peft_its_rows_are_missing_with_a_reason(parts, monkeypatch, cap
         (["--repeats", "0"], "--repeats is 0"),
         (["--layers", "9"], "layer 9"),
         (["--runs", "local,fast"], "'fast'"),
-        (["--fill", str(BENCHMARKS / "speed.py")], "--fill is "),
-        (
-            ["--output", "/proc/nowhere/out"],
-            "--output is /proc/nowhere/out, which cannot be written to",
-        ),
-        (["--fill", "nowhere.md"], "--fill is nowhere.md"),
+        (["--output", "/proc/nowhere/out"], "/proc/nowhere"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_in_one_line(parts, flags, named, capsys):
@@ -233,64 +224,24 @@ def test_flags_that_cannot_work_are_refused_in_one_line(parts, flags, named, cap
     assert named in shown.err and shown.err.count("\n") == 1 and not shown.out
 
 
-def test_the_sweep_and_its_files(parts, tmp_path, capsys):
-    text, output = tmp_path / "page.md", tmp_path / "out"
-    text.write_text("# Before\n\n<!-- speed.py --shape small -->\nold\n<!-- end -->\n\nbehind\n")
-    files = ["--output", str(output), "--fill", str(text)]
-    assert (
-        parts[0].main(
-            [
-                *ARGUMENTS,
-                "--repeats",
-                "1",
-                "--runs",
-                "local,two_model",
-                "--sweep",
-                "--markdown",
-                *files,
-            ]
-        )
-        == 0
-    )
+def test_the_sweep_and_its_file(parts, tmp_path, capsys):
+    output = tmp_path / "out"
+    flags = ["--repeats", "1", "--runs", "local,two_model", "--sweep", "--output", str(output)]
+    assert parts[0].main([*ARGUMENTS, *flags]) == 0
     shown = capsys.readouterr().out
-    figures = json.loads((output / "small.json").read_text())
-    tables = (output / "small.md").read_text()
-    assert tables == shown.rstrip("\n") + "\n"
-    assert (
-        text.read_text()
-        == f"# Before\n\n<!-- speed.py --shape small -->\n\n{tables}\n<!-- end -->\n\nbehind\n"
-    )
-    for name in ("small-runs.png", "small-sweep.png"):
-        assert (output / name).read_bytes().startswith(b"\x89PNG")
-    found = figures["sweep"]
+    found = json.loads((output / "small.json").read_text())["sweep"]
     curve = {
         name: [found["points"][i] for i in numbers] for name, numbers in found["curves"].items()
     }
-    assert [p["tokens"] for p in curve["tokens"]] == [8, 16, 32, 64] and {
-        p["length"] for p in curve["tokens"]
-    } == {8}
-    assert [p["length"] for p in curve["length"]] == [4, 8, 16, 32] and {
-        p["tokens"] for p in curve["length"]
-    } == {32}
+    assert [p["tokens"] for p in curve["tokens"]] == [8, 16, 32, 64]
+    assert {p["length"] for p in curve["tokens"]} == {8}
+    assert [p["length"] for p in curve["length"]] == [4, 8, 16, 32]
+    assert {p["tokens"] for p in curve["length"]} == {32}
     assert [p["converted"] for p in curve["layers"]] == [1, 2, 3, 4]
     assert all(
         len(p["all_seconds"][kind]) == 1 for p in found["points"] for kind in ("local", "two_model")
     )
     assert "| `local` |" in shown and "| converted layers |" in shown and "Square products" in shown
-
-
-def test_figures_are_printed_whatever_becomes_of_their_files(parts, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(parts[0], "write_all", fail)
-    with pytest.raises(OSError, match="no space left"):
-        parts[0].main([*ARGUMENTS, "--runs", "local", "--json", "--output", str(tmp_path / "out")])
-    assert json.loads(capsys.readouterr().out)["shape"] == "small"
-
-
-def test_the_results_have_a_place_for_the_shape_that_is_measured(parts):
-    check_place(BENCHMARKS.parent / "docs" / "results" / "speed.md", parts[3].place("cpu-0.2b"))
 
 
 def test_a_straight_line_is_found_straight(parts):

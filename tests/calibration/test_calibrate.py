@@ -211,11 +211,11 @@ def test_ranks_that_are_listed_stay(load_model, tokenizer) -> None:
     assert attached_config(model).ranks == (3, 9, 5)
 
 
-def test_a_budget_of_ranks_is_spent_saved_and_loaded(load_model, tokenizer, tmp_path: Path) -> None:
-    model = student(load_model)
-    found = calibrate(model, tokenizer, rank_budget=20)
+def test_ranks_are_given_out_saved_and_loaded(load_model, tokenizer, tmp_path: Path) -> None:
+    model = student(load_model, rank=7)
+    found = calibrate(model, tokenizer)
     ranks = tuple(layer.rank for layer in found.layers.values())
-    assert sum(ranks) == 20 and len(set(ranks)) > 1
+    assert sum(ranks) == 21 and len(set(ranks)) > 1
     assert attached_config(model).ranks == ranks
     assert tuple(len(layer.npt.A) for _, layer in npt_layers(model)) == ranks
     assert [layer.npt.config.rank for _, layer in npt_layers(model)] == list(ranks)
@@ -298,8 +298,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[NPTError], str]] =
     "one sample": ({}, {"data": samples(1)}, DataError, "the data gave 1"),
     "too little for the rank": ({"rank": 64}, {"data": samples(8)}, DataError, "rank 64 needs 256"),
     "no tokens": ({}, {"tokens": 0}, ConfigError, "--calibration_tokens is 0"),
-    "a budget below one each": ({}, {"rank_budget": 2}, ConfigError, "--rank_budget is 2"),
-    "a budget beyond the model": ({}, {"rank_budget": 193}, ConfigError, "3 to 192 ranks"),
     "a form that does not start at 1": (
         {"mult_form": "half_sigmoid"},
         {},
@@ -340,18 +338,12 @@ def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "budget", "named"),
-    [
-        ({}, 9, "means nothing without --init calibrated"),
-        ({"init": "calibrated", "ranks": (4, 5)}, 9, "next to --ranks 4,5"),
-        ({"init": "calibrated"}, 1, "--rank_budget is 1; 2 converted"),
-        ({"init": "calibrated", "residual": "keep"}, None, "--residual keep"),
-        ({"init": "calibrated", "targets": ("gate",)}, None, "add stream"),
-    ],
+    ("form", "named"),
+    [({"residual": "keep"}, "--residual keep"), ({"targets": ("gate",)}, "add stream")],
 )
-def test_impossible_settings_are_refused_before_a_base_is_loaded(form, budget, named) -> None:
+def test_impossible_settings_are_refused_before_a_base_is_loaded(form, named) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_calibration(npt.NPTConfig(**form), budget, 2, 64)
+        check_calibration(npt.NPTConfig(init="calibrated", **form))
 
 
 def test_unknown_ids_are_left_out_and_the_last_sample_is_cut(load_model, tokenizer) -> None:

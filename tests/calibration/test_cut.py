@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from npt.calibration.calibrate import check_budget
 from npt.calibration.cut import Cut, spend
-from npt.errors import ConfigError
 
 D = 12
 
@@ -89,15 +87,3 @@ def test_a_budget_is_spent_whole_and_no_rank_is_worth_more_elsewhere(worth, shar
     last = [worth[index][rank - 1] for index, rank in ranks.items() if rank > 1]
     following = [worth[index][rank] for index, rank in ranks.items() if rank < 4]
     assert not last or not following or min(last) >= max(following)
-
-
-@pytest.mark.parametrize("budget", [2, 13])
-def test_a_budget_that_starves_a_layer_or_cannot_be_spent_is_refused(budget) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=(
-            f"--rank_budget is {budget}; 3 converted layers of a model of hidden size 4 take 3 to"
-            " 12 ranks"
-        ),
-    ):
-        check_budget(budget, layers=3, hidden_size=4)

@@ -7,27 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from cli_words import flags
 
 from npt.cli.main import main
-from npt.step import train_step
+from npt.distill import step as train_step
 
 pytestmark = pytest.mark.usefixtures("short_library")
 
-SHORT = [
-    "pretrain",
-    "--use_quantization",
-    "--init",
-    "random",
-    "--max_steps",
-    "1",
-    "--eval_samples",
-    "1",
-    "--max_length",
-    "32",
-    "--no_smoke_test",
-    "--log_steps",
-    "1",
-]
+SHORT = flags(
+    "pretrain --use_quantization --init random --max_steps 1 --eval_samples 1 "
+    "--max_length 32 --no_smoke_test --log_steps 1"
+)
 
 
 def test_matmul_precision_is_set_for_the_run_recorded_and_restored(tmp_path, monkeypatch):
@@ -64,19 +54,10 @@ def test_a_refused_call_gives_the_precision_back_too(capsys):
 
 
 def test_bf16_products_are_announced_with_their_error_and_recorded(tmp_path, capsys) -> None:
-    run = [
-        "pretrain",
-        "--use_quantization",
-        "--init",
-        "random",
-        "--compute_dtype",
-        "bf16",
-        "--max_steps",
-        "1",
-        "--eval_samples",
-        "1",
-        "--no_smoke_test",
-    ]
+    run = flags(
+        "pretrain --use_quantization --init random --compute_dtype bf16 --max_steps 1 "
+        "--eval_samples 1 --no_smoke_test"
+    )
     assert (
         main(
             [*run, "--max_length", "16", "--batch_size", "1", "--output_dir", str(tmp_path / "run")]

@@ -7,139 +7,88 @@ import re
 from pathlib import Path
 
 import pytest
+from cli_words import flags
 
-from npt.cli.defaults import with_config, with_data, with_defaults
+from npt.cli.defaults import with_data, with_defaults
 from npt.cli.main import main
 from npt.config import NPTConfig
-from npt.errors import ConfigError
 from npt.train.sources import DATASETS
 
 WEB_TEXT = DATASETS["slimpajama"]["dataset_name"]
-SHORT = [
-    "--use_quantization",
-    "--max_steps",
-    "1",
-    "--max_length",
-    "32",
-    "--eval_samples",
-    "2",
-    "--batch_size",
-    "2",
-    "--layers",
-    "6-7",
-]
+SHORT = flags(
+    "--use_quantization --max_steps 1 --max_length 32 --eval_samples 2 --batch_size 2 --layers 6-7"
+)
 
 
-class TestStart:
-    def test_it_is_solved_by_default_with_the_settings_that_suit_it(self):
-        found = with_defaults({"model_name": "some/base"})
-        expected = {
-            "init": "calibrated",
-            "additive_scale": 1.0,
-            "learning_rate": 5e-5,
-            "strategy": "end_to_end",
-            "logit_kl_weight": 1.0,
-        }
-        assert expected.items() <= found.given.items() and found.fallback
-        (line,) = found.said
-        assert (
-            "a start in closed form" in line
-            and "--learning_rate 5e-05" in line
-            and "--init random" in line
-        )
-        assert "adapter_rank" not in found.given and "max_steps" not in found.given
+NEAR = {"init": "calibrated", "additive_scale": 1.0, "learning_rate": 5e-5}
+WHOLE = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
+BASE = {"model_name": "some/base"}
+OTHERWISE = {"learning_rate": 1e-5, "loss": "mse", "adapter_rank": 4, "num_epochs": 2}
+CHOSEN: dict[str, tuple[dict, dict, str]] = {
+    # flags, what is chosen or stays, and what is left to the fields' own defaults
+    "solved": (BASE, {**NEAR, **WHOLE, "targets": "stream"}, "adapter_rank max_steps"),
+    "given otherwise": (OTHERWISE, OTHERWISE, "strategy max_steps"),
+    "a random start": (
+        {"init": "random", **BASE},
+        {"init": "random", "save_steps": 500},
+        "learning_rate additive_scale targets",
+    ),
+    "additive": ({**BASE, "modulation": "additive"}, {"targets": "stream"}, ""),
+    "multiplicative": ({**BASE, "modulation": "multiplicative"}, NEAR, "targets"),
+    "a bound": ({**BASE, "mult_bound": 0.3}, NEAR, "targets"),
+    "a form": ({**BASE, "mult_form": "unbounded"}, NEAR, "targets"),
+    "embedded": ({}, {**NEAR, "adapter_rank": 48, "max_steps": 150}, ""),
+    "embedded, random": ({"init": "random"}, {"max_steps": 600}, "learning_rate"),
+    "another text": ({"dataset_name": "mine.jsonl"}, NEAR, "max_steps"),
+    "an adapter": (
+        {"adapter": "RUN"},
+        {"learning_rate": 5e-5},
+        "init additive_scale adapter_rank targets",
+    ),
+}
 
-    @pytest.mark.parametrize(
-        ("flags", "reason"),
-        [
-            ({"shard_base": True}, "--shard_base"),
-            ({"device_map": "auto"}, "--device_map"),
-            ({"residual": "keep"}, "--residual keep"),
-            ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
-            ({"targets": "gate,up"}, "--targets gate,up, without stream"),
-            ({"init_a": "kaiming"}, "--init_a"),
-        ],
-        ids=str,
-    )
-    def test_it_is_random_where_none_can_be_solved_and_says_why(self, flags, reason):
-        found = with_defaults({**flags, "init": "auto"})
-        assert (
-            found.given["init"] == "random"
-            and "learning_rate" not in found.given
-            and not found.fallback
-        )
-        assert "a random start" in found.said[0] and reason in found.said[0]
 
-    def test_what_is_given_stays_and_what_is_asked_for_is_not_said(self):
-        given = {
-            "init": "calibrated",
-            "learning_rate": 1e-5,
-            "loss": "mse",
-            "adapter_rank": 4,
-            "num_epochs": 2,
-            "save_steps": 7,
-        }
-        found = with_defaults(given)
-        assert given.items() <= found.given.items() and found.said == () and not found.fallback
-        # the objective and the length were given otherwise
-        assert "strategy" not in found.given and "max_steps" not in found.given
+@pytest.mark.parametrize("case", CHOSEN)
+def test_defaults_suit_the_start_and_what_is_given_stays(case):
+    given, expected, absent = CHOSEN[case]
+    found = with_defaults(given).given
+    assert {**given, **expected}.items() <= found.items()
+    assert not found.keys() & set(absent.split())
 
-    def test_a_random_start_keeps_the_fields_own_rate_and_scale(self):
-        assert with_defaults({"init": "random", "model_name": "some/base"}).given == {
-            "init": "random", "model_name": "some/base", "save_steps": 500,
-        }  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("flags", "alone"),
-        [
-            ({}, True),
-            ({"modulation": "additive"}, True),
-            ({"modulation": "multiplicative"}, False),
-            ({"mult_bound": 0.3}, False),
-            ({"mult_form": "unbounded"}, False),
-        ],
-        ids=str,
-    )
-    def test_a_flag_about_multipliers_is_not_left_without_effect(self, flags, alone):
-        found = with_defaults({**flags, "model_name": "some/base"}).given
-        assert found["init"] == "calibrated"
-        assert (found.get("targets") == "stream") == alone
+def test_a_start_that_was_chosen_is_said_and_may_fall_back():
+    found = with_defaults(BASE)
+    (line,) = found.said
+    for words in ("a start in closed form", "--learning_rate 5e-05", "--init random"):
+        assert words in line
+    assert found.fallback
+    asked = with_defaults({"init": "calibrated", **BASE})
+    assert asked.said == () and not asked.fallback
 
-    def test_the_embedded_model_ends_in_minutes(self):
-        assert (
-            with_defaults({}).given.items()
-            >= {
-                "adapter_rank": 48,
-                "max_steps": 150,
-                "calibration_tokens": 32768,
-                "learning_rate": 5e-5,
-            }.items()
-        )
-        assert with_defaults({"init": "random"}).given["max_steps"] == 600
-        assert "max_steps" not in with_defaults({"dataset_name": "mine.jsonl"}).given
 
-    def test_a_run_that_is_taken_up_keeps_what_it_began_with(self):
-        before = {
-            "init": "random",
-            "additive_scale": 0.1,
-            "learning_rate": 0.01,
-            "strategy": "local",
-            "adapter_rank": 16,
-        }
-        found = with_defaults({"learning_rate": 0.02}, before)
-        assert {
-            "init": "random",
-            "additive_scale": 0.1,
-            "strategy": "local",
-            "learning_rate": 0.02,
-        }.items() <= found.given.items()
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"shard_base": True}, "--shard_base"),
+        ({"device_map": "auto"}, "--device_map"),
+        ({"residual": "keep"}, "--residual keep"),
+        ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
+        ({"targets": "gate,up"}, "--targets gate,up, without stream"),
+    ],
+    ids=str,
+)
+def test_a_start_is_random_where_none_can_be_solved_and_says_why(flags, reason):
+    found = with_defaults({**flags, "init": "auto"})
+    assert found.given["init"] == "random" and not found.fallback
+    assert "learning_rate" not in found.given
+    assert "a random start" in found.said[0] and reason in found.said[0]
 
-    def test_with_an_adapter_its_form_is_left_alone(self):
-        found = with_defaults({"adapter": "RUN"}).given
-        assert (
-            not found.keys() & {"init", "additive_scale", "adapter_rank"}
-            and found["learning_rate"] == 5e-5
-        )
+
+def test_a_run_that_is_taken_up_keeps_what_it_began_with():
+    before = {"init": "random", "additive_scale": 0.1, "strategy": "local", "adapter_rank": 16}
+    found = with_defaults({"learning_rate": 0.02}, {**before, "learning_rate": 0.01})
+    kept = {"init": "random", "additive_scale": 0.1, "strategy": "local", "learning_rate": 0.02}
+    assert kept.items() <= found.given.items()
 
 
 def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatch):
@@ -161,117 +110,69 @@ def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatc
     assert shown["save_steps"] == "500" and shown["seed"] == "0"
 
 
-class TestData:
-    def test_the_embedded_text_is_of_the_embedded_model_alone(self):
-        assert with_data({}, "tiny").given == {} and with_data({}, "tiny").said == ()
-        found = with_data({}, "some/llama")
-        assert (
-            found.given == {"dataset_name": WEB_TEXT, "streaming": True}
-            and "no --dataset_name" in found.said[0]
-        )
-
-    def test_short_names_are_written_out_and_flags_win(self, tmp_path, monkeypatch):
-        for name, flags in DATASETS.items():
-            assert with_data({"dataset_name": name}, "tiny").given == flags
-        found = with_data(
-            {"dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1"}, "tiny"
-        ).given
-        assert found == {
-            "dataset_name": "Salesforce/wikitext",
-            "dataset_config": "wikitext-2-raw-v1",
-        }
-        monkeypatch.chdir(tmp_path)
-        Path("wikitext").mkdir()
-        assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
-
-    def test_a_mixture_excludes_a_data_set(self):
-        mixed = {"dataset_mix": "builtin:1,wikitext:1"}
-        assert (
-            with_data(mixed, "some/llama").given == mixed
-            and with_data(mixed, "some/llama").said == ()
-        )
-        for name in ("builtin", "other.txt"):
-            with pytest.raises(
-                ConfigError,
-                match=f"--dataset_name is {name} and --dataset_mix builtin:1,wikitext:1; name that",
-            ):
-                with_data({"dataset_name": name, **mixed}, "tiny")
-        # those of a run on the embedded text alone
-        assert "max_steps" not in with_defaults(mixed).given
-
-    def test_a_given_data_set_replaces_a_files_mixture_and_vice_versa(self, tmp_path):
-        for written, given, expected in (
-            ("dataset_name: builtin\nseed: 1", {"dataset_mix": "a:1"}, {"dataset_mix": "a:1"}),
-            ("dataset_mix: a:1\nseed: 1", {"dataset_name": "c"}, {"dataset_name": "c"}),
-            ("dataset_name: c\nseed: 2", {"seed": 1}, {"dataset_name": "c"}),
-        ):
-            config = tmp_path / "run.yaml"
-            config.write_text(written, encoding="utf-8")
-            given["config"] = str(config)
-            assert with_config(given) == {**expected, "seed": 1, "config": str(config)}
-
-    def test_no_data_and_no_hub_for_another_base_names_the_flag(
-        self, tmp_path, capsys, monkeypatch
-    ):
-        import datasets
-
-        def unreachable(*_: object, **__: object) -> None:
-            raise ConnectionError("no route to any host")
-
-        monkeypatch.setattr(datasets, "load_dataset", unreachable)
-        from npt.base.load import EMBEDDED_FOLDER
-
-        run = [
-            "pretrain",
-            "--model_name",
-            str(EMBEDDED_FOLDER),
-            "--output_dir",
-            str(tmp_path / "run"),
-            *SHORT,
-        ]
-        assert main([*run, "--dataset_name", "alpaca"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "tatsu-lab/alpaca" in line and "give --dataset_name a local file" in line
-        assert main(run) == 2
-        said = capsys.readouterr()
-        (line,) = said.err.splitlines()
-        assert WEB_TEXT in line and "no route to any host" in line and "--dataset_name" in line
-        assert "no --dataset_name" in said.out and not (tmp_path / "run").exists()
+def test_the_embedded_text_is_of_the_embedded_model_alone():
+    assert with_data({}, "tiny") == ({}, (), False)
+    found = with_data({}, "some/llama")
+    assert found.given == {"dataset_name": WEB_TEXT, "streaming": True}
+    assert "no --dataset_name" in found.said[0]
 
 
-def test_too_little_text_for_a_solved_start_means_a_random_one(tmp_path, capsys):
-    data = tmp_path / "little.jsonl"
-    data.write_text(
-        "".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12))
-    )
-    run = ["pretrain", "--dataset_name", str(data), "--output_dir", str(tmp_path / "run"), *SHORT]
-    assert main(run) == 0
+def test_short_names_are_written_out_and_flags_win(tmp_path, monkeypatch):
+    for name, named in DATASETS.items():
+        assert with_data({"dataset_name": name}, "tiny").given == named
+    given = {"dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1"}
+    expected = {**given, "dataset_name": "Salesforce/wikitext"}
+    assert with_data(given, "tiny").given == expected
+    monkeypatch.chdir(tmp_path)
+    Path("wikitext").mkdir()
+    assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
+
+
+def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, monkeypatch):
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to any host")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    from npt.base.load import EMBEDDED_FOLDER
+
+    run = [
+        "pretrain",
+        "--model_name",
+        str(EMBEDDED_FOLDER),
+        "--output_dir",
+        str(tmp_path / "run"),
+        *SHORT,
+    ]
+    assert main([*run, "--dataset_name", "alpaca"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tatsu-lab/alpaca" in line and "give --dataset_name a local file" in line
+    assert main(run) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert WEB_TEXT in line and "no route to any host" in line and "--dataset_name" in line
+    assert "no --dataset_name" in said.out and not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def on_little_text(tmp_path) -> list[str]:
+    data, rows = tmp_path / "little.jsonl", [[3, 4 + i, 5, 6 + i] for i in range(12)]
+    data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    run = ["pretrain", "--dataset_name", str(data), "--output_dir", str(tmp_path / "run")]
+    return [*run, *SHORT]
+
+
+def test_too_little_text_for_a_solved_start_means_a_random_one(on_little_text, tmp_path, capsys):
+    assert main(on_little_text) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "a random start, because of too little text" in out
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
     assert settings["init"] == "random" and settings["additive_scale"] == NPTConfig().additive_scale
     # it is not asked for a solved start now
-    assert main([*run, "--resume", "auto", "--max_steps", "2"]) == 0
+    assert main([*on_little_text, "--resume", "auto", "--max_steps", "2"]) == 0
 
 
-def test_too_little_text_for_a_start_that_was_asked_for_is_an_error(tmp_path, capsys):
-    data = tmp_path / "little.jsonl"
-    data.write_text(
-        "".join(json.dumps({"input_ids": [3, 4 + i, 5, 6 + i]}) + "\n" for i in range(12))
-    )
-    assert (
-        main(
-            [
-                "pretrain",
-                "--dataset_name",
-                str(data),
-                "--init",
-                "calibrated",
-                "--output_dir",
-                str(tmp_path / "run"),
-                *SHORT,
-            ]
-        )
-        == 2
-    )
+def test_too_little_text_for_a_start_that_was_asked_for_is_an_error(on_little_text, capsys):
+    assert main([*on_little_text, "--init", "calibrated"]) == 2
     assert "calibration has" in capsys.readouterr().err

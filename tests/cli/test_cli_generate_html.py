@@ -13,6 +13,7 @@ from made_runs import Reader
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
+from npt.report.generated import visible
 
 PROMPT = "class Stack:\n    def __init__(self"
 NEW = 6
@@ -24,7 +25,7 @@ def base():
 
 
 @pytest.fixture(scope="module")
-def adapter(base, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(base, tmp_path_factory) -> Path:
     model, _ = base
     npt.attach(model, npt.NPTConfig(rank=8, layers="6,7", residual="keep"))
     generator = torch.Generator().manual_seed(5)
@@ -37,7 +38,7 @@ def adapter(base, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(adapter: Path, base, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+def call(adapter, base, tmp_path, monkeypatch, capsys):
     """Return status, page and JSON of a call."""
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 
@@ -53,33 +54,31 @@ def call(adapter: Path, base, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys)
     return call
 
 
-def data_of(text: str):
-    return json.loads(Reader(text).data)
-
-
 def test_the_page_has_the_prompt_and_the_text(call, base) -> None:
     _, text, found = call("--json")
-    (view,) = data_of(text)["views"]
+    reader = Reader(text)
     ids = base[1](PROMPT)["input_ids"]
-    assert len(view["tokens"]) == len(ids) + NEW and view["start"] == len(ids)
-    assert "".join(map(json.loads, view["tokens"][1:])) == PROMPT + found["student"]["text"]
-    assert view["layers"] == ["6", "7"]
-    assert "The student continued the prompt" in Reader(text).text
+    tokens = reader.of("span", class_="token")
+    assert len(tokens) == len(ids) + NEW + 2  # and the key
+    assert len(reader.of("span", class_="q")) == len(ids) + 1
+    assert len(reader.of("td")) == 2 * (len(ids) + NEW)  # of the layers 6 and 7
+    assert visible(found["student"]["text"]) in reader.text
+    assert "The student continued the prompt" in reader.text
 
 
 def test_a_comparison_has_both_texts_and_where_they_part(call) -> None:
     _, text, found = call("--compare", "--json")
-    teacher, student = data_of(text)["views"]
-    assert len(teacher["tokens"]) == len(student["tokens"])
+    reader = Reader(text)
     assert found["parts_at"] is not None
-    assert f"They part after {found['parts_at']} token" in Reader(text).text
-    assert len(Reader(text).of("span", class_="p")) == 3
-    assert all(value is not None for value in teacher["by"]["kl"][1:])
+    assert f"They part after {found['parts_at']} token" in reader.text
+    assert len(reader.of("span", class_="p")) == 3 and len(reader.of("table")) == 2
+    hints = [each["title"] or "" for each in reader.of("span", class_="token") if "title" in each]
+    assert sum(", KL " in hint for hint in hints) == len(hints) - 2
 
 
 def test_another_models_text_has_the_page_too(call) -> None:
     status, text, _ = call("--mode", "floor")
-    assert status == 0 and len(data_of(text)["views"]) == 1
+    assert status == 0 and len(Reader(text).of("table")) == 1
 
 
 def test_a_page_that_cannot_be_written_is_refused_first(call, tmp_path) -> None:

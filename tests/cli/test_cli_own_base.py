@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from students import enlarge
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import npt
@@ -31,12 +32,13 @@ VERBS = {
 
 
 @pytest.fixture(scope="module", params=OWN)
-def adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     AutoTokenizer.from_pretrained(EMBEDDED_FOLDER).save_pretrained(folder / "base")
     AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER).save_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base", **OWN[request.param])
-    npt.attach(model, npt.NPTConfig(rank=2, layers="3", init_std_b=0.1))
+    npt.attach(model, npt.NPTConfig(rank=2, layers="3"))
+    enlarge(model, b=100)
     return npt.save_adapter(model, folder / "adapter")
 
 

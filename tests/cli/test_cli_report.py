@@ -31,12 +31,6 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
     )
 
 
-def test_the_page_can_be_put_elsewhere(tmp_path) -> None:
-    folder = make_run(tmp_path / "run")
-    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").is_file() and not (folder / "report.html").exists()
-
-
 def test_json_holds_what_was_found(tmp_path, capsys) -> None:
     lines = [
         event("start"),

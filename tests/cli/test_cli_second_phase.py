@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_words import flags
 from safetensors.torch import load_file
 
 import npt
@@ -15,11 +16,11 @@ from npt.cli.main import main
 
 WEIGHTS = "adapter_model.safetensors"
 pytestmark = pytest.mark.usefixtures("short_library")
-SHORT = ["--max_steps", "1", "--max_length", "32", "--eval_samples", "2", "--batch_size", "2"]
+SHORT = flags("--max_steps 1 --max_length 32 --eval_samples 2 --batch_size 2")
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(tmp_path_factory) -> Path:
     """Of a form that no default has, away from its start."""
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(
@@ -89,52 +90,3 @@ def test_a_second_phase_on_a_base_of_ones_own_has_the_default_rate(tmp_path):
     assert main([*run, "--dataset_name", "builtin"]) == 0
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["settings"]["learning_rate"] == 5e-5
-
-
-REFUSED = {
-    "another rank": (["--adapter_rank", "4"], "--adapter_rank is 4, but --adapter", "has 3"),
-    "another form": (["--safe_mode"], "--modulation is additive, but --adapter", "has both"),
-    "a calibrated start": (
-        ["--calibration_tokens", "512"],
-        "--calibration_tokens is about a calibrated start",
-        "drop one",
-    ),
-    "a budget of ranks": (
-        ["--rank_budget", "8"],
-        "--rank_budget is about a calibrated start",
-        "drop one",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_not_go_on_from_it_is_refused_in_one_line(adapter, tmp_path, capsys, case):
-    given, *said = REFUSED[case]
-    assert (
-        main(
-            [
-                "pretrain",
-                "--adapter",
-                str(adapter),
-                "--output_dir",
-                str(tmp_path / "run"),
-                *SHORT,
-                *given,
-            ]
-        )
-        == 2
-    )
-    (line,) = capsys.readouterr().err.splitlines()
-    assert all(part in line for part in said), line
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_is_no_adapter_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    assert (
-        main(
-            ["pretrain", "--adapter", str(tmp_path), "--output_dir", str(tmp_path / "run"), *SHORT]
-        )
-        == 5
-    )
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "holds no adapter_config.json" in line

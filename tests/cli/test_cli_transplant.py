@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from students import enlarge
 
 import npt
 from npt.cli.main import main
@@ -11,10 +12,8 @@ from npt.cli.main import main
 def adapter(tmp_path_factory) -> Path:
     """Of the embedded model, strong enough that a transplant shows."""
     model, _ = npt.load_base("tiny", quantization="nf4")
-    npt.attach(
-        model,
-        npt.NPTConfig(layers="4-7", rank=8, init_std_a=0.2, init_std_b=0.2, additive_scale=1.0),
-    )
+    npt.attach(model, npt.NPTConfig(layers="4-7", rank=8, additive_scale=1.0))
+    enlarge(model, a=10, b=200)
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "strong")
 
 

@@ -97,8 +97,6 @@ class TestScored:
         assert batch.input_ids.flatten()[batch.scored_index].tolist() == [
             token for row in rows for token in row[:-1]
         ]
-        assert batch.document_lengths.tolist() == [len(row) for row in rows]
-        assert batch.scored_lengths.tolist() == [len(row) - 1 for row in rows if len(row) > 1]
 
     def test_a_prompt_predicts_its_completion_and_is_not_predicted(self):
         batch = collate(make((5, 6, 7, 8), (9, 4)), 2)
@@ -106,21 +104,12 @@ class TestScored:
         masked = replace(batch, labels=labels)
         assert batch.scored_index.tolist() == [0, 1, 2, 4]
         assert masked.scored_index.tolist() == [1, 2, 4]  # made anew for the changed batch
-        assert masked.scored_lengths.tolist() == [2, 1] and masked.document_lengths.tolist() == [
-            4,
-            2,
-        ]
         assert replace(batch, labels=torch.full_like(labels, -100)).scored == 0
 
     def test_documents_that_share_a_row_predict_nothing_of_one_another(self):
         batch = collate(make((5, 6, 7, 8, 9), (4, 3)), 2)
         packed = replace(batch, position_ids=torch.tensor([[0, 1, 2, 0, 1], [0, 1, 1, 1, 1]]))
         assert packed.scored_index.tolist() == [0, 1, 3, 5]
-        assert packed.document_lengths.tolist() == [3, 2, 2] and packed.scored_lengths.tolist() == [
-            2,
-            1,
-            1,
-        ]
 
     def test_targets_further_ahead_stay_in_their_row_and_document(self):
         labels = torch.tensor([[1, 2, 3, -100, 5], [6, 7, 8, -100, -100]])
@@ -148,9 +137,9 @@ class TestScored:
 def test_moving_a_batch_keeps_what_it_holds(batch):
     moved = batch.to(torch.device("cpu"))
     assert moved.sample_ids == batch.sample_ids
-    found = ("scored_index", "document_lengths", "scored_lengths")
-    assert set(found) <= vars(moved).keys()  # found on the host, so that no device is asked
-    for name in ("input_ids", "attention_mask", "position_ids", "labels", "valid_index", *found):
+    assert "scored_index" in vars(moved)  # made on the host, so that no device is asked
+    names = ("input_ids", "attention_mask", "position_ids", "labels", "valid_index", "scored_index")
+    for name in names:
         assert torch.equal(getattr(moved, name), getattr(batch, name))
     # the meta device shows that every tensor moves
     assert {

@@ -118,7 +118,6 @@ class TestPosition:
         share=st.sampled_from([0.0, 0.2, 0.6]),
         replayed=st.integers(4, 20),
         replay_kind=st.sampled_from(sorted(KINDS)),
-        side=st.sampled_from(["left", "right"]),
         where=st.floats(0, 1),
     )
     def test_from_any_position_on_the_rest_is_the_same(
@@ -133,7 +132,6 @@ class TestPosition:
         share,
         replayed,
         replay_kind,
-        side,
         where,
     ):
         def anew() -> Loader:
@@ -144,7 +142,6 @@ class TestPosition:
                 batch_size=batch_size,
                 epochs=epochs,
                 replay_share=share,
-                side=side,
                 packing=packing,
                 num_samples=num_samples,
             )
@@ -503,8 +500,6 @@ def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monke
             "labels",
             "valid_index",
             "scored_index",
-            "document_lengths",
-            "scored_lengths",
         )
         assert len(threads) % len(names) == 0  # every tensor of every batch, once
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)

@@ -293,56 +293,37 @@ def head() -> nn.Linear:
 
 
 def config_for(name: str) -> TrainConfig:
-    own = {"jsd": {"jsd_weight": W}}.get(name, {})
     temperature = 1.0 if name == "cross_entropy" else 2.0
     return TrainConfig(
-        strategy="end_to_end",
-        logit_kl_weight=1.0,
-        logit_loss=name,
-        logit_temperature=temperature,
-        **own,
+        strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name, logit_temperature=temperature
     )
 
 
-def plain(name: str, s: Tensor, other: Tensor, weights: Tensor) -> Tensor:
+def plain(name: str, s: Tensor, other: Tensor) -> Tensor:
     """The loss that `config_for(name)` asks for, of whole logits."""
     if name == "cross_entropy":
-        return (weights * token_cross_entropy(s, other)).sum()
-    return (weights * DIVERGENCES["jsd 0.3" if name == "jsd" else name](s, other, 2.0)).sum()
+        return token_cross_entropy(s, other).sum()
+    return DIVERGENCES[name](s, other, 2.0).sum()
 
 
-def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
-    """Student's state, teacher's state or targets, token weights."""
+def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor]:
+    """Student's state, teacher's state or targets."""
     generator = torch.Generator().manual_seed(1)
     student, teacher = (torch.randn(rows, D, generator=generator) for _ in range(2))
     targets = torch.randint(0, V, (rows,), generator=generator)
-    return (
-        student.requires_grad_(),
-        targets if name == "cross_entropy" else teacher,
-        torch.rand(rows, generator=generator) + 0.5,
-    )
+    return student.requires_grad_(), targets if name == "cross_entropy" else teacher
 
 
 through = pytest.mark.parametrize("name", LOGIT_LOSSES)
 
 
 @through
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk", [1, V, 3 * V, 7 * V, 1000 * V])
-def test_value_and_gradient_do_not_depend_on_the_chunk(
-    head, monkeypatch, name, chunk, weighted
-) -> None:
+def test_value_and_gradient_do_not_depend_on_the_chunk(head, monkeypatch, name, chunk) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", chunk)
-    student, other, weights = head_states(name)
-    total = through_head(
-        head, row_loss(config_for(name)), student, other, V, weights if weighted else None
-    )
-    expected = plain(
-        name,
-        head(student),
-        other if name == "cross_entropy" else head(other),
-        weights if weighted else torch.ones(10),
-    )
+    student, other = head_states(name)
+    total = through_head(head, row_loss(config_for(name)), student, other, V)
+    expected = plain(name, head(student), other if name == "cross_entropy" else head(other))
     # The default fp32 tolerances: log_softmax and a sum over 11 words, nothing ill-conditioned.
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(
@@ -355,7 +336,7 @@ def test_logits_exist_for_a_chunk_at_a_time_and_are_computed_once(head, monkeypa
     monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
     rows: list[int] = []
     head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
-    student, other, _ = head_states(name)
+    student, other = head_states(name)
     through_head(head, row_loss(config_for(name)), student, other, V).backward()
     assert max(rows) == 3
     # student, teacher; forward alone
@@ -367,19 +348,19 @@ def test_a_head_that_is_trained_has_its_gradient(monkeypatch, name) -> None:
     monkeypatch.setattr(logit_losses, "CHUNK", 3 * V)
     torch.manual_seed(0)
     head = nn.Linear(D, V)
-    student, other, weights = head_states(name)
+    student, other = head_states(name)
     given_ = [*head.parameters(), student]
     found = torch.autograd.grad(
-        through_head(head, row_loss(config_for(name)), student, other, V, weights), given_
+        through_head(head, row_loss(config_for(name)), student, other, V), given_
     )
     taught = other if name == "cross_entropy" else head(other).detach()
-    expected = torch.autograd.grad(plain(name, head(student), taught, weights), given_)
+    expected = torch.autograd.grad(plain(name, head(student), taught), given_)
     for one, another in zip(found, expected, strict=True):
         torch.testing.assert_close(one, another)  # the default fp32 tolerances, as above
 
 
 def test_a_gradient_is_kept_only_if_it_is_wanted(head) -> None:
-    student, other, _ = head_states("kl")
+    student, other = head_states("kl")
     loss = row_loss(config_for("kl"))
     total = through_head(head, loss, student, other, V)
     (3.0 * total).backward()
@@ -420,7 +401,7 @@ def test_logits_of_all_tokens_never_exist_even_once(monkeypatch, name) -> None:
     rows, vocabulary = 256, 512
     torch.manual_seed(0)
     head = nn.Linear(D, vocabulary, bias=False).requires_grad_(False)
-    student, other, _ = head_states(name, rows)
+    student, other = head_states(name, rows)
 
     def peak(chunk: int) -> float:
         """In units of [N, V] in fp32."""
@@ -437,7 +418,7 @@ def test_logits_of_all_tokens_never_exist_even_once(monkeypatch, name) -> None:
 
 @through
 def test_the_teacher_gets_no_gradient_through_the_head(head, name) -> None:
-    student, other, _ = head_states(name)
+    student, other = head_states(name)
     if other.is_floating_point():
         other.requires_grad_()
     through_head(head, row_loss(config_for(name)), student, other, V).backward()
@@ -446,11 +427,10 @@ def test_the_teacher_gets_no_gradient_through_the_head(head, name) -> None:
 
 @through
 def test_no_states_give_zero_and_a_gradient_of_zeros(head, name) -> None:
-    student, other, weights = head_states(name, rows=0)
-    for given_weights in (None, weights):
-        total = through_head(head, row_loss(config_for(name)), student, other, V, given_weights)
-        assert total.item() == 0.0
-        assert torch.autograd.grad(total, student)[0].shape == (0, D)
+    student, other = head_states(name, rows=0)
+    total = through_head(head, row_loss(config_for(name)), student, other, V)
+    assert total.item() == 0.0
+    assert torch.autograd.grad(total, student)[0].shape == (0, D)
 
 
 def test_equal_states_have_no_divergence(head) -> None:

@@ -41,35 +41,25 @@ def form_id(config: NPTConfig) -> str:
     return f"{config.modulation}-{'+'.join(config.targets)}-{config.layers}-{config.residual}"
 
 
-# Every loss and weight once, next to the default.
+# Every loss once, next to the default.
 HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "nmse_update": {"loss": "nmse_update"},
     "direction": {"loss": "direction"},
     "mse": {"loss": "mse"},
-    "smooth_l1": {"loss": "smooth_l1", "smooth_l1_beta": 0.5},
-    "cosine": {"loss": "cosine", "cosine_weight": 0.25},
-    "linear": {"layer_weights": "linear"},
-    "listed": {"layer_weights": "3,1", "loss": "mse"},
-    "disagreement": {"token_weighting": "disagreement"},
-    "disagreement direction": {"token_weighting": "disagreement", "loss": "direction"},
+    "smooth_l1": {"loss": "smooth_l1"},
+    "cosine": {"loss": "cosine"},
 }
 LOGIT_LOSSES: dict[str, dict[str, Any]] = {
     "kl": {"logit_temperature": 2.0},
     "reverse_kl": {"logit_loss": "reverse_kl", "logit_temperature": 0.5},
-    "jsd": {"logit_loss": "jsd", "jsd_weight": 0.25, "logit_temperature": 2.0},
+    "jsd": {"logit_loss": "jsd", "logit_temperature": 2.0},
     "cross_entropy": {"logit_loss": "cross_entropy"},
-    "weighted kl": {"token_weighting": "disagreement"},
-    "weighted cross_entropy": {"logit_loss": "cross_entropy", "token_weighting": "disagreement"},
 }
 # A layer's loss is one function for all strategies: `local` has every one, the others those that
 # look at more than o and t.
 VARIANTS = [
     *(("local", own) for own in HIDDEN_LOSSES.values()),
-    *(
-        (name, HIDDEN_LOSSES[loss])
-        for name in ("propagated", "end_to_end")
-        for loss in ("nmse_update", "listed", "disagreement direction")
-    ),
+    *((name, HIDDEN_LOSSES["nmse_update"]) for name in ("propagated", "end_to_end")),
     *(("end_to_end", {"logit_kl_weight": 0.7, **own}) for own in LOGIT_LOSSES.values()),
 ]
 
@@ -226,36 +216,16 @@ def token_loss(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
     if config.loss == "mse":
         return (o - t).pow(2).mean()
     if config.loss == "smooth_l1":
-        return nn.functional.smooth_l1_loss(o, t, beta=config.smooth_l1_beta)
+        return nn.functional.smooth_l1_loss(o, t)
     if config.loss == "cosine":
-        return (1 - config.cosine_weight) * nmse + config.cosine_weight * (1 - cos)
+        return 0.5 * nmse + 0.5 * (1 - cos)
     return nmse
-
-
-def token_weights(
-    config: TrainConfig, o: Tensor, t: Tensor, where: list[tuple[int, int]]
-) -> dict[tuple[int, int], float]:
-    """Of the tokens at these places of [B, T, D] states."""
-    if config.token_weighting == "none":
-        return dict.fromkeys(where, 1.0)
-    off = {
-        place: min(1.0, float((o[place] - t[place]).detach().pow(2).sum() / t[place].pow(2).sum()))
-        for place in where
-    }
-    rows = {row: [off[place] for place in where if place[0] == row] for row, _ in where}
-    return {
-        (row, column): 0.5 + 0.5 * off[row, column] * len(rows[row]) / sum(rows[row])
-        for row, column in where
-    }
 
 
 def hidden_sum(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor, batch: Batch) -> Tensor:
     """Token by token, over the valid ones."""
     where = [(row, column) for row, column in batch.attention_mask.nonzero().tolist()]
-    weights = token_weights(config, o, t, where)
-    return torch.stack(
-        [weights[place] * token_loss(config, o[place], t[place], h[place]) for place in where]
-    ).sum()
+    return torch.stack([token_loss(config, o[place], t[place], h[place]) for place in where]).sum()
 
 
 def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tuple[Tensor, int]:
@@ -267,24 +237,23 @@ def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tu
         for row, column in batch.attention_mask.nonzero().tolist()
         if 1 in batch.attention_mask[row, column + 1 : column + 2]
     ]
-    weights = token_weights(config, learnt.hidden_states[-1], taught.hidden_states[-1], where)
     temperature = config.logit_temperature
     parts = []
     for place in where:
         q, p = (
             torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught)
         )
-        m = config.jsd_weight * p + (1 - config.jsd_weight) * q
+        m = 0.5 * p + 0.5 * q
         forward, backward, p_m, q_m = (
             (a * (a / b).log()).sum() for a, b in ((p, q), (q, p), (p, m), (q, m))
         )
         value = {
             "kl": temperature**2 * forward,
             "reverse_kl": temperature**2 * backward,
-            "jsd": temperature**2 * (config.jsd_weight * p_m + (1 - config.jsd_weight) * q_m),
+            "jsd": temperature**2 * (0.5 * p_m + 0.5 * q_m),
             "cross_entropy": -q[batch.input_ids[place[0], place[1] + 1]].log(),
         }[config.logit_loss]
-        parts.append(weights[place] * value)
+        parts.append(value)
     return torch.stack(parts).sum().float(), len(where)
 
 
@@ -334,12 +303,7 @@ def reference(
         torch.stack([hidden_sum(which, *row) for row in rows]) for which in (config, plain)
     )
     regs = torch.stack([energy_sum(layers[i], a, batch) for i, (_, a) in states.items()])
-    weights = torch.tensor(
-        {"uniform": [1.0] * len(rows), "linear": [2 / 3, 4 / 3], "3,1": [1.5, 0.5]}[
-            config.layer_weights
-        ]
-    )
-    loss = (weights * losses).mean() + config.regularization_lambda * regs.mean()
+    loss = losses.mean() + config.regularization_lambda * regs.mean()
     logit, scored = torch.zeros(()), 0
     if config.logit_kl_weight:
         logit, scored = logit_sum(config, taught, learnt, batch)
@@ -569,8 +533,7 @@ def test_uncounted_labels_leave_the_loss_on_the_logits_only(student, batch) -> N
 def test_no_label_that_counts_means_no_loss_on_the_logits(student, batch) -> None:
     unlabelled = replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
     for own in LOGIT_LOSSES.values():
-        weighting = {key: value for key, value in own.items() if key == "token_weighting"}
-        without = run(student, batch, config_for("end_to_end", **weighting))
+        without = run(student, batch, config_for("end_to_end"))
         assert_same_result(run(student, unlabelled, config_for("end_to_end", 0.7, **own)), without)
 
 
@@ -595,7 +558,7 @@ def alone(**own: Any) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("own", "checkpointing"),
-    [*((own, False) for own in LOGIT_LOSSES.values()), (LOGIT_LOSSES["weighted kl"], True)],
+    [*((own, False) for own in LOGIT_LOSSES.values()), (LOGIT_LOSSES["kl"], True)],
     ids=[*LOGIT_LOSSES, "recomputed"],
 )
 def test_without_a_hidden_weight_the_loss_is_the_logit_loss(
@@ -608,11 +571,7 @@ def test_without_a_hidden_weight_the_loss_is_the_logit_loss(
     assert torch.equal(sums.logit, beside.logit)
     # Both losses send their gradients through one sum, so the difference is right to rounding at
     # the scale of the two.
-    hidden = run(
-        student,
-        batch,
-        TrainConfig(strategy="end_to_end", token_weighting=own.get("token_weighting", "none")),
-    )[1]
+    hidden = run(student, batch, TrainConfig(strategy="end_to_end"))[1]
     both = run(student, batch, TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, **own))[1]
     for name, gradient in gradients.items():
         assert_near(gradient + hidden[name], both[name], name)

@@ -41,7 +41,7 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
         return Sums(torch.ones(()), 1)
 
     after = []
-    with mock.patch("npt.step.launched_window.to_host", lambda record: (record, mock.Mock())):
+    with mock.patch("npt.guard.outcome.to_host", lambda record: (record, mock.Mock())):
         for _ in range(2):
             add_filled(transaction, fill)
             transaction._launched.append(transaction._launch(0))

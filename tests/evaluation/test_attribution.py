@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from students import enlarge
 
 import npt
 from npt.adapters.converted import adapter_parameters
@@ -110,7 +111,8 @@ def test_a_reference_of_which_the_model_is_gone_gives_the_same(
 
 def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:
     base = load_model(None).train()
-    npt.attach(base, NPTConfig(rank=4, layers="1", init_std_b=1.0))
+    npt.attach(base, NPTConfig(rank=4, layers="1"))
+    enlarge(base, b=1000)
     before = {name: value.clone() for name, value in base.state_dict().items()}
     with_adapters = evaluate(student, tokenizer, samples(), unquantized=base).attribution
     assert base.training and base.model.layers[1].npt.mode == "student"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import enlarge
 from torch import Tensor, nn
 
 import npt
@@ -135,7 +136,8 @@ def test_the_teacher_against_itself_is_exact(student, tokenizer) -> None:
 
 def test_a_student_whose_adapters_do_nothing_is_the_floor(load_model, tokenizer) -> None:
     model = load_model()
-    npt.attach(model, NPTConfig(rank=4, layers="1,3", init_std_b=0.0))
+    npt.attach(model, NPTConfig(rank=4, layers="1,3"))
+    enlarge(model, b=0)
     found = evaluate(model, tokenizer, samples())
     assert found.student == found.floor != found.teacher
     assert all(

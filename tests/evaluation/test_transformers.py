@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from slow_greedy import alone
+from students import enlarge
 
 import npt
 from npt.adapters.converted import adapter_mode
@@ -26,7 +27,8 @@ def endless(load_model):
     shows. Tests leave it as it is.
     """
     model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", init_std_b=2.0))
+    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3"))
+    enlarge(model, b=2000)
     model.generation_config.eos_token_id = None
     return model
 

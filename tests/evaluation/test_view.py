@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from students import enlarge
 from transformers import LlamaForCausalLM
 
 import npt
@@ -42,7 +43,8 @@ def test_a_view_computes_its_mode_whatever_the_models_is(student, mode, own_mode
 
 def test_the_modes_differ(load_model) -> None:
     model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", init_std_b=1.0))
+    npt.attach(model, npt.NPTConfig(rank=4, layers="1,3"))
+    enlarge(model, b=1000)
     assert len({float(logits(view(model)).sum()) for view in VIEWS.values()}) == 3
 
 

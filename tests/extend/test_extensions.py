@@ -14,26 +14,22 @@ from transformers import AutoModelForCausalLM, HeliumConfig
 
 import npt
 from npt import config as settings
-from npt.adapters import modulation
 from npt.adapters.converted import adapter_parameters
-from npt.adapters.files.export import export_config
 from npt.adapters.layer import NPT_FORMS
 from npt.base import families
 from npt.data.batch import batch_from_tensors
 from npt.distill import hidden_losses, strategies
+from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import ConfigError, ModelError
-from npt.step.train_step import forward_backward
 
 PAGES = Path(__file__).parents[2] / "docs" / "extend"
 TABLES: tuple[Any, ...] = (
     settings.LOSSES,
     settings.STRATEGIES,
-    settings.MULT_FORMS,
     hidden_losses.HIDDEN_LOSSES,
     hidden_losses.READS_INPUT,
     strategies.STRATEGIES,
-    modulation.MULTIPLIERS,
     families.FAMILIES,
     NPT_FORMS,
 )
@@ -107,23 +103,6 @@ def test_a_strategy_of_ones_own_drives(student) -> None:
     assert float(found.loss) == float(known.loss) and finite_gradients(student)
 
 
-def test_a_multiplier_of_ones_own_is_attached(load_model) -> None:
-    config = run_page("multiplier.md")["config"]
-    model = load_model()
-    npt.attach(model, config)
-    parameters = adapter_parameters(model)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if ".M." in name:
-                parameter.fill_(0.5)
-    forward_backward(model, drive, batch(), npt.TrainConfig())
-    assert finite_gradients(model)
-    low, high = modulation.multiplier_range("exponential", 0.5)
-    u = torch.linspace(-30, 30, 101)
-    m = modulation.MULTIPLIERS["exponential"].function(u, 0.5)
-    assert low - 1e-6 <= float(m.min()) < 1 < float(m.max()) <= high + 1e-6  # fp32 rounding
-
-
 def test_a_family_of_ones_own_is_converted(tmp_path) -> None:
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
@@ -142,24 +121,11 @@ def test_a_family_of_ones_own_is_converted(tmp_path) -> None:
         assert torch.equal(model(ids).logits, taught)
 
 
-def test_export_refuses_a_family_without_code(load_model) -> None:
-    model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=2))
-    run_page("family.md")
-    model.config.model_type = "helium"
-    try:
-        with pytest.raises(ModelError, match="helium"):
-            export_config(model, "16bit")
-    finally:
-        model.config.model_type = "llama"
-
-
 @pytest.mark.parametrize(
     "register",
     [
         lambda: hidden_losses.register_loss("mse", lambda o, t: o),
         lambda: strategies.register_strategy("local", strategies.local),
-        lambda: modulation.register_multiplier("sigmoid", lambda u, b: u, lambda b: (0, 1)),
         lambda: families.register_family("llama", nn.Module),
     ],
 )

@@ -40,8 +40,8 @@ def train_in(folder: Path) -> None:
     import npt
     from npt.adapters.converted import adapter_parameters
     from npt.data.batch import batch_from_tensors
+    from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
-    from npt.step.train_step import forward_backward
 
     assert Path(npt.__file__).is_relative_to(folder)
 

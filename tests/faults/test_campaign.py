@@ -32,9 +32,10 @@ from npt.adapters import trained
 from npt.base import linear
 from npt.data import encoding
 from npt.distill import local, own_stream
+from npt.distill import step as train_step
 from npt.evaluation import greedy
-from npt.step import train_step, window_record
-from npt.step.gradient_window import GradientWindow
+from npt.guard import outcome as window_record
+from npt.guard.window import GradientWindow
 
 
 def smaller(case: Case) -> Case:

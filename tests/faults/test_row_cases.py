@@ -14,10 +14,10 @@ import npt
 from faults.row_cases import CASES, cases_of
 from faults.row_runs import judged
 from faults.row_trainers import TRAINERS
+from npt.guard.gradients import FlatGradients
 from npt.guard.guard import Guard
 from npt.guard.traces import Draws
-from npt.step.flat_gradients import FlatGradients
-from npt.step.guarded_update import GuardedUpdate
+from npt.guard.update import GuardedUpdate
 
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from windows import StudentStep
 
 import npt
 from faults.runs import NoTokenizer
@@ -21,8 +22,7 @@ from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
 from npt.planning.measure import peak_bytes
-from npt.step.train_step import TrainStep
-from npt.train.step_metrics import StepMetrics
+from npt.train.observers import StepMetrics
 
 pytestmark = pytest.mark.gpu
 
@@ -77,18 +77,16 @@ def test_the_peak_falls() -> None:
 def test_a_step_waits_for_nothing(config: npt.TrainConfig) -> None:
     """The states of random numbers, which a checkpoint keeps and puts back, are the host's."""
     model, batch = student()
-    step = TrainStep(model, drive, config, [1e-3])
+    step = StudentStep(model, drive, config, [1e-3])
     assert step.update.late
     for watched in (False, False, True):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if watched else "default")
         try:
-            step.window.begin()
-            step.window.add(step.forward_backward(batch))
-            step.window.commit()
+            step.run([batch], check=False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert all(result.applied and len(result.reports[0]) == 4 + 8 for result in step.window.flush())
+    assert all(result.applied and len(result.reports[0]) == 5 + 8 for result in step.guard.flush())
 
 
 def test_logging_a_step_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

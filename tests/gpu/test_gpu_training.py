@@ -23,9 +23,9 @@ from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
+from npt.guard.update import GuardedUpdate
+from npt.guard.window import GradientWindow
 from npt.postmortem.replay import replay
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import GuardedUpdate
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, fused=True)
     rates = [1e-2, 8e-3, 6e-3, 4e-3]
     update = GuardedUpdate(parameters, optimizer, late)
-    window_of: GradientWindow[MicroBatch] = GradientWindow(update, 0.5, rates)
+    window_of: GradientWindow = GradientWindow(update, 0.5, rates)
     results = []
     for window in range(4):
         for index in range(2):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_student import LENGTHS, micro_batch, student
+from windows import StudentStep
 
 import npt
 from host_waits import HostWaitError, count_waits, no_waits
 from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
-from npt.step.train_step import TrainStep
 
 pytestmark = pytest.mark.gpu
 
@@ -40,21 +40,19 @@ def test_a_wait_is_noticed() -> None:
 def test_a_clean_step_makes_the_host_wait_for_nothing(strategy: str, kind: str) -> None:
     model, _ = student()
     config = npt.TrainConfig(strategy=strategy)
-    train_step = TrainStep(model, STRATEGIES[strategy], config, [1e-3])
+    train_step = StudentStep(model, STRATEGIES[strategy], config, [1e-3])
     assert train_step.update.late
     batch = micro_batch(0, kind).to(CUDA)
 
     def step() -> None:
-        train_step.window.begin()
-        train_step.window.add(train_step.forward_backward(batch))
-        train_step.window.commit()
+        train_step.run([batch], check=False)
 
     step()
     step()
     torch.cuda.synchronize()
     with no_waits(CUDA):
         step()
-    assert all(result.applied for result in train_step.window.flush())
+    assert all(result.applied for result in train_step.guard.flush())
 
 
 def test_pinned_batches_are_copied_without_the_host_waiting() -> None:

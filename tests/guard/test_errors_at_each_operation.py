@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.guard import Guard, Outcome
 from npt.guard.guard import MicroBatch
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import GuardedUpdate
+from npt.guard.update import GuardedUpdate
+from npt.guard.window import GradientWindow
 
 
 class Failing(TorchDispatchMode):
@@ -86,7 +86,7 @@ def test_an_error_never_leaves_a_late_step_that_is_not_counted() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     update = GuardedUpdate(dict(model.named_parameters()), optimizer, late=True)
-    window: GradientWindow[MicroBatch] = GradientWindow(update, 1.0, [0.1, 0.05, 0.02])
+    window: GradientWindow = GradientWindow(update, 1.0, [0.1, 0.05, 0.02])
 
     def commit(fails_at: int = -1) -> int:
         window.begin()

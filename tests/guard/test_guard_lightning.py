@@ -59,4 +59,3 @@ def test_manual_optimisation_leaves_no_trace_of_a_refused_batch(tmp_path) -> Non
     assert module.world.scheduler.state_dict() == plain.scheduler.state_dict()
     assert torch.equal(module.world.random, plain.random)
     assert (trainer.global_step, module.guard.counts.refused) == (2, 3)
-    assert module.guard.memory().undo > 0

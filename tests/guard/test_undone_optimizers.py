@@ -205,21 +205,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def test_what_is_copied_is_said_and_leaves_frozen_weights_out() -> None:
+def test_frozen_weights_are_not_copied() -> None:
     """A frozen base may be among the optimizer's parameters; no step changes it."""
     weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(50), requires_grad=False)
     optimizer = InAnAttribute([weight, frozen])
-    assert Guard({"weight": weight}, optimizer).memory().undo == 2 * 4 + 4
-
-
-def test_a_guard_that_is_asked_for_its_memory_changes_nothing() -> None:
-    for kind in KINDS:
-        asked = World(kind)
-        Guard(asked.model, asked.optimizer).memory()
-        plain_run(asked, [[Micro(1, branch=True)]], "sum")
-        plain = World(kind)
-        plain_run(plain, [[Micro(1, branch=True)]], "sum")
-        assert_same_state(asked, plain)
+    update = Guard({"weight": weight}, optimizer).update
+    assert not any(frozen is tensor for tensor in update.holdings()._reached.tensors.values())
 
 
 def test_a_hook_that_removed_itself_in_the_step_stays_removed() -> None:

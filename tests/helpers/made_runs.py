@@ -149,25 +149,26 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
 
 
 class Reader(HTMLParser):
-    """A page as a browser reads it: its elements in order, its text, its text by section, and
-    whether every element is closed.
+    """A page as a browser reads it; every element must be closed.
 
     Attributes:
-        elements: (name, attributes). text: all that is shown. sections: the text by the id of its
-            heading. told: the tooltips of charts.
+        elements: in order, each a name and attributes.
+        text: all that is shown.
+        sections: the text by the id of its heading.
+        charts: the words of each chart.
     """
 
     def __init__(self, page: str):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text, self.data, self.sections = "", "", dict[str, str]()
-        self.told: list[str] = []
+        self.text, self.sections = "", dict[str, str]()
         self._open: list[str] = []
         self._section = ""
-        self._script: dict[str, str | None] | None = None
+        self._code = False
         self.feed(page)
         self.close()
         assert self._open == [], f"never closed: {self._open}"
+        self.charts = [found["alt"] or "" for found in self.of("img", class_="chart")]
 
     def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
         found = dict(attributes)
@@ -175,8 +176,7 @@ class Reader(HTMLParser):
         self.elements.append((name, found))
         if name == "h2":
             self._section = found.get("id") or ""
-        if name in ("script", "style"):
-            self._script = found
+        self._code = name in ("script", "style")
         if name not in VOID | UNCLOSED:
             self._open.append(name)
 
@@ -184,17 +184,14 @@ class Reader(HTMLParser):
         self.elements.append((name, dict(attributes)))
 
     def handle_endtag(self, name: str) -> None:
-        self._script = None
+        self._code = False
         if name not in UNCLOSED:
             assert self._open and self._open[-1] == name, f"</{name}> closes {self._open[-1:]}"
             self._open.pop()
 
     def handle_data(self, data: str) -> None:
-        if self._script is not None:
-            self.data += data if self._script.get("id") == "data" else ""
+        if self._code:
             return
-        if self._open[-1:] == ["title"]:
-            self.told.append(data)
         self.text += data
         self.sections[self._section] = self.sections.get(self._section, "") + data
 

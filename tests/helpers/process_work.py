@@ -32,17 +32,17 @@ from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter
+from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
+from npt.guard.schedule import rate_table
+from npt.guard.window import GradientWindow
 from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
-from npt.step.gradient_window import GradientWindow
-from npt.step.schedule import rate_table
-from npt.step.train_step import TrainStep
 from npt.train.loop import Loop
-from npt.train.progress import ProgressDisplay
-from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
@@ -120,7 +120,7 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     if what == "weight":  # as if a bit had turned in this process's memory
         parameter.data[0, 0] += 0.25
     if what == "moment":
-        MOMENTS[0].step.update.optimizer.state[parameter]["exp_avg_sq"][0, 0] = math.nan
+        MOMENTS[0].guard.update.optimizer.state[parameter]["exp_avg_sq"][0, 0] = math.nan
     return sums
 
 
@@ -135,7 +135,7 @@ def state_of(loop: Loop) -> dict[str, np.ndarray]:
         held[name] = parameter.detach().numpy().copy()
         held |= {
             f"{key} of {name}": value.numpy().copy()
-            for key, value in loop.step.update.optimizer.state[parameter].items()
+            for key, value in loop.guard.update.optimizer.state[parameter].items()
         }
     return held
 
@@ -159,7 +159,7 @@ def looped(
     stop = StopOnSignal()
     saved: list[int] = []
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
-    step = TrainStep(model, planting, config, rates, processes=processes, late=late)
+    guard = student_guard(model, config, rates, processes=processes, late=late, trace=1)
     context = RunContext(
         model,
         config,
@@ -175,7 +175,9 @@ def looped(
         save=lambda: saved.append(loop.steps) is None,
         save_best=lambda fidelity: None,
     )
-    loop = Loop(context, step, len(windows), actions)
+    loop = Loop(
+        context, guard, planting, MicroBatchSplitter(config.batch_size), len(windows), actions
+    )
     MOMENTS[:] = [loop]
     error = None
     with stop:
@@ -354,9 +356,9 @@ def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
             bad = sum(
                 kind in "bd" for of_processes in plan for kinds in of_processes for kind in kinds
             )
-            if sum(len(r.refusals) for r in results) != (bad if keep else 0):
+            if sum(len(r.refused) for r in results) != (bad if keep else 0):
                 complaints.append(
-                    f"case {case}: refused {[len(r.refusals) for r in results]} of {bad}"
+                    f"case {case}: refused {[len(r.refused) for r in results]} of {bad}"
                 )
             states.append(
                 (
@@ -375,10 +377,7 @@ def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
 
 
 def _small(
-    transaction: GradientWindow[Any],
-    parameters: dict[str, torch.nn.Parameter],
-    kind: str,
-    name: str,
+    transaction: GradientWindow, parameters: dict[str, torch.nn.Parameter], kind: str, name: str
 ) -> None:
     """One micro-batch: good, broken in its gradient, refused on the host, or good without
     a token.

@@ -103,7 +103,6 @@ class Runs:
             "log_steps": 1,
             "learning_rate": 1e-2,
             "smoke_test": False,
-            "max_refused_share": 1.0,
             "max_consecutive_bad": 50,
             "output_dir": None if folder is None else str(self.place / folder),
             **self.settings,
@@ -144,7 +143,7 @@ class Runs:
 
 def without_report(trainer: Trainer) -> Trainer:
     """The trainer, whose run writes no report at its end, nor what only that is made of."""
-    trainer.setup.options.report = False
+    trainer.report = False
     return trainer
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import npt
 from faults.runs import NoTokenizer
 from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
-from npt.step.train_step import TrainStep
 from npt.train.trainer import Trainer
 
 RARE = 99
@@ -103,7 +103,7 @@ def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
 def stop(trainer: Trainer, late: bool = False) -> Path:
     """Train until the run gives up; its bundle."""
     with (
-        mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=late)),
+        mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=late)),
         pytest.raises(TooManyRefusalsError) as caught,
     ):
         trainer.train()

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from simulated_cuda import to_cuda
+from torch import nn
 
 import npt
+from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch, Sample, collate
 from npt.data.packing import pack
 
@@ -46,3 +48,10 @@ def load_student(on: str = "cpu", **adapter: Any) -> Any:
     settings = {"additive_scale": 1.0, "layers": "1-2", "rank": 8, **adapter}
     npt.attach(model, npt.NPTConfig(**settings), seed=0)
     return to_cuda(model) if on == "cuda" else model
+
+
+def enlarge(model: nn.Module, a: float = 1.0, b: float = 1.0) -> None:
+    """Multiply the A and B of attached adapters, whose random start is next to nothing."""
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.mul_(b if ".B." in name else a if name.endswith(".A") else 1.0)

@@ -9,9 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npt.distill.step import add_batch, student_guard, summed
+from npt.guard.update import GuardedUpdate
+from npt.guard.window import GradientWindow
 from npt.random_state import micro_batch_draws
-from npt.step.gradient_window import GradientWindow
-from npt.step.guarded_update import GuardedUpdate
+
+
+class StudentStep:
+    """A student's windows under a guard, without the training loop around them."""
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: Any,
+        config: Any,
+        rates: Sequence[float],
+        *,
+        late: bool | None = None,
+        **settings: Any,
+    ):
+        self.model, self.strategy, self.config = model, strategy, config
+        self.guard = student_guard(model, config, rates, late=late, **settings)
+        self.window, self.update = self.guard.window, self.guard.update
+
+    def forward_backward(self, batch: Any) -> Any:
+        return summed(self.model, lambda *rest: self.strategy(*rest), batch, self.config)
+
+    def add(self, batch: Any, check: bool = True) -> None:
+        vocab_size = self.model.config.vocab_size if check else None
+        add_batch(self.guard, batch, self.forward_backward, vocab_size)
+
+    def run(self, batches: Sequence[Any], check: bool = True) -> list[Any]:
+        for batch in batches:
+            self.add(batch, check)
+        return self.guard.step()
 
 
 @dataclass
@@ -31,14 +62,14 @@ def window_over(
     *,
     late: bool | None = None,
     **rest: Any,
-) -> GradientWindow[Any]:
+) -> GradientWindow:
     """Return a gradient window; the arguments are those of it and of its update."""
     update = GuardedUpdate(parameters, optimizer, late)
     return GradientWindow(update, max_grad_norm, rates, **rest)
 
 
 def add_filled(
-    window: GradientWindow[Any],
+    window: GradientWindow,
     fill: Callable[[], Any],
     sample_ids: tuple[str, ...] = (),
     offset: int = 0,

@@ -2,7 +2,6 @@ import os
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import bitsandbytes as bnb
 import pytest
@@ -11,9 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import npt
-from npt.data.batch import batch_from_tensors
-from npt.distill.strategies import STRATEGIES
 from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
 
 MIB = 1 << 20
@@ -57,12 +53,6 @@ def test_a_call_without_tensors_adds_nothing_and_says_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_earlier_memory_is_not_added():
-    held = block(7)
-    assert peak_bytes(lambda: block(2), "cpu") == 2 * MIB
-    del held
-
-
 def test_freeing_what_was_there_before_does_not_hide_what_comes():
     held = [block(7)]
 
@@ -71,65 +61,6 @@ def test_freeing_what_was_there_before_does_not_hide_what_comes():
         block(2)
 
     assert peak_bytes(call, "cpu") == 2 * MIB
-
-
-def test_what_the_first_call_left_and_the_second_frees_is_no_gain():
-    kept: list[torch.Tensor] = []
-    assert peak_bytes(lambda: kept.append(block(3)), "cpu") == 3 * MIB
-
-    def call() -> None:
-        kept.clear()
-        block(1)
-        block(2)
-
-    assert peak_bytes(call, "cpu") == 2 * MIB
-
-
-def test_an_error_comes_through_and_the_next_measurement_works():
-    with pytest.raises(ZeroDivisionError):
-        peak_bytes(lambda: 1 / 0, "cpu")
-    assert peak_bytes(lambda: block(1), "cpu") == MIB
-
-
-FIRST = """
-import gc, os, sys
-from pathlib import Path
-
-import npt.planning.measure, torch
-
-assert "bitsandbytes" in sys.modules
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-
-def call():
-    a, b = torch.ones(24 << 20), torch.ones(24 << 20)
-    del a, b
-    torch.ones(32 << 20)
-
-if os.access("/proc/self/clear_refs", os.W_OK):
-    npt.planning.measure.peak_bytes(call, "cpu")  # what the profiler itself keeps
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    resident = status("VmRSS")
-    added = npt.planning.measure.peak_bytes(call, "cpu")
-    Path(sys.argv[1]).write_text(f"{added} {status('VmHWM') - resident}")
-"""
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A process of its own: what it says, and by what it grows."""
-    grown = tmp_path_factory.mktemp("first") / "grown"
-    said = subprocess.run([sys.executable, "-c", FIRST, str(grown)], capture_output=True, text=True)
-    return SimpleNamespace(said=said, grown=grown)
-
-
-def test_an_import_says_nothing(first: SimpleNamespace) -> None:
-    """bitsandbytes has something to say at its own on some machines."""
-    said = first.said
-    assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
 
 @settings(max_examples=5, deadline=None)
@@ -163,34 +94,6 @@ def test_a_packed_product_counts_its_dequantised_weight():
     # The dense weight and the product, and little else: bitsandbytes may keep a second form of
     # it for a moment.
     assert 4 * 512 * 256 + 4 * 4 * 512 <= added <= 3 * 4 * 512 * 256
-
-
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK),
-    reason="a process cannot reset its high-water mark here",
-)
-def test_the_process_grows_by_what_was_measured(first: SimpleNamespace) -> None:
-    """In a process of its own: one that has freed much before may hold room for a block already,
-    and then grows by less.
-    """
-    added, grown = map(int, first.grown.read_text().split())
-    assert added == 192 * MIB
-    # Blocks of this size are mapped and unmapped one by one, so that the process follows; the
-    # profiler's own records are small.
-    assert abs(grown - added) < 8 * MIB
-
-
-def test_a_training_step_in_4_bit_gives_its_memory_back(load_model, batch):
-    model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
-
-    def step() -> None:
-        STRATEGIES["local"](model, batch, npt.TrainConfig())
-        model.zero_grad()
-
-    step()
-    first, second = peak_bytes(step, "cpu"), peak_bytes(step, "cpu")
-    assert first == second > batch.tokens * 64 * 4
 
 
 def test_storages_count_once_and_whole():
@@ -236,21 +139,44 @@ def test_a_packed_weight_comes_with_its_statistics(load_model):
     )
 
 
-def test_a_batch_gives_its_tensors():
-    batch = batch_from_tensors(
-        torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
-    )
-    assert batch.scored == 8
-    ids = {t.data_ptr() for t in tensors_of(batch)}
-    assert {
-        batch.input_ids.data_ptr(),
-        batch.labels.data_ptr(),
-        batch.valid_index.data_ptr(),
-        batch.scored_index.data_ptr(),
-    } <= ids
-
-
 def test_a_ring_of_owners_ends():
     ring: list = [torch.zeros(3)]
     ring.append(ring)
     assert storage_bytes(tensors_of(ring)) == 12
+
+
+GROWN = """
+import gc
+from pathlib import Path
+import torch
+from npt.planning.measure import peak_bytes
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+def call():
+    a, b = torch.ones(24 << 20), torch.ones(24 << 20)
+    del a, b
+    torch.ones(32 << 20)
+
+peak_bytes(call, "cpu")  # what the profiler itself keeps
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+resident = status("VmRSS")
+print(peak_bytes(call, "cpu"), status("VmHWM") - resident)
+"""
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="a process cannot reset its high-water mark here",
+)
+def test_the_process_grows_by_what_was_measured() -> None:
+    """In a process of its own: one that has freed much before may hold room for a block already,
+    and then grows by less. Nothing else is said, though bitsandbytes would on some machines.
+    """
+    ran = subprocess.run([sys.executable, "-c", GROWN], capture_output=True, text=True, check=True)
+    added, grown = map(int, ran.stdout.split())
+    # blocks of this size are mapped and unmapped one by one; the profiler's records are small
+    assert added == 192 * MIB and abs(grown - added) < 8 * MIB and ran.stderr == ""

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
 from npt.errors import AdapterFileError, BundleError, CheckpointError
+from npt.manifest import write_manifest
 from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
-from npt.runs.manifest import write_manifest
 
 RECORD, STATE, WINDOW = "postmortem.json", "state.safetensors", "window.safetensors"
 REFUSALS = (BundleError, CheckpointError, AdapterFileError)

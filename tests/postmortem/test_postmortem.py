@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from stopped_runs import BAD, acting, good, stop
 from torch import nn
+from windows import StudentStep
 
 import npt
 from npt.adapters.converted import adapter_parameters
@@ -27,14 +28,13 @@ from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
+from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.postmortem import write as postmortem
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import replay
 from npt.postmortem.write import Situation, suspect, write_postmortem
 from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
-from npt.step.train_step import TrainStep
-from npt.step.window_result import MicroBatchRecord, Refusal, WindowResult
 from npt.train.run_context import Window
 from npt.train.run_data import RunData
 
@@ -62,7 +62,7 @@ def situation(
 ) -> Situation:
     """Twelve steps into a run of twenty, after one step of which something is in every moment."""
     parameters = adapter_parameters(model)
-    step = TrainStep(model, STRATEGIES["local"], CONFIG, [0.1])
+    step = StudentStep(model, STRATEGIES["local"], CONFIG, [0.1])
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     step.update.optimizer.step()
@@ -83,9 +83,7 @@ def situation(
             "gradients": step.window,
             "fill": step.forward_backward,
             "window": window,
-            "result": WindowResult(
-                12, len(window), False, 12, 0, 0.0, None, None, refusals=refusals
-            ),
+            "result": Outcome(12, len(window), False, 12, refused=tuple(refusals)),
             "reason": "3 refusals in a row",
             "step": 12,
             "total_steps": 20,
@@ -212,9 +210,8 @@ def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
     )
     windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
     monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
-    folder = stop(
-        trainer(poisoned_folder, good(3), max_consecutive_bad=100, max_refused_share=0.05)
-    )
+    monkeypatch.setattr("npt.train.refusals.REFUSED_SHARE", 0.05)
+    folder = stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100))
     record = said(folder)
     assert record["reason"].startswith("3 of 50 micro-batches refused")
     assert record["sample_ids"] == [["bad"]] and record["refusals"][0]["kind"] == "loss"

@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 import math
 import random
-import runpy
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ from npt.base.precision import declared_dtype
 from npt.cli.main import main
 from npt.data.batch import IGNORE_INDEX, Sample, batch_from_tensors
 from npt.errors import AdapterFileError, BundleError, CheckpointError, ConfigError
+from npt.guard.outcome import Refusal
+from npt.guard.spikes import SpikeGuard
+from npt.manifest import write_manifest
 from npt.postmortem import restore
 from npt.postmortem.bundle import read_bundle
 from npt.postmortem.replay import FRESH, Trial, classify, fresh_batch, replay
-from npt.postmortem.replay_batch import replay_batch
-from npt.runs.manifest import write_manifest
-from npt.step.window_result import Refusal
 
 ROOT = Path(npt.__file__).parent.parent
 
@@ -188,10 +187,9 @@ def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None
     assert found.count(fresh=True) == (FRESH, FRESH)
 
 
-def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder) -> None:
-    made = trainer(
-        tiny_folder, good(60), skip_spikes=True, spike_sigmas=1.5, gradient_accumulation_steps=2
-    )
+def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder, monkeypatch) -> None:
+    monkeypatch.setattr("npt.distill.step.SpikeGuard", partial(SpikeGuard, 1.5))
+    made = trainer(tiny_folder, good(60), skip_spikes=True, gradient_accumulation_steps=2)
     found = replay(stop(made))
     assert places(found.bundle.refusals) == places(found.found) == [("spike", None)]
     # value and limit, digit by digit
@@ -406,32 +404,6 @@ def test_fresh_tokens_are_of_the_vocabulary_and_none_to_be_avoided(
     assert torch.equal(made.input_ids, again.input_ids)
 
 
-def test_one_micro_batch_shows_its_loss_its_layers_and_its_gradients(bundle) -> None:
-    read = read_bundle(bundle)
-    (refused,) = [r.micro_batch for r in read.refusals]
-    fine = replay_batch(bundle, 1 - refused)
-    (then,) = [t for t in read.said["history"] if t["sample_ids"] == list(fine.sample_ids)]
-    assert fine.loss == then["loss"] and fine.verdict is None
-    assert fine.layer_nmse is not None and list(fine.layer_nmse) == [1, 3]
-    assert fine.gradient_norms is not None and len(fine.gradient_norms) == 16
-    # fp32 sum there, fp64 here
-    assert math.hypot(*fine.gradient_norms.values()) == pytest.approx(then["grad_norm"], rel=1e-6)
-    broken = replay_batch(bundle, refused)
-    assert broken.loss is not None and math.isnan(broken.loss) and broken.verdict is not None
-    assert "gradient norm nan" in str(broken)
-    json.loads(npt.files.to_json(broken.as_dict()))
-
-
-def test_one_micro_batch_that_cannot_be_computed_is_said_to_be_so(trainer, tiny_folder) -> None:
-    folder = stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}]))
-    found = replay_batch(folder, 0)
-    assert (
-        found.loss is None and "token id 999" in str(found) and "nothing is computed" in str(found)
-    )
-    with pytest.raises(ConfigError, match="--micro_batch"):
-        replay_batch(folder, -1)
-
-
 # --- as a user runs it
 # -------------------------------------------------------------------------------------------------
 
@@ -516,17 +488,3 @@ def test_a_run_killed_by_nan_replays_in_another_process(tmp_path, capfd) -> None
     assert recorded["verdict"] is not None, recorded["failures"]
     assert found["verdict"]["index"] == recorded["verdict"]["index"]
     assert found["same_fault"] is True and found["fresh_failed"] == 0
-
-
-def test_the_debug_script_shows_one_micro_batch(bundle, monkeypatch, capsys) -> None:
-    (refused,) = [r.micro_batch for r in read_bundle(bundle).refusals]
-    for number, status in ((refused, 0), (9, 2)):
-        monkeypatch.setattr(
-            sys, "argv", ["replay_batch.py", str(bundle), "--micro_batch", str(number)]
-        )
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "debug" / "replay_batch.py"), run_name="__main__")
-        said = capsys.readouterr()
-        assert ended.value.code == status, said.err
-        if not status:
-            assert "loss per token nan" in said.out and "model.layers.3.npt.M.up" in said.out

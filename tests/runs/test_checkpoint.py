@@ -24,12 +24,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import npt
+from npt import manifest as manifest_module
 from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig, TrainConfig
-from npt.distill.strategies import drive
+from npt.distill.step import student_guard
 from npt.errors import AdapterFileError, CheckpointError, NPTError
+from npt.guard.window import GradientWindow
+from npt.manifest import verify_checkpoint, write_manifest
 from npt.random_state import random_state
-from npt.runs import manifest as manifest_module
 from npt.runs.checkpoint import (
     OPTIMIZER_TENSORS,
     checkpoints,
@@ -37,9 +39,6 @@ from npt.runs.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from npt.runs.manifest import verify_checkpoint, write_manifest
-from npt.step.gradient_window import GradientWindow
-from npt.step.train_step import TrainStep
 
 RECORD, TENSORS, MANIFEST = "state.json", "state.safetensors", "manifest.json"
 FILES = [
@@ -75,9 +74,9 @@ def folder(_made: tuple[nn.Module, Path], tmp_path: Path) -> Path:
     return shutil.copytree(_made[1], tmp_path / "run" / "checkpoints" / "step-00000003")
 
 
-def transaction_of(model: nn.Module, **config: Any) -> GradientWindow[Any]:
+def transaction_of(model: nn.Module, **config: Any) -> GradientWindow:
     settings = TrainConfig(skip_spikes=True, **config)
-    return TrainStep(model, drive, settings, [1e-2]).window  # type: ignore[arg-type]
+    return student_guard(model, settings, [1e-2]).window  # type: ignore[arg-type]
 
 
 def refused(

@@ -59,6 +59,8 @@ def test_an_adapter_is_saved_again_as_it_was(student, tmp_path) -> None:
     # statistics of 4-bit weights are rounded otherwise on some processors
     for hashed in ("base_hash", "base_parts"):
         assert (now.pop(hashed) is None) == (before.pop(hashed) is None)
+    for retired in ("init_std_a", "init_std_b", "init_a", "init_std_m"):
+        del before["npt"][retired]
     assert now == before
     assert {p.name for p in folder.iterdir()} == {p.name for p in (BEFORE / "adapter").iterdir()}
     assert (folder / WEIGHTS).read_bytes() == (BEFORE / "adapter" / WEIGHTS).read_bytes()

@@ -34,12 +34,12 @@ from torch import nn
 
 import npt
 from npt.data.batch import Batch
+from npt.distill.step import student_guard
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
-from npt.runs.manifest import MANIFEST, write_manifest
+from npt.guard import spikes
+from npt.manifest import MANIFEST, write_manifest
 from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_resumed
 from npt.runs.run_folder import RunFolder
-from npt.step import spikes
-from npt.step.train_step import TrainStep
 from npt.train.trainer import TrainResult
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -73,11 +73,10 @@ KINDS: dict[str, dict[str, Any]] = {
         },
         "data_settings": {"streaming": True, "packing": True},
     },
-    "stages, each with its own strategy": {
+    "propagated, with spikes refused": {
         "data": lambda: with_faults(records(14)),
         "settings": {
-            "stages": "local:0.3,propagated:0.4,end_to_end:0.3",
-            "logit_kl_weight": 0.5,
+            "strategy": "propagated",
             "gradient_accumulation_steps": 2,
             "batch_size": 1,
             "save_steps": 3,
@@ -87,13 +86,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "replayed samples mixed in, spikes refused": {
         "data": lambda: records(14),
         "replay": lambda: with_faults(records(12, seed=3)),
-        "settings": {
-            "num_epochs": 2,
-            "batch_size": 2,
-            "skip_spikes": True,
-            "spike_sigmas": 1.5,
-            "save_steps": 4,
-        },
+        "settings": {"num_epochs": 2, "batch_size": 2, "skip_spikes": True, "save_steps": 4},
     },
     "a stream that is read once, end to end": {
         "data": lambda: (record for record in records(12)),
@@ -137,6 +130,8 @@ def nothing(number: int, batch: Batch) -> None:
 @pytest.fixture(autouse=True)
 def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MINIMUM", 4)
+    early = functools.partial(spikes.SpikeGuard, 1.5)
+    monkeypatch.setattr("npt.distill.step.SpikeGuard", early)
 
 
 @dataclass
@@ -260,7 +255,9 @@ def test_a_run_killed_between_any_two_disk_operations_resumes_exactly(runs, monk
 
 def test_results_that_come_late_are_resumed_exactly(runs, monkeypatch) -> None:
     """Flags read one window late, as on a GPU."""
-    monkeypatch.setattr("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True))
+    monkeypatch.setattr(
+        "npt.train.trainer.student_guard", functools.partial(student_guard, late=True)
+    )
     here = runs("refusals of data and of NaN in windows of three")
     here.run("whole")
     here.run("part", at(10))
@@ -712,19 +709,25 @@ def test_settings_that_only_one_of_two_versions_has_are_not_compared() -> None:
         changed_settings({"quant_type": "nf4"}, {"quant_type": "fp4"})
 
 
-@pytest.mark.parametrize("setting", ["dataset_name", "replay_dataset", "dataset_mix"])
+@pytest.mark.parametrize(
+    ("setting", "value", "left"), [("dataset_mix", "a:1,b:1", None), ("stages", "local:1", None)]
+)
+def test_a_run_by_a_setting_that_is_gone_is_not_resumed_by_another(setting, value, left) -> None:
+    assert changed_settings({setting: left}, {}) == {}
+    with pytest.raises(CheckpointError, match=f"trained with --{setting} .*the version that began"):
+        changed_settings({setting: value}, {})
+
+
+@pytest.mark.parametrize("setting", ["dataset_name", "replay_dataset"])
 def test_the_same_file_by_another_path_is_the_same_data(tmp_path, monkeypatch, setting) -> None:
     for name in ("a.jsonl", "sub/a.jsonl", "b.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"text": name}))
     (tmp_path / "elsewhere").mkdir()
 
-    def value(name: str) -> str:
-        return f"{name}:0.7,builtin:0.3" if setting == "dataset_mix" else name
-
     def same(old: str, new: str) -> bool:
         try:
-            return changed_settings({setting: value(old)}, {setting: value(new)}) == {}
+            return changed_settings({setting: old}, {setting: new}) == {}
         except CheckpointError:
             return False
 
@@ -745,16 +748,6 @@ def test_the_same_file_by_another_path_is_the_same_data(tmp_path, monkeypatch, s
         and not same("owner/name", whole)
         and not same("owner/name", "owner/other")
     )
-
-
-def test_a_mixture_by_other_paths_has_its_data_compared(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").touch()
-    before = {"a.jsonl": data_fingerprint(records(5)), "builtin": data_fingerprint(records(6))}
-    whole = str(tmp_path / "a.jsonl")
-    check_same_data(before, {whole: data_fingerprint(records(5))})
-    with pytest.raises(CheckpointError, match=f"trained on {whole} of 5 records"):
-        check_same_data(before, {whole: data_fingerprint(records(7))})
 
 
 # --- which data

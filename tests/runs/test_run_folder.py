@@ -20,7 +20,7 @@ import npt
 from npt.config import NPTConfig
 from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
-from npt.runs.manifest import write_manifest
+from npt.manifest import write_manifest
 from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder, check_free, is_run, tidy
 
 

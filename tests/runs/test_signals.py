@@ -18,10 +18,10 @@ from resumed_runs import Runs, at, events, records
 from torch import nn
 
 import npt
+from npt import manifest as manifest_module
 from npt.cli.main import main
 from npt.errors import StoppedError
 from npt.evaluation import evaluate as evaluate_module
-from npt.runs import manifest as manifest_module
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import SIGNALS, StopOnSignal
 from npt.runs.trackers import Trackers

@@ -32,7 +32,6 @@ RESOLVED = {
 }
 NOT_FINITE = {"value_nan": math.nan, "value_infinite": math.inf, "value_absent": None}
 VALUES = {"step": 3, "loss": 0.5, **NOT_FINITE, "layers.1.nmse": 0.25}
-ROWS = [("Once", " upon a time", " there was")]
 
 
 def test_without_a_tracker_accelerate_is_not_imported(tmp_path, monkeypatch) -> None:
@@ -165,14 +164,6 @@ class TestTensorBoard:
         assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
         assert [(e.step, e.value) for e in events.Scalars("layers.1.nmse")] == [(3, 0.25)]
         assert not NOT_FINITE.keys() & set(events.Tags()["scalars"])
-
-    def test_it_gets_texts(self, tmp_path) -> None:
-        with Trackers(TrainConfig(use_tensorboard=True), tmp_path) as trackers:
-            trackers.describe({})
-            trackers.texts(ROWS, 4)
-        (text,) = self.events(tmp_path / "npt").Tensors("samples/0/text_summary")
-        (shown,) = text.tensor_proto.string_val
-        assert text.step == 4 and shown == b"Once\n\n- student:  upon a time\n- teacher:  there was"
 
     def test_it_shows_the_steps_that_are_made_again_once(self, tmp_path) -> None:
         for resume_at, given in ((None, {3: 0.5, 4: 0.25, 5: 0.125}), (3, {4: 0.75, 5: 0.0625})):

@@ -10,15 +10,14 @@ import pytest
 import torch
 from simulated_cuda import no_waits, simulated_cuda
 from students import LENGTHS, load_student, make_batch
-from torch import Tensor
+from windows import StudentStep
 
 import npt
 from faults.bench import let_draw
 from npt.adapters.converted import adapter_parameters
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES, drive
-from npt.step.train_step import TrainStep
-from npt.step.window_result import WindowResult
+from npt.guard.outcome import Outcome
 
 WAYS = {
     "local": {},
@@ -36,7 +35,7 @@ def take_steps(
     late: bool | None = None,
     bad: Callable[[int], bool] = lambda number: False,
     around: Callable[[], Any] | None = None,
-) -> tuple[list[WindowResult[MicroBatch]], dict[str, Tensor]]:
+) -> tuple[list[Outcome], dict[str, torch.Tensor]]:
     """Take steps of two micro-batches each; results, and the weights on the host.
 
     Args:
@@ -58,7 +57,7 @@ def take_steps(
             next(iter(parameters.values())).grad.mul_(float("nan"))
         return sums
 
-    train_step = TrainStep(model, strategy, config, [1e-2] * steps, late=late)
+    train_step = StudentStep(model, strategy, config, [1e-2] * steps, late=late)
     results = []
     for step in range(steps):
         batches = [make_batch(kind, 2 * step + i) for i in range(2)]
@@ -69,14 +68,14 @@ def take_steps(
             nonlocal number
             for number, batch in enumerate(batches, 2 * step):  # noqa: B007
                 train_step.add(batch)
-            results.extend(train_step.window.commit())
+            results.extend(train_step.guard.step())
 
         if around is None or step == 0:
             run()
         else:
             with around():
                 run()
-    results += train_step.window.flush()
+    results += train_step.guard.flush()
     return results, {name: p.detach().cpu() for name, p in parameters.items()}
 
 
@@ -108,7 +107,7 @@ def test_late_flags_leave_the_bits_of_flags_read_at_once() -> None:
         late, weights = take_steps(load_student("cuda"), "right", "local", 3, late=True, bad=bad)
         once, others = take_steps(load_student("cuda"), "right", "local", 3, late=False, bad=bad)
     assert [r.applied for r in late] == [r.applied for r in once] == [True, False, True]
-    assert [len(r.refusals) for r in late] == [len(r.refusals) for r in once] == [1, 2, 0]
+    assert [len(r.refused) for r in late] == [len(r.refused) for r in once] == [1, 2, 0]
     assert all(torch.equal(weights[name], value) for name, value in others.items())
 
 
@@ -130,24 +129,24 @@ def test_a_late_refusal_leaves_later_draws_as_they_were(way) -> None:
     found = []
     with simulated_cuda():
         for add in (plain, passing_over("1-")):
-            with mock.patch.object(TrainStep, "add", add):
+            with mock.patch.object(StudentStep, "add", add):
                 steps = take_steps(
                     drawing_student(), "right", way, 2, bad=lambda number: number == 1
                 )
                 found.append(steps)
     (refused, weights), (passed_over, others) = found
-    assert [len(r.refusals) for r in refused] == [1, 0]
-    assert not any(r.refusals for r in passed_over)
+    assert [len(r.refused) for r in refused] == [1, 0]
+    assert not any(r.refused for r in passed_over)
     assert all(torch.equal(weights[name], value) for name, value in others.items())
 
 
-plain = TrainStep.add
+plain = StudentStep.add
 
 
 def passing_over(name: str) -> Callable[..., bool]:
-    """`TrainStep.add` that leaves out the micro-batch whose samples bear this number."""
+    """`StudentStep.add` that leaves out the micro-batch whose samples bear this number."""
 
-    def add(self: TrainStep, batch: Any) -> bool:
+    def add(self: StudentStep, batch: Any) -> Any:
         return batch.sample_ids[0].startswith(name) or plain(self, batch)
 
     return add

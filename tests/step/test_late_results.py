@@ -23,11 +23,12 @@ from windows import Sums, add_filled, window_over
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Batch
+from npt.distill.step import student_guard
 from npt.errors import NoMemoryError, TooManyRefusalsError
-from npt.step import launched_window as module
-from npt.step.gradient_window import IN_FLIGHT, GradientWindow
-from npt.step.spikes import SpikeGuard
-from npt.step.train_step import TrainStep
+from npt.guard import outcome as module
+from npt.guard.guard import Guard
+from npt.guard.spikes import SpikeGuard
+from npt.guard.window import IN_FLIGHT, GradientWindow
 from npt.train import checkpoint_writer as writer_module
 from npt.train import loop as loop_module
 from npt.train import trainer as trainer_module
@@ -104,7 +105,7 @@ def run(
             r.rate,
             r.loss,
             r.grad_norm,
-            [str(refusal) for refusal in r.refusals],
+            [str(refusal) for refusal in r.refused],
         )
         for r in results
     ]
@@ -173,20 +174,20 @@ def test_results_read_late_equal_results_read_at_once(windows, slow):
 @pytest.fixture
 def late_runs(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Runs, list[GradientWindow[Any]]]]:
+) -> Callable[..., tuple[Runs, list[GradientWindow]]]:
     """Runs of eight windows of one sample, whose records arrive when `slow` says so, and the
     transactions that they made.
     """
 
-    def make(slow: list[int]) -> tuple[Runs, list[GradientWindow[Any]]]:
-        made: list[GradientWindow[Any]] = []
+    def make(slow: list[int]) -> tuple[Runs, list[GradientWindow]]:
+        made: list[GradientWindow] = []
 
-        def making(*arguments: Any, **named: Any) -> TrainStep:
-            step = TrainStep(*arguments, late=True, **named)
-            made.append(step.window)
-            return step
+        def making(*arguments: Any, **named: Any) -> Guard:
+            guard = student_guard(*arguments, late=True, **named)
+            made.append(guard.window)
+            return guard
 
-        monkeypatch.setattr(trainer_module, "TrainStep", making)
+        monkeypatch.setattr(trainer_module, "student_guard", making)
         monkeypatch.setattr(module, "to_host", Device(slow).to_host)
         model = npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0]
         return (
@@ -216,11 +217,7 @@ def test_a_run_that_gives_up_saves_the_step_of_its_weights(late_runs, monkeypatc
     write = writer_module.write_checkpoint
 
     def writing(
-        path: Path,
-        model: Any,
-        transaction: GradientWindow[Any],
-        record: dict[str, Any],
-        *others: Any,
+        path: Path, model: Any, transaction: GradientWindow, record: dict[str, Any], *others: Any
     ) -> None:
         saved.append(
             (
@@ -293,7 +290,7 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
     lines = {}
     launch = GradientWindow._launch
 
-    def launching(transaction: GradientWindow[Any], mark: int) -> Any:
+    def launching(transaction: GradientWindow, mark: int) -> Any:
         window = launch(transaction, mark)
         for micro in window.ran:
             away = {

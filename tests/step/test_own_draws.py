@@ -28,16 +28,16 @@ from npt.config import DataConfig
 from npt.data.batch import Sample
 from npt.data.loader import Loader
 from npt.data.samples import Samples
-from npt.diagnostics.diagnose import diagnose
+from npt.diagnostics.guards import diagnose
+from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.modulation import measure_modulation
 from npt.postmortem import restore
 from npt.postmortem.replay import replay
-from npt.postmortem.replay_batch import replay_batch
 from npt.random_state import named_draws, random_state
-from npt.step.train_step import TrainStep
-from npt.train.smoke import smoke_test
+from npt.train.loop import Loop
+from npt.train.preparation import smoke_test
 
 DRAWING = Setting(change=let_draw)
 
@@ -226,16 +226,16 @@ def runs(poisoned_folder: Path, tmp_path: Path) -> Runs:
 
 
 def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> None:
-    add = TrainStep.add
+    add = Loop._add
 
-    def passed_over(step: TrainStep, batch: Any, index: int) -> bool:
+    def passed_over(loop: Loop, batch: Any, index: int) -> bool:
         ids = batch.input_ids
-        bad = bool(((ids == RARE) | (ids >= step.model.config.vocab_size)).any())
-        return bad or add(step, batch, 0)
+        bad = bool(((ids == RARE) | (ids >= loop.context.model.config.vocab_size)).any())
+        return bad or add(loop, batch, 0)
 
-    with mock.patch("npt.train.trainer.TrainStep", functools.partial(TrainStep, late=True)):
+    with mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=True)):
         refused = runs.run("refused", num_epochs=1)
-        with mock.patch.object(TrainStep, "add", passed_over):
+        with mock.patch.object(Loop, "_add", passed_over):
             never = runs.run("never", num_epochs=1)
     assert set(refused.refused_by_kind) == {"data", "loss"} and not never.refused
     assert events(runs.place / "refused", "diagnosis")
@@ -284,4 +284,3 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     assert (trace.loss, trace.grad_norm) == tuple(
         recorded[trace.sample_ids][key] for key in ("loss", "grad_norm")
     )
-    assert replay_batch(folder, trace.micro_batch).loss == trace.loss

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from npt.config import SCHEDULES
-from npt.step.schedule import learning_rate_scale
+from npt.guard.schedule import learning_rate_scale
 
 kinds = pytest.mark.parametrize("kind", SCHEDULES)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from npt.step.spikes import MINIMUM, SpikeGuard
+from npt.guard.spikes import MINIMUM, SpikeGuard
 
 
 def exceeds(guard: SpikeGuard, loss: float, norm: float) -> bool:

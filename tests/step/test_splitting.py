@@ -30,10 +30,10 @@ from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
 from npt.distill.local import MicroBatch
+from npt.distill.splitting import MicroBatchSplitter, added, free_memory, oom_message
+from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
-from npt.step.splitting import MicroBatchSplitter, added, free_memory, oom_message
-from npt.step.train_step import forward_backward
 from npt.train.trainer import Trainer
 
 IMPOSSIBLE = 1 << 50
@@ -74,11 +74,7 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side
     expected = list(batches(samples, size, 2, side=side))
     assert len(parts) == len(expected)
     for part, other in zip(parts, expected, strict=True):
-        for name in [f.name for f in fields(Batch)] + [
-            "scored_index",
-            "document_lengths",
-            "scored_lengths",
-        ]:
+        for name in [*(f.name for f in fields(Batch)), "scored_index"]:
             one, two = getattr(part, name), getattr(other, name)
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, name
 
@@ -111,12 +107,7 @@ def test_the_sums_of_the_parts_are_those_of_the_whole(
     model = load_model("nf4")
     npt.attach(model, NPTConfig(rank=4, layers="1,3", additive_scale=1.0))
     weight = 0.5 if strategy == "end_to_end" else 0.0
-    config = TrainConfig(
-        strategy=strategy,
-        token_weighting="disagreement",
-        regularization_lambda=0.1,
-        logit_kl_weight=weight,
-    )
+    config = TrainConfig(strategy=strategy, regularization_lambda=0.1, logit_kl_weight=weight)
     parameters = adapter_parameters(model)
     gradients, found = [], []
     for size in (3, 1):
@@ -441,7 +432,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
-    from npt.train import run_evaluation as module
+    from npt.train import preparation as module
 
     evaluate, sizes = module.evaluate, []
 

@@ -1,4 +1,4 @@
-"""One step: what a process does that runs out of memory, or fails, in the middle of a window."""
+"""One window in the loop: what a process does that runs out of memory, or fails, in its middle."""
 
 from __future__ import annotations
 
@@ -7,29 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-import npt
-from npt.data.batch import batch_from_tensors
+from faults.bench import Setting, Student
+from faults.runs import looped
 from npt.distill.strategies import drive
 from npt.distributed.processes import ProcessGroup
-from npt.step import train_step
-from npt.step.gradient_window import FAILED
-from npt.step.train_step import TrainStep
-
-
-@pytest.fixture
-def student(load_model: Any) -> Any:
-    model = load_model()
-    npt.attach(model, npt.NPTConfig(rank=2, layers="1"))
-    return model
-
-
-def batch(rows: int = 1) -> Any:
-    ids = torch.arange(3, 3 + 8 * rows).view(rows, 8)
-    return batch_from_tensors(ids, torch.ones_like(ids))
+from npt.guard.window import FAILED, GradientWindow
+from npt.train import loop as loop_module
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_memory_is_freed_before_a_window_begins_again(student, monkeypatch, rows) -> None:
+def test_memory_is_freed_before_a_window_begins_again(monkeypatch, rows) -> None:
     """A single sample too, which is tried again while windows in flight hold memory."""
     done: list[str] = []
     lacking = iter([True])
@@ -40,24 +27,30 @@ def test_memory_is_freed_before_a_window_begins_again(student, monkeypatch, rows
         done.append(f"{len(arguments[1].input_ids)} rows")
         return drive(*arguments)
 
-    free = train_step.free_memory
-    monkeypatch.setattr(train_step, "free_memory", lambda: done.append("freed") or free())
-    step = TrainStep(student, strategy, npt.TrainConfig(batch_size=rows), [1e-3], late=True)
-    step.on_out_of_memory = lambda samples, message: done.append(f"{samples} at once: {message}")
-    monkeypatch.setattr(type(step.window), "in_flight", 1)
-    step.run([batch(rows)])
+    free = loop_module.free_memory
+    monkeypatch.setattr(loop_module, "free_memory", lambda: done.append("freed") or free())
+    monkeypatch.setattr(
+        loop_module.Loop,
+        "_report_out_of_memory",
+        lambda _, samples, message: done.append(f"{samples} at once: {message}"),
+    )
+    monkeypatch.setattr(GradientWindow, "in_flight", 1)
+    student = Student(Setting(size=1, rows=rows))
+    looped(student, [[student.setting.batch((0, 0))]], strategy, late=True)
     parts = ["2 rows", "2 rows"] if rows == 4 else ["1 rows"]
     assert done == ["freed", f"{rows} at once: it asked for 2.00 GiB more", *parts]
 
 
-def test_a_failing_check_stops_one_process_of_several_at_the_commit(student, monkeypatch) -> None:
+def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -> None:
     def broken(*_: Any) -> str:
         raise IndexError("labels of another shape")
 
-    monkeypatch.setattr(train_step, "find_fault", broken)
-    step = TrainStep(student, drive, npt.TrainConfig(), [1e-3], processes=ProcessGroup(0, 2))
-    assert step.add(batch())
-    assert isinstance(step.failure, IndexError) and step.window._halt == FAILED
-    alone = TrainStep(student, drive, npt.TrainConfig(), [1e-3])
+    student = Student(Setting(size=1))
+    loop, _ = looped(student, [])
+    batch = student.setting.batch((0, 0))
+    monkeypatch.setattr(loop_module, "find_fault", broken)
     with pytest.raises(IndexError, match="another shape"):
-        alone.add(batch())
+        loop._add(batch, 0)
+    loop.context.processes = loop.guard.window.processes = ProcessGroup(0, 2)
+    assert loop._add(batch, 0)
+    assert isinstance(loop.failure, IndexError) and loop.guard.window._halt == FAILED

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import without_report
+from resumed_runs import acting, at, events, without_report
 from rich.console import Console
 
 import npt
@@ -38,6 +37,9 @@ def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
 @pytest.fixture
 def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Callable[..., Trainer]:
     """A trainer of layers 1 and 3 with a calibrated start, if nothing else is said."""
+    usual = {"rank": 4, "layers": "1,3", "init": "calibrated", "additive_scale": 1.0}
+    quick = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-4, "max_steps": 2}
+    quick |= {"calibration_tokens": 300, "smoke_test": False, "eval_samples": 2}
 
     def make(
         data: Any = None,
@@ -49,31 +51,12 @@ def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Cal
     ) -> Trainer:
         if model is None:
             model = load_model()
-            npt.attach(
-                model,
-                NPTConfig(
-                    **{
-                        "rank": 4,
-                        "layers": "1,3",
-                        "init": "calibrated",
-                        "additive_scale": 1.0,
-                        **(form or {}),
-                    }
-                ),
-            )
-        settings = {
-            "batch_size": 2,
-            "log_steps": 1,
-            "learning_rate": 1e-4,
-            "max_steps": 2,
-            "calibration_tokens": 300,
-        }
-        settings |= {"smoke_test": False, "eval_samples": 2, **config}
+            npt.attach(model, NPTConfig(**{**usual, **(form or {})}))
         trainer = Trainer(
             model,
             tokenizer,
             texts(60) if data is None else data,
-            TrainConfig(**{"output_dir": str(tmp_path / "run"), **settings}),
+            TrainConfig(**{"output_dir": str(tmp_path / "run"), **quick, **config}),
             data_config=DataConfig(max_length=24, streaming=isinstance(data, Iterator)),
             eval_data=eval_data,
             console=Console(file=io.StringIO(), width=200),
@@ -81,6 +64,19 @@ def build(load_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> Cal
         return without_report(trainer)
 
     return make
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in adapter_parameters(trainer.setup.model).items()}
+
+
+def assert_same_weights(one: Trainer, other: Trainer) -> None:
+    expected = weights(other)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(one).items())
+
+
+def order_of(trainer: Trainer, epoch: int = 0) -> list[str]:
+    return [sample.id for sample in trainer.data.loader.samples.epoch(epoch)]
 
 
 @pytest.fixture
@@ -98,29 +94,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
 
 
 def test_a_calibration_out_of_memory_begins_again_in_smaller_batches(build, monkeypatch) -> None:
-    trainer = build(batch_size=4, smoke_test=False, max_steps=1)
+    trainer = build(batch_size=4, max_steps=1)
     trainer.setup.splitter.samples = 2  # as --max_memory has it
-    before = {
-        name: p.detach().clone() for name, p in adapter_parameters(trainer.setup.model).items()
-    }
-    sizes: list[int] = []
-    original = starting.calibrate
+    before, sizes, original = weights(trainer), list[int](), starting.calibrate
 
     def calibrate(model: Any, *arguments: Any, batch_size: int, **options: Any) -> Any:
         sizes.append(batch_size)
-        assert all(torch.equal(p, before[name]) for name, p in adapter_parameters(model).items())
+        assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
         if batch_size > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return original(model, *arguments, batch_size=batch_size, **options)
 
     monkeypatch.setattr(starting, "calibrate", calibrate)
-    trainer.train()
+    folder = trainer.train().folder
     assert sizes == [2, 1]
     assert trainer.calibration is not None and trainer.setup.splitter.samples == 2
-    events = [
-        json.loads(line) for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()
-    ]
-    assert [e["during"] for e in events if e["event"] == "out_of_memory"] == ["the calibration"]
+    assert [e["during"] for e in events(folder, "out_of_memory")] == ["the calibration"]
 
 
 def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
@@ -129,10 +118,7 @@ def test_the_calibrated_student_is_what_a_run_calls_initial(build) -> None:
     assert result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
     record = json.loads((result.folder / "run.json").read_text())["calibration"]
     assert record["tokens"] in (299, 300) and set(record["layers"]) == {"1", "3"}
-    events = [
-        json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()
-    ]
-    (event,) = [e for e in events if e["event"] == "calibration"]
+    (event,) = events(result.folder, "calibration")
     assert event["layers"] == record["layers"]
     assert "Attention cut to R directions" in trainer.setup.console.file.getvalue()
 
@@ -167,28 +153,17 @@ class Stream:
         return iter(self.content)
 
 
-def order_of(trainer: Trainer) -> list[str]:
-    return [sample.id for sample in trainer.data.loader.samples.epoch(0)]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_training_begins_after_the_samples_of_the_start(build, calls, stream) -> None:
     more = {"eval_data": texts(2, seed=1), "data": Stream(texts(60))} if stream else {}
-    trainer = build(smoke_test=False, **more)
+    trainer = build(**more)
     solved_on, seen = calls, seen_by(trainer)
     (given,) = ([sample.id for sample in samples] for samples in solved_on)
     assert [*given, *seen] == order_of(trainer)[: len(given) + 4]  # two steps of two
     said = trainer.setup.console.file.getvalue()
-    assert (
-        said.count(f"training begins after the {len(given)} samples that the start was fitted to")
-        == 1
-    )
-    (event,) = [
-        json.loads(line)
-        for line in (trainer.folder_path / "events.jsonl").read_text().splitlines()
-        if '"calibration"' in line
-    ]
-    assert event["passed_over"] == len(given)
+    begins = f"training begins after the {len(given)} samples that the start was fitted to"
+    assert said.count(begins) == 1
+    assert events(trainer.folder_path, "calibration")[0]["passed_over"] == len(given)
 
 
 def test_a_sample_outside_the_vocabulary_is_skipped(build, calls) -> None:
@@ -196,16 +171,21 @@ def test_a_sample_outside_the_vocabulary_is_skipped(build, calls) -> None:
         {"input_ids": [3 + (7 * i + j) % 100 for j in range(20)], "id": f"r{i}"} for i in range(60)
     ]
     order = order_of(build(data, eval_data=texts(2)))
-    next(record for record in data if order[2].startswith(f"{record['id']}@"))["input_ids"][3] = (
-        10**6
-    )
-    trainer = build(data, eval_data=texts(2), smoke_test=False)
-    seen = seen_by(trainer)
+    bad = next(record for record in data if order[2].startswith(f"{record['id']}@"))
+    bad["input_ids"][3] = 10**6
+    seen = seen_by(build(data, eval_data=texts(2)))
     given = [sample.id for sample in calls[0]]
-    assert order[2] not in given and given == [
-        id for id in order[: len(given) + 1] if id != order[2]
-    ]
+    assert given == [id for id in order[: len(given) + 1] if id != order[2]]
     assert seen == order[len(given) + 1 :][:4]
+
+
+def test_with_max_steps_nothing_is_counted(build, calls, monkeypatch) -> None:
+    """Data that begin again lose nothing by beginning later; one that counts reads all of them."""
+    monkeypatch.setattr("npt.data.loader.Loader.count", lambda *_: pytest.fail("it was counted"))
+    trainer = build(texts(20), eval_data=texts(2, seed=1), max_steps=40, calibration_tokens=300)
+    order, given = order_of(trainer), trainer.data.start_samples
+    assert 10 < len(given) < 20
+    assert seen_by(trainer)[: 20 - len(given)] == order[len(given) :]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -215,38 +195,25 @@ def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls,
     trainer = build(
         Stream(few) if stream else few,
         eval_data=texts(2, seed=1),
-        smoke_test=False,
         max_steps=None,
         calibration_tokens=2000,
     )
     seen = seen_by(trainer)
     assert seen == order_of(trainer) and trainer.total_steps in (7, None)
     said = trainer.setup.console.file.getvalue()
-    assert (
-        "begins after" not in said
-        and said.count("so the first losses are of tokens that it has seen") == 1
-    )
+    assert "begins after" not in said
+    assert said.count("so the first losses are of tokens that it has seen") == 1
 
 
 def test_only_the_first_epoch_leaves_calibration_samples_out(build, calls) -> None:
-    trainer = build(
-        texts(80),
-        eval_data=texts(2, seed=1),
-        smoke_test=False,
-        max_steps=None,
-        num_epochs=2,
-        batch_size=8,
-    )
-    first, second = (
-        order_of(trainer),
-        [sample.id for sample in trainer.data.loader.samples.epoch(1)],
-    )
+    settings = {"eval_data": texts(2, seed=1), "num_epochs": 2, "batch_size": 8}
+    trainer = build(texts(80), max_steps=None, **settings)
+    first, second = order_of(trainer), order_of(trainer, 1)
     seen = seen_by(trainer)
     (given,) = calls
     assert 10 < len(given) < 20 and seen == [*first[len(given) :], *second]
-    assert trainer.total_steps == len(
-        (trainer.folder_path / "metrics.jsonl").read_text().splitlines()
-    )
+    metrics = (trainer.folder_path / "metrics.jsonl").read_text().splitlines()
+    assert trainer.total_steps == len(metrics)
 
 
 def test_a_random_start_trains_from_the_first_sample(build, calls) -> None:
@@ -257,36 +224,18 @@ def test_a_random_start_trains_from_the_first_sample(build, calls) -> None:
 
 def test_a_run_that_is_taken_up_counts_what_was_left_out(build, calls, tmp_path) -> None:
     """Neither are those trained on then, nor is the run longer."""
-    settings = {
-        "smoke_test": False,
-        "num_epochs": 2,
-        "eval_data": texts(2, seed=1),
-        "save_steps": 3,
-        "batch_size": 4,
-    }
-    settings["calibration_tokens"] = 110
-    whole = build(texts(32), max_steps=None, output_dir=str(tmp_path / "whole"), **settings)
+    settings = {"num_epochs": 2, "eval_data": texts(2, seed=1), "save_steps": 3, "batch_size": 4}
+    settings |= {"calibration_tokens": 110, "max_steps": None}
+    whole = build(texts(32), output_dir=str(tmp_path / "whole"), **settings)
     seen = seen_by(whole)
     assert len(seen) < 2 * 32
-    part = build(texts(32), max_steps=None, **settings)
-    strategy, count = part.setup.strategy, iter(range(1000))
-
-    def stopping(*arguments: Any) -> Any:
-        if next(count) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return strategy(*arguments)
-
-    part.setup.strategy = stopping
+    part = acting(build(texts(32), **settings), at(4))
     assert part.train().signal == signal.SIGTERM
-    again = build(texts(32), max_steps=None, resume="auto", **settings)
+    again = build(texts(32), resume="auto", **settings)
     assert again.total_steps == whole.total_steps
     rest = seen_by(again)
     assert seen[-len(rest) :] == rest
-    expected = adapter_parameters(whole.setup.model)
-    assert all(
-        torch.equal(value, expected[name])
-        for name, value in adapter_parameters(again.setup.model).items()
-    )
+    assert_same_weights(again, whole)
 
 
 def test_calibrated_or_loaded_adapters_are_trained_as_they_are(
@@ -305,94 +254,55 @@ def test_calibrated_or_loaded_adapters_are_trained_as_they_are(
 
 def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
     """Two runs of the same seed that are each solved for themselves, one of them in two parts."""
-    whole = build(
-        max_steps=2, save_steps=1, output_dir=str(tmp_path / "whole"), scheduler_type="constant"
-    )
+    settings = {"save_steps": 1, "scheduler_type": "constant"}
+    whole = build(max_steps=2, output_dir=str(tmp_path / "whole"), **settings)
     whole.train()
-    part = build(max_steps=1, save_steps=1, scheduler_type="constant")
-    record = part.train().folder / "run.json"
+    record = build(max_steps=1, **settings).train().folder / "run.json"
     solved = json.loads(record.read_text())["calibration"]
     assert len(calls) == 2 and solved["layers"]
-    again = build(max_steps=2, save_steps=1, scheduler_type="constant", resume="auto")
+    again = build(max_steps=2, resume="auto", **settings)
     result = again.train()
     assert json.loads(record.read_text())["calibration"] == solved
     assert len(calls) == 2 and result.fidelity.initial.kl < 0.7 * result.fidelity.floor.kl
-    expected = adapter_parameters(whole.setup.model)
-    assert all(
-        torch.equal(value, expected[name])
-        for name, value in adapter_parameters(again.setup.model).items()
-    )
+    assert_same_weights(again, whole)
 
 
-def test_a_stream_that_can_be_read_once_is_refused_before_it_is_read(build) -> None:
-    with pytest.raises(
-        ConfigError, match="--init calibrated reads training data before the run does"
-    ):
-        build(iter(texts(30)), eval_data=texts(2))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data": iter(()), "eval_data": texts(2)},
+            "--init calibrated reads training data before the run does",
+        ),
+        ({"form": {"residual": "keep"}}, "residual keep"),
+    ],
+)
+def test_what_no_start_can_be_fitted_to_is_refused(build, settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**settings)
 
 
-def test_a_budget_means_nothing_without_a_calibrated_start(build) -> None:
-    with pytest.raises(
-        ConfigError, match="--rank_budget is 8, which means nothing without --init calibrated"
-    ):
-        build(form={"init": "random"}, rank_budget=8)
-
-
-def test_kept_residual_is_refused(build) -> None:
-    with pytest.raises(ConfigError, match="residual keep"):
-        build(form={"residual": "keep"})
-
-
-SMALL = [
-    "--use_quantization",
-    "--init",
-    "calibrated",
-    "--calibration_tokens",
-    "200",
-    "--max_length",
-    "32",
-]
-SMALL += [
-    "--layers",
-    "6-7",
-    "--adapter_rank",
-    "8",
-    "--batch_size",
-    "2",
-    "--eval_samples",
-    "2",
-    "--no_smoke_test",
-    "--log_steps",
-    "1",
-    "--save_steps",
-    "1",
-]
+SMALL = (
+    "pretrain --use_quantization --init calibrated --calibration_tokens 200 --max_length 32"
+    " --layers 6-7 --adapter_rank 8 --batch_size 2 --eval_samples 2 --no_smoke_test --log_steps 1"
+    " --save_steps 1 --safe_mode"
+)
 
 
 @pytest.mark.usefixtures("short_library")
-def test_a_budget_is_spent_by_the_command_line_and_held_to_on_resume(
+def test_ranks_are_given_out_by_the_command_line_and_held_to_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "pretrain",
-        *SMALL,
-        "--safe_mode",
-        "--rank_budget",
-        "12",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    folder = tmp_path / "run"
+    arguments = [*SMALL.split(), "--output_dir", str(folder)]
     assert main([*arguments, "--max_steps", "1"]) == 0
     said = capsys.readouterr().out
     assert said.index("Attention cut to R directions") < said.index("fidelity on")
-    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
-    assert sum(settings["ranks"]) == 12 and settings["modulation"] == "additive"
+    settings = json.loads((folder / "run.json").read_text())["settings"]
+    assert sum(settings["ranks"]) == 16 and settings["modulation"] == "additive"
     assert main([*arguments, "--max_steps", "2", "--resume", "auto"]) == 0
     assert "Attention cut to R directions" not in capsys.readouterr().out
-    adapter = tmp_path / "run" / "checkpoints" / "step-00000002" / "adapter"
+    adapter = folder / "checkpoints" / "step-00000002" / "adapter"
     model = npt.load_base("tiny", quantization="nf4", device="cpu")[0]
-    assert (
-        npt.load_adapter(model, adapter).ranks
-        == tuple(settings["ranks"])
-        == attached_config(model).ranks
-    )
+    ranks = npt.load_adapter(model, adapter).ranks
+    assert ranks == tuple(settings["ranks"]) == attached_config(model).ranks

@@ -17,7 +17,7 @@ from npt.report.page import status
 from npt.report.run import read_run
 from npt.runs.run_folder import NullRunFolder
 from npt.runs.trackers import Trackers
-from npt.train.divergence import Divergence
+from npt.train.observers import Divergence
 
 RUINOUS = 30.0
 """A learning rate that throws every multiplier to a bound in its first steps."""

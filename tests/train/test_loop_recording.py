@@ -3,75 +3,34 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import os
-import random
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from resumed_runs import without_report
-from rich.console import Console
+from resumed_runs import Runs, at, records
 from torch import Tensor, nn
 
-import npt
-from npt.adapters.converted import adapter_parameters, npt_layers
-from npt.config import DataConfig, NPTConfig, TrainConfig
+from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.diagnostics.recorder.record import Record
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.local import MicroBatch
-from npt.distill.strategies import STRATEGIES
+from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
-from npt.step import train_step as step_module
-from npt.step.train_step import TrainStep
-from npt.train import step_recording
+from npt.train import loop as step_module
+from npt.train import observers
 from npt.train import trainer as trainer_module
-from npt.train.trainer import Trainer
-
-
-def texts(count: int, seed: int = 0) -> list[dict[str, str]]:
-    source = random.Random(seed)
-    return [
-        {"text": "".join(source.choices("abcdefgh", k=source.randint(5, 9))), "id": f"text-{i}"}
-        for i in range(count)
-    ]
 
 
 @pytest.fixture
-def build(
-    load_model: Callable[..., nn.Module], tokenizer: Any, tmp_path: Path
-) -> Callable[..., Trainer]:
-    """A trainer on a fresh student: 6 steps of one micro-batch, or fewer of more."""
-
-    def make(data: list[Any] | None = None, folder: str = "run", **config: Any) -> Trainer:
-        model = load_model()
-        npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-        settings = {
-            "batch_size": 2,
-            "log_steps": 1,
-            "learning_rate": 1e-2,
-            "smoke_test": False,
-            "output_dir": str(tmp_path / folder),
-        }
-        trainer = Trainer(
-            model,
-            tokenizer,
-            texts(12) if data is None else data,
-            TrainConfig(**{**settings, **config}),
-            data_config=DataConfig(max_length=12),
-            eval_data=texts(2, seed=9),
-            console=Console(file=io.StringIO(), width=300),
-        )
-        return without_report(trainer)
-
-    return make
+def here(load_model: Callable[..., nn.Module], tmp_path: Path) -> Runs:
+    """Runs of 6 steps of one micro-batch, or fewer of more."""
+    settings = {"batch_size": 2, "eval_samples": 2}
+    return Runs(load_model(), tmp_path, lambda: records(12), settings=settings)
 
 
 @pytest.fixture(autouse=True)
@@ -91,323 +50,180 @@ def drawn(monkeypatch) -> list[list[int]]:
     return calls
 
 
-def act_before(
-    monkeypatch: pytest.MonkeyPatch,
-    act: Callable[[int, nn.Module, Batch], None],
-    after: bool = False,
-) -> None:
-    """The local strategy, with `act(number of the call, model, batch)` before or after it."""
-    original = STRATEGIES["local"]
-    calls = iter(range(10**6))
-
-    def strategy(
-        model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None
-    ) -> MicroBatch:
-        number = next(calls)
-        if not after:
-            act(number, model, batch)
-        sums = original(model, batch, config, teacher)
-        if after:
-            act(number, model, batch)
-        return sums
-
-    monkeypatch.setitem(STRATEGIES, "local", strategy)
-
-
-def said(trainer: Trainer) -> list[str]:
-    return trainer.setup.console.file.getvalue().splitlines()
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["event"] == kind]
-
-
-def records(folder: Path) -> dict[int, Record]:
+def recorded(folder: Path) -> dict[int, Record]:
+    """The records of a run by step."""
     files = sorted((folder / "trace").glob("step-*.json"))
-    found = {int(path.stem[5:]): Record.from_dict(json.loads(path.read_text())) for path in files}
-    assert all(record.step == step for step, record in found.items())
-    return found
+    found = [Record.from_dict(json.loads(path.read_text())) for path in files]
+    assert [path.name for path in files] == [f"step-{record.step:08d}.json" for record in found]
+    return {record.step: record for record in found}
 
 
-def weights(trainer: Trainer) -> list[Tensor]:
-    return [p.detach().clone() for p in adapter_parameters(trainer.setup.model).values()]
+def observed(model: nn.Module) -> bool:
+    return npt_layers(model)[0][1].npt.observer is not None
 
 
-def poison(layer: int = 1) -> Callable[[nn.Module], Any]:
-    """A hook that makes the input of a layer's attention NaN, once."""
+def poison(model: nn.Module) -> None:
+    """Make the input of an attention NaN, once."""
 
-    def plant(model: nn.Module) -> None:
-        def once(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            handle.remove()
-            return torch.full_like(output, float("nan"))
+    def once(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        return torch.full_like(output, float("nan"))
 
-        handle = model.model.layers[layer].input_layernorm.register_forward_hook(once, prepend=True)
-
-    return plant
+    handle = model.model.layers[1].input_layernorm.register_forward_hook(once, prepend=True)
 
 
 # --- what is written and said
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_chosen_steps_are_files_events_lines_and_pictures(build, drawn, strategy) -> None:
-    trainer = build(trace_steps="1,3-4", trace_every=6, strategy=strategy)
-    result = trainer.train()
-    assert result.steps == 6
-    trace = result.folder / "trace"
-    files = [f"step-0000000{step}.json" for step in (1, 3, 4, 6)]
-    assert sorted(path.name for path in trace.iterdir()) == [*files, "trace.html"]
-    found = records(result.folder)
+def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> None:
+    result = here.run("run", trace_steps="1,3-4", trace_every=6, strategy=strategy)
+    trace, found = result.folder / "trace", recorded(result.folder)
+    assert result.steps == 6 and list(found) == [1, 3, 4, 6] and drawn == [[1, 3, 4, 6]]
     assert all(record.micro_batch == 0 and len(record.rows) > 100 for record in found.values())
     assert all(row.finite for record in found.values() for row in record.rows)
-    noted = events(result.folder, "trace")
-    assert [(e["step"], e["micro_batch"], e["rank"], e["file"]) for e in noted] == [
-        (step, 0, 0, f"trace/step-0000000{step}.json") for step in (1, 3, 4, 6)
-    ]
-    assert all(e["rows"] == len(found[e["step"]].rows) and e["skipped"] == [] for e in noted)
-    lines = said(trainer)
-    assert (
-        "recording steps 1,3-4 and every 6th step, of each the first micro-batch on process 0 only,"
-        f" into {trace}" in lines
-    )
-    for event in noted:
-        assert event["message"] in lines
-        where = (
-            f"recorded step {event['step']} (micro-batch 0, process 0) in"
-            f" {result.folder / event['file']}"
-        )
-        assert event["message"].startswith(f"{where}: all {event['rows']} tensors finite")
-    assert drawn == [[1, 3, 4, 6]]
-    assert events(result.folder, "pictures")[0]["files"] == ["trace/trace.html"]
-    assert lines.index(f"pictures of the recorded steps: {trace / 'trace.html'}") > lines.index(
-        noted[-1]["message"]
-    )
+    lines = here.said.getvalue().splitlines()
+    chosen = "recording steps 1,3-4 and every 6 steps, of each the first micro-batch on process 0"
+    assert f"{chosen} only, into {trace}" in lines
+    for step, record in found.items():
+        line = f"recorded step {step} (micro-batch 0, process 0) in {trace}/step-{step:08d}.json"
+        assert f"{line}: all {len(record.rows)} tensors finite" in "\n".join(lines)
+    assert f"pictures of the recorded steps: {trace / 'trace.html'}" in lines
 
 
-def test_padding_is_left_out(build) -> None:
+def test_padding_is_left_out(here) -> None:
     batches: list[Batch] = []
-    trainer = build(trace_every=1)
-    original = trainer.setup.strategy
-    trainer.setup.strategy = lambda model, batch, config: (
-        batches.append(batch) or original(model, batch, config)
-    )
-    trainer.train()
+    folder = here.run("run", lambda number, batch: batches.append(batch), trace_every=1).folder
     number, batch = next((number, batch) for number, batch in enumerate(batches) if batch.padded)
-    record = list(records(trainer.folder_path).values())[number]
+    record = recorded(folder)[number + 1]
     row = next(row for row in record.rows if row.name == "model.layers.1.input_layernorm out")
     assert row.shape[:2] == batch.input_ids.shape and row.count == batch.tokens * 64
 
 
-def test_of_a_window_only_the_first_micro_batch_is_watched(build, monkeypatch) -> None:
+def test_of_a_window_only_the_first_micro_batch_is_watched(here) -> None:
     watched: list[bool] = []
-    act_before(
-        monkeypatch,
-        lambda number, model, batch: watched.append(
-            npt_layers(model)[0][1].npt.observer is not None
-        ),
-    )
-    build(trace_steps="2", gradient_accumulation_steps=3).train()
+    settings = {"trace_steps": "2", "gradient_accumulation_steps": 3}
+    here.run("run", lambda number, batch: watched.append(observed(here.model)), **settings)
     assert watched == [False, False, False, True, False, False]
 
 
-def test_if_the_first_micro_batch_fails_the_second_is_recorded(build, monkeypatch) -> None:
+def test_if_the_first_micro_batch_fails_the_second_is_recorded(here, monkeypatch) -> None:
     numbers = iter(range(100))
-    monkeypatch.setattr(
-        step_module,
-        "find_fault",
-        lambda batch, vocabulary: "token id out of range" if next(numbers) == 2 else None,
-    )
-    trainer = build(trace_steps="1,2", gradient_accumulation_steps=2)
-    result = trainer.train()
+
+    def fault(batch: Batch, vocabulary: int) -> str | None:
+        return "token id out of range" if next(numbers) == 2 else None
+
+    monkeypatch.setattr(step_module, "find_fault", fault)
+    result = here.run("run", trace_steps="1,2", gradient_accumulation_steps=2)
     assert result.refused == 1 and result.steps == 3
-    assert {step: record.micro_batch for step, record in records(result.folder).items()} == {
-        1: 0,
-        2: 1,
-    }
-    assert [(event["step"], event["micro_batch"]) for event in events(result.folder, "trace")] == [
-        (1, 0),
-        (2, 1),
-    ]
+    places = {step: record.micro_batch for step, record in recorded(result.folder).items()}
+    assert places == {1: 0, 2: 1}
 
 
-def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(build, monkeypatch) -> None:
-    plant = poison()
-    act_before(monkeypatch, lambda number, model, batch: plant(model) if number == 2 else None)
-    trainer = build(trace_steps="3")
-    result = trainer.train()
+def test_a_refused_micro_batch_is_recorded_with_what_was_wrong(here) -> None:
+    def act(number: int, batch: Batch) -> None:
+        if number == 2:
+            poison(here.model)
+
+    result = here.run("run", act, trace_steps="3")
     assert result.refused == 1 and result.steps == 5
-    (record,) = records(result.folder).values()
+    (record,) = recorded(result.folder).values()
     first = next(row for row in record.rows if not row.finite)
     assert first.name == "model.layers.1.input_layernorm out" and first.rms is None
     # the window that became step 3 in the end is not recorded as well
-    (event,) = events(result.folder, "trace")
-    assert (
-        "tensors are not finite, the first: model.layers.1.input_layernorm out" in event["message"]
-    )
-
-
-def test_steps_that_the_run_does_not_reach_are_said(build) -> None:
-    trainer = build(trace_steps="2,9", max_steps=3)
-    trainer.train()
-    assert any(
-        "--trace_steps names step 9, but the run has 3 steps" in line for line in said(trainer)
-    )
-    assert list(records(trainer.folder_path)) == [2]
+    assert here.said.getvalue().count("recorded step 3") == 1
+    assert f"tensors are not finite, the first: {first.name}" in here.said.getvalue()
 
 
 # --- the run is the same
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("strategy", "late"), [("local", True), ("end_to_end", False)])
-def test_weights_and_metrics_are_bit_equal_with_and_without_recording(
-    build, monkeypatch, strategy, late
-) -> None:
-    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=late))
-    settings = {
+def test_a_run_is_bit_equal_with_and_without_recording(here, monkeypatch, strategy, late) -> None:
+    guard = functools.partial(student_guard, late=late)
+    monkeypatch.setattr(trainer_module, "student_guard", guard)
+    here.settings |= {
         "strategy": strategy,
         "regularization_lambda": 0.1,
         "gradient_accumulation_steps": 2,
     }
-    plain, traced = (
-        build(folder="plain", **settings),
-        build(folder="traced", trace_every=1, **settings),
-    )
-    plain.train()
-    traced.train()
-    assert list(records(traced.folder_path)) == [1, 2, 3]
-    assert all(
-        torch.equal(one, other) for one, other in zip(weights(plain), weights(traced), strict=True)
-    )
-
-    def metrics(trainer: Trainer) -> list[dict[str, Any]]:
-        lines = (trainer.folder_path / "metrics.jsonl").read_text().splitlines()
-        return [
-            {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
-            for line in lines
-        ]
-
-    assert metrics(plain) == metrics(traced)
+    here.run("plain")
+    assert list(recorded(here.run("traced", trace_every=1).folder)) == [1, 2, 3]
+    here.outcome("plain").assert_equal(here.outcome("traced"))
 
 
-def test_with_late_results_a_record_bears_its_windows_step(build, monkeypatch) -> None:
-    monkeypatch.setattr(trainer_module, "TrainStep", functools.partial(TrainStep, late=True))
-    seen: list[tuple[str, ...]] = []
-    act_before(
-        monkeypatch,
-        lambda number, model, batch: seen.append(batch.sample_ids) if _observed(model) else None,
-    )
-    trainer = build(trace_steps="2,5")
-    used: list[tuple[str, ...]] = []
-    original = trainer.setup.strategy
-    trainer.setup.strategy = lambda model, batch, config: (
-        used.append(batch.sample_ids) or original(model, batch, config)
-    )
-    trainer.train()
-    assert seen == [used[1], used[4]] and list(records(trainer.folder_path)) == [2, 5]
+def test_with_late_results_a_record_bears_its_windows_step(here, monkeypatch) -> None:
+    guard = functools.partial(student_guard, late=True)
+    monkeypatch.setattr(trainer_module, "student_guard", guard)
+    seen: list[int] = []
+
+    def act(number: int, batch: Batch) -> None:
+        if observed(here.model):
+            seen.append(number + 1)
+
+    assert list(recorded(here.run("run", act, trace_steps="2,5").folder)) == seen == [2, 5]
 
 
-def _observed(model: nn.Module) -> bool:
-    return npt_layers(model)[0][1].npt.observer is not None
-
-
-def test_without_chosen_steps_nothing_is_recorded_or_written(build, monkeypatch, drawn) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a recorder was made")
-
-    monkeypatch.setattr(step_recording, "Recorder", refuse)
-    trainer = build()
-    result = trainer.train()
+def test_without_chosen_steps_nothing_is_recorded_or_written(here, monkeypatch, drawn) -> None:
+    monkeypatch.setattr(observers, "Recorder", lambda *_, **__: pytest.fail("a recorder was made"))
+    result = here.run("run")
     assert not (result.folder / "trace").exists() and drawn == []
-    assert not any("record" in line for line in said(trainer))
+    assert "record" not in here.said.getvalue()
 
 
 # --- an observer ends nothing
-# ----------------------------------------------------------------------------------------
 
 
-def test_a_recorder_that_fails_is_an_event_and_the_run_is_the_same(build, monkeypatch) -> None:
-    plain = build(folder="plain", max_steps=4)
-    plain.train()
-
+def test_a_recorder_that_fails_is_said_and_the_run_is_the_same(here, monkeypatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    for failing in ("__enter__", "record"):
+    here.run("plain", max_steps=4)
+    for number, failing in enumerate(("__enter__", "record"), start=1):
         with monkeypatch.context() as patched:
             patched.setattr(Recorder, failing, broken)
-            trainer = build(folder=failing, trace_steps="2-3", max_steps=4)
-            result = trainer.train()
-        assert result.steps == 4 and not _observed(trainer.setup.model)
-        messages = [event["message"] for event in events(result.folder, "trace")]
-        assert messages == [
-            f"step {step} could not be recorded: OSError: no space left on device"
-            for step in (2, 3)
-        ]
-        assert set(messages) <= set(said(trainer))
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(weights(plain), weights(trainer), strict=True)
-        )
+            here.run(failing, trace_steps="2-3", max_steps=4)
+        for step in (2, 3):
+            line = f"step {step} could not be recorded: OSError: no space left on device"
+            assert here.said.getvalue().count(line) == number
+        assert not observed(here.model)
+        here.outcome(failing).assert_equal(here.outcome("plain"))
 
 
-def test_pictures_that_cannot_be_drawn_end_nothing(build, monkeypatch) -> None:
+def test_pictures_that_cannot_be_drawn_end_nothing(here, monkeypatch) -> None:
     def broken(*_: Any) -> None:
         raise ImportError("no module named matplotlib")
 
     monkeypatch.setattr(sys.modules["npt.diagnostics.recorder.picture"], "write_pictures", broken)
-    trainer = build(trace_steps="1")
-    result = trainer.train()
-    assert result.steps == 6 and list(records(result.folder)) == [1]
-    (event,) = events(result.folder, "pictures")
-    assert event["files"] == [] and event["message"].endswith(
-        "could not be drawn: ImportError: no module named matplotlib"
-    )
+    result = here.run("run", trace_steps="1")
+    assert result.steps == 6 and list(recorded(result.folder)) == [1]
+    assert "could not be drawn: ImportError: no module named matplotlib" in here.said.getvalue()
 
 
-def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(build, monkeypatch, drawn) -> None:
-    def fail(number: int, model: nn.Module, batch: Batch) -> None:
+def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) -> None:
+    def fail(number: int, batch: Batch) -> None:
         if number == 3:
             raise ZeroDivisionError
 
-    act_before(monkeypatch, fail, after=True)
-    trainer = build(trace_every=1)
     with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert not _observed(trainer.setup.model)
-    assert (
-        sum(
-            len(m._forward_hooks) + len(m._forward_pre_hooks) for m in trainer.setup.model.modules()
-        )
-        == 0
-    )
+        here.run("run", fail, trace_every=1)
+    hooks = [(*m._forward_hooks, *m._forward_pre_hooks) for m in here.model.modules()]
+    assert not observed(here.model) and not any(hooks)
     assert drawn == [[1, 2, 3]]
 
 
-def test_a_run_that_gives_up_has_its_pictures(build, monkeypatch, drawn) -> None:
-    plant = poison()
-    act_before(monkeypatch, lambda number, model, batch: plant(model) if number >= 2 else None)
-    trainer = build(trace_steps="2-4", max_consecutive_bad=2)
+@pytest.mark.usefixtures("obeyed_signals")
+@pytest.mark.parametrize("end", ["refusals", "a signal"])
+def test_a_run_that_ends_early_has_its_pictures(here, drawn, end) -> None:
+    if end == "a signal":
+        assert here.run("run", at(3), trace_every=1).signal is not None
+        assert drawn[0][:3] == [1, 2, 3] and len(drawn) == 1
+        return
+
+    def act(number: int, batch: Batch) -> None:
+        if number >= 2:
+            poison(here.model)
+
     with pytest.raises(TooManyRefusalsError):
-        trainer.train()
-    assert drawn == [[2, 3]] and (trainer.folder_path / "trace" / "trace.html").exists()
-
-
-def test_a_run_that_a_signal_ends_has_its_pictures(build, monkeypatch, drawn) -> None:
-    def interrupt(number: int, model: nn.Module, batch: Batch) -> None:
-        if number == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    act_before(monkeypatch, interrupt)
-    trainer = build(trace_every=1)
-    assert trainer.train().signal == signal.SIGTERM
-    assert drawn[0][:3] == [1, 2, 3] and len(drawn) == 1
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
+        here.run("run", act, trace_steps="2-4", max_consecutive_bad=2)
+    assert drawn == [[2, 3]] and (here.place / "run" / "trace" / "trace.html").exists()

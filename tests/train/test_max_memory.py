@@ -15,7 +15,7 @@ import npt
 from npt.data.batch import Batch
 from npt.errors import ConfigError
 from npt.planning.memory import PHASES, Workload
-from npt.train import memory_fit, preparation, run_evaluation
+from npt.train import preparation
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def limit(runs: Runs) -> Callable[[int], str]:
             return super().fitting(limit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_fit, "Workload", Kept)
-        memory_fit.MemoryFit(runs.trainer(None, max_memory="1GiB").setup)
+        patch.setattr(preparation, "Workload", Kept)
+        preparation.MemoryFit(runs.trainer(None, max_memory="1GiB").setup)
     (planned,) = workloads[-1:]
     return lambda samples: str(planned.plan(samples).peak)
 
@@ -148,9 +148,9 @@ def test_one_sample_that_does_not_fit_is_refused_in_one_line(runs: Runs) -> None
 def test_the_smoke_test_and_evaluations_keep_to_the_limit(
     runs: Runs, limit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, smoke_test, sizes = run_evaluation.evaluate, preparation.smoke_test, []
+    evaluate, smoke_test, sizes = preparation.evaluate, preparation.smoke_test, []
     monkeypatch.setattr(
-        run_evaluation,
+        preparation,
         "evaluate",
         lambda *a, batch_size, **k: (
             sizes.append(batch_size) or evaluate(*a, batch_size=batch_size, **k)

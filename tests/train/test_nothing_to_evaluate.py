@@ -19,13 +19,12 @@ def test_ids_that_are_all_unknown_are_refused_in_one_line(load_model: Any, tmp_p
     model = load_model()
     npt.attach(model, npt.NPTConfig(rank=2, layers="1"))
     config = npt.TrainConfig(output_dir=str(tmp_path / "run"), smoke_test=False)
-    trainer = npt.Trainer(
-        model, NoTokenizer(), UNKNOWN, config, data_config=npt.DataConfig(max_length=12)
-    )
     with pytest.raises(
         DataError, match=r"no sample to evaluate on: every one has ids outside the vocabulary \[0, "
     ):
-        trainer.train()
+        npt.Trainer(
+            model, NoTokenizer(), UNKNOWN, config, data_config=npt.DataConfig(max_length=12)
+        )
 
 
 @pytest.mark.parametrize("given", [[], UNKNOWN, [{"input_ids": [5]}]])

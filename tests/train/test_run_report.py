@@ -72,7 +72,7 @@ def test_a_run_stopped_by_a_signal_has_a_report_and_its_status(here) -> None:
     result = here.run("run", at(3))
     assert result.exit_status == 128 + signal.SIGTERM
     assert "Ended by signal 15" in text(result.folder)
-    assert "<code>modulation.json</code> says nothing: it is not there" in text(result.folder)
+    assert "<code>modulation.json</code>: it is not there" in text(result.folder)
 
 
 def test_a_run_that_ends_with_an_error_has_a_report_and_raises_it(here) -> None:

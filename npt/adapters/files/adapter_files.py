@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, attach, set_adapters
-from npt.adapters.consolidate import Update, check_enabled, consolidate, consolidated
+from npt.adapters.consolidate import consolidate, consolidated
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached
 from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import (
     HISTORY_NAME,
-    OTHER_BASE,
     ROWS_NAME,
     read_consolidated,
     write_consolidated,
@@ -52,7 +51,9 @@ CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
 _PREFIX = "base_model.model."  # PEFT's prefix of every key
 # settings that folders of earlier versions do not have
-_LATER = {"ranks", "mult_form", "init_a", "init_std_m"}
+_LATER = {"ranks", "mult_form"}
+# settings of a random start, which only folders of earlier versions have
+_RETIRED = {"init_std_a", "init_std_b", "init_a", "init_std_m"}
 
 
 def save_adapter(
@@ -115,12 +116,12 @@ def write_adapter(
     Args as of `save_adapter`; tensors: by the name of their parameter, of any value; default the
     model's own.
     """
-    if base_name is None:
-        base_name = getattr(model.config, "_name_or_path", "") or "unknown"
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
+        "base_model_name_or_path": (
+            base_name or getattr(model.config, "_name_or_path", "") or "unknown"
+        ),
         **base.as_record(),
         "npt": asdict(attached_config(model)),
     }
@@ -143,7 +144,13 @@ def write_adapter(
 @dataclass(frozen=True)
 class StoredAdapter:
     """An adapter that was found by a name; it is not looked for again, since a run may save another
-    one meanwhile. record: the content of its `adapter_config.json`.
+    one meanwhile.
+
+    Attributes:
+        name: as asked for.
+        folder: its own.
+        config: of the adapters.
+        record: the content of `adapter_config.json`.
     """
 
     name: str
@@ -198,17 +205,11 @@ def load_adapter(
         HubError: the hub cannot be reached, or has no such repository.
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not
             fp32 or not finite, or the base differs.
-        ModelError: the model has updates already, or has them switched off.
+        ModelError: the model has updates already.
     """
     stored = find_adapter(folder, revision)  # before the whole base is read
-    if base is None and check_base:
-        base = base_identity(model)
     config, tensors = read_adapter(model, stored, base=base, check_base=check_base)
-    updates: tuple[Update, ...] = ()
-    if (stored.folder / HISTORY_NAME).exists():
-        updates = read_consolidated(model, stored.folder, base=base, check_base=check_base)
-    if updates:
-        check_enabled(model)  # before anything is attached
+    updates = read_consolidated(model, stored.folder)
     if not is_attached(model):
         attach(model, config)
     set_adapters(model, config, tensors)
@@ -287,12 +288,13 @@ def read_adapter(
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
     if check_base:
-        base = base if base is not None else base_identity(model)
-        found, name = base.mismatch(record), record.get("base_model_name_or_path")
-        if found is not None:
-            named = f" ({shown(name)})" if name else ""
+        difference = (base if base is not None else base_identity(model)).mismatch(record)
+        if difference is not None:
+            name = shown(record.get("base_model_name_or_path"))
             raise AdapterFileError(
-                f"{folder} was trained on another base{named}: {found}; {OTHER_BASE}"
+                f"{folder} was trained on another base ({name}): {difference}; load the same model"
+                " with the same quantisation, or pass --any_base (check_base=False) to use it on"
+                " this one all the same"
             )
     if is_attached(model) and attached_config(model) != config:
         raise AdapterFileError(
@@ -307,14 +309,8 @@ def read_adapter(
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
-    """Return how the base of a saved adapter, or of the updates saved with it, differs from this
-    one; None if it does not.
-    """
-    stored = find_adapter(folder)
-    found = base.mismatch(stored.record)
-    if found is None and (stored.folder / HISTORY_NAME).exists():
-        found = base.mismatch(read_json(stored.folder / HISTORY_NAME, AdapterFileError))
-    return found
+    """Return how the base of a saved adapter differs from this one; None if it does not."""
+    return base.mismatch(find_adapter(folder).record)
 
 
 def adapter_hash(model: PreTrainedModel) -> str:
@@ -322,36 +318,33 @@ def adapter_hash(model: PreTrainedModel) -> str:
     updates: two students of one base with the same hash are the same.
     """
     digest = hashlib.sha256(json.dumps(asdict(attached_config(model)), sort_keys=True).encode())
+
+    def add(name: str, *tensors: torch.Tensor) -> None:
+        digest.update(f"{name};".encode())
+        for tensor in tensors:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+
     for name, parameter in adapter_parameters(model).items():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)};".encode())
-        digest.update(_raw(parameter.detach().cpu()))
+        add(f"{name} {parameter.dtype} {tuple(parameter.shape)}", parameter)
     for update in consolidated(model):
         for place, rows in update.rows.items():
-            digest.update(f"{place};".encode())
-            for part in rows:
-                digest.update(_raw(part))
+            add(str(place), *rows)
     return digest.hexdigest()
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
     other = sorted(names - set(FILES))
-    try:
-        _read_config(folder)
-    except AdapterFileError:
-        other = other or [folder.name]
     if other:
         raise AdapterFileError(
             f"{folder} holds something other than an NPT adapter ({other[0]}); choose another"
             " folder"
         )
+    _read_config(folder)  # or it is another library's
 
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
@@ -364,9 +357,10 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
         raise AdapterFileError(
             f"{path} has no entry 'npt'; it is not an NPT adapter's configuration"
         )
+    settings = {name: value for name, value in settings.items() if name not in _RETIRED}
     known = {f.name for f in fields(NPTConfig)}
-    if set(settings) | _LATER != known:
-        odd = sorted((set(settings) | _LATER) ^ known)
+    odd = sorted((set(settings) | _LATER) ^ known)
+    if odd:
         raise AdapterFileError(
             f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}"
         )
@@ -379,8 +373,6 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
 def _read_tensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], finite: bool
 ) -> dict[str, torch.Tensor]:
-    if not path.is_file():
-        raise AdapterFileError(f"{path.parent} holds no {WEIGHTS_NAME}; the adapter is incomplete")
     wanted = {_PREFIX + name: shape for name, shape in shapes.items()}
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     stored = read_tensors(path, wanted, AdapterFileError)

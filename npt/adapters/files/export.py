@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,13 @@ from npt.base.families import FAMILIES
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.precision import declared_dtype
 from npt.base.rows import rows_of
+from npt.base.shards import write_shards
 from npt.config import BASE_PRECISIONS, TARGETS
-from npt.errors import ConfigError, ModelError, NPTError
+from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder, write_json, write_text
 
 CODE = Path(__file__).parent / "exported"
 CODE_FILES = ("configuration_npt.py", "modeling_npt.py")
-_LOADER = Path(__file__).parent / "load_exported.py"
-
-SHARD_BYTES = 4 << 30
-"""Of a file of weights, unless one tensor is larger: what the host holds as it is written."""
 
 _TEXT = (
     "def add(a, b):\n    return a + b\n\nOnce upon a time there was a house by the sea, and whoever"
@@ -50,14 +46,39 @@ its computation, if nothing was rounded: on a GPU another kernel of attention su
 on the CPU they are the same to the bit. Weights rounded to 16 bit need more: 0.002 was measured on
 the embedded model. A layer without its modulation, or with another's, is off by about 1."""
 
+_LOADER = """
+import sys
+sys.modules["npt"] = None  # whoever imports it fails
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+folder, inputs, outputs, device = sys.argv[1:]
+model, report = AutoModelForCausalLM.from_pretrained(
+    folder, trust_remote_code=True, device_map={"": device}, output_loading_info=True,
+    local_files_only=True,
+)
+if any(report.values()):
+    sys.exit(f"keys of the weights do not fit: {report}"[:300])
+with torch.no_grad():
+    logits = model(load_file(inputs)["ids"].to(device)).logits
+save_file({"logits": logits.to("cpu", torch.float32).contiguous()}, outputs)
+"""
+
 
 @dataclass(frozen=True)
 class Exported:
-    """A written folder: `files` of weights of `size` bytes together, of a base in `precision`
-    (16bit or 4bit); whether any weight of the base was `rounded`; and the `largest` difference of a
-    logit to the student's, over `tokens` tokens."""
+    """A written folder.
 
-    folder: Path
+    Attributes:
+        folder: its path.
+        precision: of the base's weights on disk, 16bit or 4bit.
+        files, size: number of files of weights, and their bytes together.
+        rounded: whether any weight of the base was rounded.
+        tokens, largest: number of tokens compared, and the largest difference of a logit.
+    """
+
+    folder: str
     precision: str
     files: int
     size: int
@@ -66,7 +87,8 @@ class Exported:
     largest: float
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "folder": str(self.folder)}
+        """Return what JSON can hold."""
+        return asdict(self)
 
 
 def export(
@@ -111,28 +133,25 @@ def export(
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"--output {folder} exists and is not empty; choose another folder")
     stored = find_adapter(adapter, revision)
+    model, tokenizer = from_pretrained(stored, base_name=base_name, device=device)
     try:
         with new_folder(folder) as temporary:
-            model, tokenizer = from_pretrained(stored, base_name=base_name, device=device)
             files, size, precision, rounded = write_export(model, tokenizer, temporary, precision)
-            ids = _ids(model, tokenizer)
+            length = min(_TOKENS, model.config.max_position_embeddings)
+            ids = torch.tensor([tokenizer(_TEXT * 4)["input_ids"][:length]], device=model.device)
             with torch.no_grad():
                 expected = model(ids).logits.to("cpu", torch.float32)
             kind = "fp32" if declared_dtype(model) == torch.float32 else "16 bit"
-            share = _SHARES["rounded" if rounded else kind]
             del model
             gc.collect()
             if ids.is_cuda:
                 torch.cuda.empty_cache()
-            largest = _check(temporary, ids, expected, share)
-    except NPTError:
-        raise
+            largest = _check(temporary, ids, expected, _SHARES["rounded" if rounded else kind])
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(
-            f"--output {folder} cannot be written: {reason}; nothing is left of it"
+            f"--output {folder} cannot be written: {first_line(error)}; nothing is left of it"
         ) from error
-    return Exported(folder, precision, files, size, rounded, ids.shape[1], largest)
+    return Exported(str(folder), precision, files, size, rounded, ids.shape[1], largest)
 
 
 def write_export(
@@ -150,15 +169,16 @@ def write_export(
         )
     chosen = precision or ("4bit" if packed else "16bit")
     rounded: list[str] = []
-    weights = _stored(model, chosen, precision is not None, rounded)
-    files, size = _write_shards(weights, folder)
+    files, size = write_shards(_stored(model, chosen, precision is not None, rounded), folder)
     settings = export_config(model, chosen)
     write_json(folder / "config.json", settings)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name in CODE_FILES:
-        shutil.copyfile(CODE / name, folder / name)
+    kind = model.config.model_type
+    for name in CODE_FILES:  # written for a Llama; families differ in their names alone
+        code = (CODE / name).read_text(encoding="utf-8").replace("Llama", FAMILIES[kind].prefix)
+        write_text(folder / name, code.replace("llama", kind))
     card = export_card(settings, str(model.config._name_or_path), chosen, bool(rounded))
     write_text(folder / "README.md", card)
     return files, size, chosen, bool(rounded)
@@ -167,13 +187,7 @@ def write_export(
 def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
     """Return the content of `config.json`: the base's, the form of the modulation, the classes."""
     config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
-    code = (CODE / "modeling_npt.py").read_text(encoding="utf-8")
-    if f"class NPT{family}ForCausalLM" not in code:
-        raise ModelError(
-            f"there is no code to export {model.config.model_type} models with; add its classes to"
-            f" {CODE / 'modeling_npt.py'}"
-        )
-    found = {
+    settings = {
         name: value
         for name, value in model.config.to_dict().items()
         if not name.startswith("_") and name not in ("quantization_config", "torch_dtype")
@@ -183,7 +197,7 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
         for index, layer in enumerate(decoder_layers(model))
     }
     dtype = torch.float32 if quantized_linears(model) else declared_dtype(model)
-    found |= {
+    settings |= {
         "model_type": f"npt_{model.config.model_type}",
         "architectures": [f"NPT{family}ForCausalLM"],
         "auto_map": {
@@ -205,9 +219,9 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
         },
     }
     if precision == "4bit":
-        given = model.config.quantization_config
-        found["quantization_config"] = {
-            **(given if isinstance(given, dict) else given.to_dict()),
+        packing = model.config.quantization_config
+        settings["quantization_config"] = {
+            **(packing if isinstance(packing, dict) else packing.to_dict()),
             "bnb_4bit_compute_dtype": str(declared_dtype(model)).removeprefix("torch."),
             "llm_int8_skip_modules": [
                 name
@@ -215,7 +229,7 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
                 if isinstance(module, nn.Linear) and not quantized_linears(module)
             ],
         }
-    return found
+    return settings
 
 
 def _stored(
@@ -241,66 +255,20 @@ def _stored(
     packed = {f"{name}.weight": module for name, module in quantized_linears(model)}
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for name, tensor in model.state_dict().items():
-        weight = f"{name.partition('.weight')[0]}.weight"
+        module = packed.get(f"{name.partition('.weight')[0]}.weight")
         if tied and name == "lm_head.weight":
             continue
-        if weight in packed and precision == "4bit":
+        if ".npt." in name or (module is not None and precision == "4bit"):
             yield name, tensor
-        elif weight in packed:
-            # its statistics are in the dense weight; updated rows are stored on their own
-            if name == weight:
-                yield name, in_16_bit(name, dense_weight(packed[weight]).to(torch.float32))
-        else:
-            yield name, tensor if ".npt." in name else in_16_bit(name, tensor)
+        elif module is None:
+            yield name, in_16_bit(name, tensor)
+        elif packed.get(name) is module:  # its statistics are in the dense weight
+            yield name, in_16_bit(name, dense_weight(module).to(torch.float32))
     for index, layer in enumerate(decoder_layers(model)):
         for target in TARGETS:
             rows = rows_of(product_of(layer, target))
             for part, values in zip(("scale", "bias"), rows or (), strict=False):
                 yield f"model.layers.{index}.npt.row_{part}.{target}", values
-
-
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> tuple[int, int]:
-    """Write weights as transformers names them, one file at a time on the host; return the number
-    of files, and bytes.
-    """
-    written: list[tuple[Path, list[str]]] = []
-    held: dict[str, Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal size
-        part = folder / f"part-{len(written)}.safetensors"
-        save_file(held, part, metadata={"format": "pt"})
-        written.append((part, list(held)))
-        held.clear()
-        size = 0
-
-    for name, tensor in tensors:
-        if held and size + tensor.nbytes > SHARD_BYTES:
-            flush()
-        held[name] = tensor.detach().to("cpu").contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(written) == 1:
-        written[0][0].rename(folder / "model.safetensors")
-        return 1, total
-    where: dict[str, str] = {}
-    for number, (part, names) in enumerate(written, start=1):
-        file = f"model-{number:05d}-of-{len(written):05d}.safetensors"
-        part.rename(folder / file)
-        where |= dict.fromkeys(names, file)
-    write_json(
-        folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": where},
-    )
-    return len(written), total
-
-
-def _ids(model: Any, tokenizer: Any) -> Tensor:
-    """Return a short text, [1, T]."""
-    length = min(_TOKENS, model.config.max_position_embeddings)
-    ids = list(tokenizer(_TEXT * 4)["input_ids"])[:length]
-    return torch.tensor([ids], device=next(model.parameters()).device)
 
 
 def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:
@@ -316,10 +284,9 @@ def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
             "HF_MODULES_CACHE": str(Path(scratch, "modules")),
         }
-        paths = [str(path) for path in (_LOADER, folder, inputs, outputs)]
-        command = [sys.executable, "-P", *paths, str(ids.device)]
+        paths = [str(path) for path in (folder, inputs, outputs)]
         done = subprocess.run(
-            command,
+            [sys.executable, "-P", "-c", _LOADER, *paths, str(ids.device)],
             env=environment,
             capture_output=True,
             text=True,
@@ -327,19 +294,14 @@ def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:
             stdin=subprocess.DEVNULL,
         )
         if done.returncode or not outputs.exists():
-            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            reason = lines[-1] if lines else f"status {done.returncode}"
+            reason = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
             raise ModelError(
                 f"the exported folder does not load without npt: {reason[:300]}; nothing is left of"
                 " it"
             )
-        found = load_file(outputs)["logits"]
-    if found.shape != expected.shape:
-        raise ModelError(
-            f"the exported folder gives logits of {list(found.shape)}, the student"
-            f" {list(expected.shape)}; nothing is left"
-        )
-    largest, limit = float((found - expected).abs().max()), share * float(expected.abs().max())
+        logits = load_file(outputs)["logits"]
+    assert logits.shape == expected.shape
+    largest, limit = float((logits - expected).abs().max()), share * float(expected.abs().max())
     if not largest <= limit:  # NaN is none
         raise ModelError(
             f"the exported folder gives other logits than the student: {largest:.3g} apart, more"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from npt.adapters.files.run_layout import adapter_places
-from npt.errors import HubError
+from npt.errors import HubError, first_line
 
 T = TypeVar("T")
 
@@ -34,46 +34,20 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     def fetch() -> str:
         return snapshot_download(str(name), revision=revision, allow_patterns=list(files))
 
-    return Path(on_hub(f"there is no folder {name}, and", fetch))
+    return Path(
+        on_hub(f"there is no folder {name}, and the hub gives no adapter of this name", fetch)
+    )
 
 
-def on_hub(where: str, call: Callable[[], T]) -> T:
+def on_hub(what: str, call: Callable[[], T]) -> T:
     """Call something of huggingface_hub; whatever it raises becomes a HubError of one line, which
-    begins with `where`.
+    begins with `what` failed.
     """
     try:
         return call()
     # the network's failures come through several libraries, each with its own classes
     except Exception as error:
-        raise HubError(f"{where} {_explained(error)}") from error
-
-
-def _explained(error: Exception) -> str:
-    """Return what went wrong, and the remedy."""
-    from huggingface_hub import errors as hub
-
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    line = (line or type(error).__name__)[:200]
-    match error:
-        case hub.GatedRepoError():
-            return "the repository is gated; ask for access on its page, and log in"
-        case hub.RevisionNotFoundError():
-            return "the repository has no such revision; check --revision"
-        case hub.RepositoryNotFoundError():
-            return (
-                "the hub has no such repository, or it is private; check the name, and log in with"
-                " `hf auth login`"
-            )
-        case hub.HfHubHTTPError():
-            status = error.response.status_code if error.response is not None else "no status"
-            return (
-                f"the hub answers {status}: {line}; log in with `hf auth login`, and check that you"
-                " may write there"
-            )
-        case hub.HFValidationError():
-            return f"{line}; write USER/NAME"
-        case _:
-            return (
-                f"the hub cannot be reached: {line}; check the network (HF_ENDPOINT,"
-                " HF_HUB_OFFLINE)"
-            )
+        raise HubError(
+            f"{what}: {type(error).__name__}: {first_line(error)[:200]}; check the name, the"
+            " revision, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and your login (`hf auth login`)"
+        ) from error

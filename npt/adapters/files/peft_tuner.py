@@ -6,6 +6,7 @@ One adapter at a time, no merging, and of a folder with consolidated updates onl
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +16,10 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
 from npt.adapters.attach import attach, detach
-from npt.adapters.converted import (
-    Override,
-    adapter_parameters,
-    npt_layers,
-    override_mode,
-    release_mode,
-)
+from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.base.identity import base_identity
 from npt.config import NPTConfig
-from npt.errors import AdapterFileError, ConfigError, ModelError
+from npt.errors import AdapterFileError, ModelError
 
 PEFT_TYPE = "NPT"
 _PREFIX = "base_model.model."
@@ -71,7 +66,7 @@ class NPTTuner(BaseTuner):
         self.targeted_parameter_names: list[str] = []
         self.inject_adapter(model, adapter_name)
         self.switch = NPTSwitch(adapter_name)
-        self.off: Override | None = None
+        self.off = ExitStack()
 
     def inject_adapter(self, model: Any, adapter_name: str, *_: Any, **__: Any) -> None:
         if len(self.peft_config) > 1:
@@ -80,36 +75,28 @@ class NPTTuner(BaseTuner):
                 "an NPT adapter is alone on its model; load the other one onto a base of its own"
             )
         settings = self.peft_config[adapter_name]
-        try:
-            config = NPTConfig(**settings.npt)
-        except (ConfigError, TypeError) as error:
-            raise AdapterFileError(
-                f"the adapter has a setting that cannot work: {error}"
-            ) from error
+        config = NPTConfig(**settings.npt)
         recorded = {"base_hash": settings.base_hash, "base_parts": settings.base_parts}
-        if any(value is not None for value in recorded.values()):
-            found = base_identity(model).mismatch(recorded)
-            if found is not None:
-                warnings.warn(
-                    f"the adapter was trained on another base: {found}; npt.load_base with the same"
-                    " quantisation gives that one",
-                    stacklevel=2,
-                )
+        difference = base_identity(model).mismatch(recorded)
+        if difference is not None and any(recorded.values()):
+            warnings.warn(
+                f"the adapter was trained on another base: {difference}; npt.load_base with the"
+                " same quantisation gives that one",
+                stacklevel=2,
+            )
         attach(model, config)
         self.set_requires_grad(adapter_name, not settings.inference_mode)
         self.targeted_parameter_names += adapter_parameters(model)
         self.targeted_module_names = [f"model.layers.{index}" for index, _ in npt_layers(model)]
 
     def disable_adapter_layers(self) -> None:
-        if self.off is None:
-            self.off = override_mode(self.model, "teacher")
+        if not self.switch.disable_adapters:
+            self.off.enter_context(adapter_mode(self.model, "teacher"))
         self.switch._disable_adapters = True
 
     def enable_adapter_layers(self) -> None:
         """Switch back to the mode before, the teacher within `npt.adapters_disabled`."""
-        if self.off is not None:
-            release_mode(self.model, self.off)
-        self.off = None
+        self.off.close()
         self.switch._disable_adapters = False
 
     def set_adapter(self, adapter_name: Any, inference_mode: bool = False) -> None:
@@ -137,11 +124,6 @@ class NPTTuner(BaseTuner):
 
     merge_adapter = merge_and_unload
 
-    def delete_adapter(self, adapter_name: str) -> None:
-        raise ModelError(
-            "an NPT adapter is not deleted by name; call unload() for the base without it"
-        )
-
     @classmethod
     def _get_adapter_state_dict(cls, *_: Any, **given: Any) -> dict[str, Tensor]:
         return {key: tensor for key, tensor in given["state_dict"].items() if ".npt." in key}
@@ -155,22 +137,18 @@ class NPTTuner(BaseTuner):
         cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the stored tensors if they are all of the model's and finite."""
-        own = adapter_parameters(model.get_base_model())
-        wanted = {_PREFIX + name: parameter for name, parameter in own.items()}
-        odd = sorted(set(wanted) ^ set(state_dict))
-        if odd:
-            raise AdapterFileError(
-                f"the adapter {'lacks' if odd[0] in wanted else 'has the extra'} tensor"
-                f" {odd[0]!r} ({len(odd)} such)"
-            )
-        for name, tensor in state_dict.items():
+        parameters = adapter_parameters(model.get_base_model())
+        wanted = {_PREFIX + name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        for name in sorted({*wanted, *state_dict}):
+            tensor = state_dict.get(name)
             if (
-                tensor.shape != wanted[name].shape
+                tensor is None
+                or tuple(tensor.shape) != wanted.get(name)
                 or tensor.dtype != torch.float32
                 or not bool(torch.isfinite(tensor).all())
             ):
                 raise AdapterFileError(
-                    f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, or not finite; the"
+                    f"the tensor {name!r} is missing, extra, misshapen, not fp32 or not finite; the"
                     " adapter is refused"
                 )
         return state_dict

@@ -22,7 +22,7 @@ from npt.adapters.files.adapter_files import (
     find_adapter,
     save_adapter,
 )
-from npt.adapters.files.card import card, for_hub
+from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import HISTORY_NAME
 from npt.adapters.files.hub import is_hub_id, on_hub
 from npt.errors import AdapterFileError, ConfigError
@@ -66,12 +66,12 @@ def push_to_hub(
             f"--repo_id is {repo_id!r}; write USER/NAME in letters, digits, '.', '-' and '_'"
         )
     with tempfile.TemporaryDirectory(prefix="npt-push-") as scratch:
-        folder = Path(scratch) / "adapter"
+        folder = Path(scratch, "adapter")
         if isinstance(adapter, nn.Module):
             save_adapter(adapter, folder, fidelity=fidelity)
         else:
             _copy(find_adapter(adapter).folder, folder)
-        _prepare(folder, fidelity, repo_id)
+        _write_card(folder, fidelity, repo_id)
         from huggingface_hub import HfApi
 
         api = HfApi(token=token)
@@ -86,15 +86,12 @@ def push_to_hub(
                 revision=revision,
             )
 
-        commit = on_hub(f"{repo_id}:", upload)
-    return str(commit.commit_url)
+        return str(on_hub(f"{repo_id} is not pushed to", upload).commit_url)
 
 
 def _copy(source: Path, folder: Path) -> None:
     """Copy an adapter's files, unless numbers are missing or not finite."""
     weights = source / WEIGHTS_NAME
-    if not weights.is_file():
-        raise AdapterFileError(f"{source} holds no {WEIGHTS_NAME}; the adapter is incomplete")
     headers = read_headers(weights, AdapterFileError)
     bad = non_finite(read_tensors(weights, headers, AdapterFileError))
     if bad is not None:
@@ -107,19 +104,17 @@ def _copy(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _prepare(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
+def _write_card(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
     """Write the card for the hub, and leave out a base's path on this machine."""
     record = dict(find_adapter(folder).record)
-    name = str(record["base_model_name_or_path"])
+    name, path = str(record["base_model_name_or_path"]), folder / CARD_NAME
     local = Path(name).is_absolute() or name.startswith((".", "~"))
     if local:
-        named = {"base_model_name_or_path": Path(name).name}
-        record |= named
+        record |= {"base_model_name_or_path": Path(name).name}
         for file in (folder / CONFIG_NAME, folder / HISTORY_NAME):
             if file.is_file():
-                write_json(file, read_json(file, AdapterFileError) | named)
-    path = folder / CARD_NAME
-    if local or fidelity is not None or not path.is_file():
-        write_text(path, card(record, fidelity, repo_id))
-    else:
-        write_text(path, for_hub(path.read_text(encoding="utf-8"), repo_id))
+                entries = read_json(file, AdapterFileError)
+                write_json(file, entries | {"base_model_name_or_path": Path(name).name})
+    kept = path.is_file() and fidelity is None and not local
+    text = path.read_text(encoding="utf-8") if kept else card(record, fidelity)
+    write_text(path, text.replace('"."', f'"{repo_id}"'))

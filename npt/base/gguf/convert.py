@@ -6,49 +6,42 @@ file of weights, not its own size in fp32.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from npt.base.gguf.configuration import ORIGIN, ROPE_FACTORS, configuration_of
 from npt.base.gguf.file import PLAIN, GGUFFile
 from npt.base.gguf.tokenizer import end_ids, tokenizer_of
+from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
-from npt.files import new_folder, write_json
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from npt.files import new_folder
 
 _ROTATED = ("llama", "smollm3")
 """Architectures whose rows of q and k llama.cpp interleaves within each head."""
-
-_PIECE = 1 << 24  # numbers that are rounded at once
-_MARGIN = 64 << 20  # bytes of a folder that are no weights
 
 
 @dataclass(frozen=True)
 class Conversion:
     """A written folder.
 
-    quantization: that the file was quantised to. dtype: of the weights, fp16 or bf16. rounding: the
-    relative error of that, ||rounded - w|| / ||w|| of the tensor with the largest. parameters: tied
-    ones once. size: of the weights in bytes.
+    Attributes:
+        file, folder: the paths.
+        quantization: that the file was quantised to.
+        dtype: of the weights: bf16 if the file is BF16, else fp16.
+        parameters: tied ones once.
+        size: of the weights in bytes.
     """
 
     file: str
     folder: str
     quantization: str
     dtype: str
-    rounding: float
     parameters: int
     size: int
 
@@ -60,15 +53,6 @@ class Conversion:
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A tensor of the file. heads: within which its rows are to be put in order, or 0."""
-
-    stored: Any
-    shape: torch.Size
-    heads: int
 
 
 def import_base(path: str | Path, folder: str | Path) -> Conversion:
@@ -96,38 +80,35 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
     """Write the model in a file to `folder`, all or nothing; raises ModelError."""
     config, tokenizer = configuration_of(file), tokenizer_of(file)
     weights = _weights(file, config)
-    dtype, rounding = _choose_dtype(file, weights)
-    config.dtype = DTYPES[dtype]
-    origin = {**getattr(config, ORIGIN), "dtype": dtype, "rounding": rounding}
-    setattr(config, ORIGIN, origin)
-    parameters = sum(weight.shape.numel() for weight in weights.values())
+    name, dtype = (
+        ("bf16", torch.bfloat16) if file.quantization == "BF16" else ("fp16", torch.float16)
+    )
+    config.dtype = dtype
+    setattr(config, ORIGIN, {**getattr(config, ORIGIN), "dtype": name})
+    ends = end_ids(file)
+    generation = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=ends if len(ends) > 1 else config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
+    values = ((key, _value(file, *weight, dtype)) for key, weight in weights.items())
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(folder.parent).free, 2 * parameters + _MARGIN
-        if free < needed:
-            raise OSError(f"it takes {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free")
         with new_folder(folder) as temporary:
-            config.save_pretrained(temporary)
-            ends = end_ids(file)
-            GenerationConfig(
-                bos_token_id=config.bos_token_id,
-                eos_token_id=ends if len(ends) > 1 else config.eos_token_id,
-                pad_token_id=config.pad_token_id,
-            ).save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-            _save(file, weights, DTYPES[dtype], temporary)
+            for part in (config, generation, tokenizer):
+                part.save_pretrained(temporary)
+            _, size = write_shards(values, temporary)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{file.path} cannot be written in 16 bit to {folder}: {first_line(error)}; make room,"
-            " or choose another place (for a base: NPT_CACHE)"
+            " or choose another place (for a base: TMPDIR)"
         ) from error
-    return Conversion(
-        str(file.path), str(folder), file.quantization, dtype, rounding, parameters, 2 * parameters
-    )
+    return Conversion(str(file.path), str(folder), file.quantization, name, size // 2, size)
 
 
-def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, _Weight]:
-    """Return the tensors by transformers' names; ModelError unless they are exactly the model's."""
+def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, torch.Size, int]]:
+    """Return by transformers' names each tensor of the file, its shape, and the heads within which
+    its rows are to be put in order, or 0; ModelError unless they are exactly the model's.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
@@ -135,7 +116,7 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, _Weight]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    found: dict[str, _Weight] = {}
+    weights: dict[str, tuple[Any, torch.Size, int]] = {}
     left = dict(file.tensors)
     for name, parameter in model.named_parameters():  # a tied one once
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -149,21 +130,22 @@ def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, _Weight]:
                 " it is damaged"
             )
         rotated = heads.get(name.split(".")[-2], 0) if file.architecture in _ROTATED else 0
-        found[name] = _Weight(stored, parameter.shape, rotated)
+        weights[name] = stored, parameter.shape, rotated
     extra = sorted(left.keys() - {ROPE_FACTORS})
     if extra:
         raise file.refusal(
-            f"has the tensor {extra[0]} ({len(extra)} such), for which"
-            f" {type(model).__name__} has no place; load a folder of the model instead"
+            f"has the tensor {extra[0]} ({len(extra)} such), for which {type(model).__name__} has"
+            " no place; load a folder of the model instead"
         )
-    return found
+    return weights
 
 
-def _value(file: GGUFFile, weight: _Weight) -> Tensor:
-    """Return a tensor in fp32, its rows in transformers' order."""
+def _value(
+    file: GGUFFile, stored: Any, shape: torch.Size, heads: int, dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor in 16 bit, its rows in transformers' order; ModelError unless finite."""
     from gguf import dequantize
 
-    stored = weight.stored
     try:
         unpacked = dequantize(stored.data, stored.tensor_type)
     except NotImplementedError as error:
@@ -171,54 +153,13 @@ def _value(file: GGUFFile, weight: _Weight) -> Tensor:
             f"holds {stored.name} in {stored.tensor_type.name}, which gguf cannot unpack; take a"
             " newer gguf or another file"
         ) from error
-    value = torch.from_numpy(unpacked.reshape(weight.shape).copy())
-    if not weight.heads:
+    value = torch.from_numpy(unpacked.reshape(shape).copy()).to(dtype)
+    if not torch.isfinite(value).all():
+        raise file.refusal(
+            f"holds numbers in {stored.name} that are not finite in {dtype}; fetch it again or take"
+            " another"
+        )
+    if not heads:
         return value
     # from pairs (x, y) next to one another to all x of a head, then all y
-    return value.view(weight.heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def _choose_dtype(file: GGUFFile, weights: dict[str, _Weight]) -> tuple[str, float]:
-    """Return the dtype of 16 bit that rounds the weights less, and its error: fp16 unless numbers
-    are too large or too small for it.
-
-    Raises:
-        ModelError: a number is not finite.
-    """
-    worst = dict.fromkeys(DTYPES, 0.0)
-    for weight in weights.values():
-        squares, errors = 0.0, dict.fromkeys(DTYPES, 0.0)
-        for piece in _value(file, weight).view(-1).split(_PIECE):
-            if not torch.isfinite(piece).all():
-                bad = int((~torch.isfinite(piece)).sum())
-                raise file.refusal(
-                    f"holds {bad} numbers in {weight.stored.name} that are not finite; fetch it"
-                    " again or take another"
-                )
-            squares += float(piece.double().square().sum())
-            for name, dtype in DTYPES.items():
-                errors[name] += float((piece.to(dtype).double() - piece).square().sum())
-        if squares > 0:
-            for name, error in errors.items():
-                worst[name] = max(worst[name], (error / squares) ** 0.5)
-    best = min(worst, key=worst.__getitem__)  # the first of equals, fp16
-    return best, worst[best]
-
-
-def _save(file: GGUFFile, weights: dict[str, _Weight], dtype: torch.dtype, folder: Path) -> None:
-    """Write the weights to files of at most 4 GB, with an index if there are several."""
-    shapes = {
-        name: torch.empty(weight.shape, dtype=dtype, device="meta")
-        for name, weight in weights.items()
-    }
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size="4GB")
-
-    def values(names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            yield name, _value(file, weights[name]).to(dtype).contiguous()
-
-    for path, names in split.filename_to_tensors.items():
-        save_file(dict(values(names)), folder / path, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
+    return value.view(heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)

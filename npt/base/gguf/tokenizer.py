@@ -22,9 +22,10 @@ from tokenizers import (
     processors,
 )
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import generate_merges
 
 from npt.base.gguf.file import GGUFFile
-from npt.errors import ModelError
+from npt.errors import ModelError, first_line
 from npt.stored import shown
 
 # llama.cpp's types of tokens; those that are matched as they are spelt, and whether each is special
@@ -44,10 +45,14 @@ _CASES = (
 
 @dataclass(frozen=True)
 class _Splitting:
-    """A way to split a text. pattern: of the pieces; None for GPT-2's own. digits: each digit is a
-    piece. composed: accents are joined with their letters first (NFC). whole: a piece in the
-    vocabulary is a token, whatever its merges say. bos: begins a text unless the file says
-    otherwise.
+    """A way to split a text.
+
+    Attributes:
+        pattern: of the pieces; None for GPT-2's own.
+        digits: each digit is a piece.
+        composed: accents are joined with their letters first (NFC).
+        whole: a piece in the vocabulary is a token, whatever its merges say.
+        bos: begins a text unless the file says otherwise.
     """
 
     pattern: str | None = None
@@ -62,9 +67,8 @@ class _Splitting:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         if self.pattern is not None:
             steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
-        steps.append(
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
-        )
+        use_regex = self.pattern is None
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex))
         return pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
 
 
@@ -89,44 +93,41 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
         ModelError: the file has none, or one of an unknown kind.
     """
     kind = file.get("tokenizer.ggml.model", str, "none")
-    if kind in ("none", "no_vocab"):
-        raise file.refusal("holds no tokenizer; load a folder of the model instead")
-    tokens = file.get("tokenizer.ggml.tokens", list)
-    types = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
-    rows = int(file.tensors["token_embd.weight"].shape[-1])
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if not len(vocabulary) == len(tokens) == len(types) <= rows:
-        raise file.refusal(
-            f"has {len(tokens)} tokens, {len(vocabulary)} of them different, {len(types)} types of"
-            f" tokens and {rows} rows of embeddings; it is damaged"
-        )
-    if kind == "gpt2":
-        backend, bos = _byte_level(file, vocabulary)
-    elif kind == "llama":
-        backend, bos = _sentencepiece(file, vocabulary, types), True
-    else:
+    if kind not in ("gpt2", "llama"):
         raise file.refusal(
             f"has a tokenizer of the kind {shown(kind)}, known are gpt2 and llama; load a folder of"
             " the model instead"
         )
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=_SPELT[type_])
-            for token, type_ in zip(tokens, types, strict=True)
-            if type_ in _SPELT
-        ]
-    )
-    special_tokens = {
-        f"{name}_token": tokens[_id(file, f"{entry}_token_id", len(tokens))]
-        for name, entry in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if file.has(f"tokenizer.ggml.{entry}_token_id")
-    }
-    backend.post_processor = _ends(file, special_tokens, vocabulary, bos)
-    template = file.get("tokenizer.chat_template", str, "")
+    tokens = file.get("tokenizer.ggml.tokens", list)
+    types = file.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if not len(vocabulary) == len(tokens) <= file.tensors["token_embd.weight"].shape[-1]:
+        raise file.refusal("has tokens twice, or more of them than embeddings; it is damaged")
+    try:
+        make = _byte_level if kind == "gpt2" else _sentencepiece
+        backend, bos = make(file, vocabulary, types)
+        backend.add_tokens(
+            [
+                AddedToken(token, normalized=False, special=_SPELT[type_])
+                for token, type_ in zip(tokens, types, strict=True)
+                if type_ in _SPELT
+            ]
+        )
+        names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        special = {
+            f"{name}_token": tokens[file.get(f"tokenizer.ggml.{entry}_token_id", int)]
+            for name, entry in names
+            if file.has(f"tokenizer.ggml.{entry}_token_id")
+        }
+        backend.post_processor = _ends(file, special, vocabulary, bos)
+    except ModelError:
+        raise
+    except Exception as error:  # of Rust's own class, if its merges do not fit
+        raise file.refusal(f"has a tokenizer that cannot be made: {first_line(error)}") from error
     made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special_tokens
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
     )
-    if template:
+    if template := file.get("tokenizer.chat_template", str, ""):
         made.chat_template = template
     return made
 
@@ -137,14 +138,9 @@ def end_ids(file: GGUFFile) -> list[int]:
     return list(dict.fromkeys(file.get(key, int) for key in keys if file.has(key)))
 
 
-def _id(file: GGUFFile, name: str, size: int) -> int:
-    found = file.get(f"tokenizer.ggml.{name}", int)
-    if not 0 <= found < size:
-        raise file.refusal(f"says {name} {found} and has {size} tokens; it is damaged")
-    return found
-
-
-def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
+def _byte_level(
+    file: GGUFFile, vocabulary: dict[str, int], types: list[int]
+) -> tuple[Tokenizer, bool]:
     """Return a byte-level tokenizer, and whether its kind begins a text with BOS."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     splitting = _SPLITTINGS.get(name)
@@ -154,8 +150,7 @@ def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
             " folder of the model instead"
         )
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
-    model = _made(file, vocabulary, merges, ignore_merges=splitting.whole)
-    backend = Tokenizer(model)
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole))
     if splitting.composed:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splitting.pre_tokenizer()
@@ -163,25 +158,22 @@ def _byte_level(file: GGUFFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
     return backend, splitting.bos
 
 
-def _sentencepiece(file: GGUFFile, vocabulary: dict[str, int], types: list[int]) -> Tokenizer:
-    """Return a tokenizer like those that transformers makes of SentencePiece's models."""
+def _sentencepiece(
+    file: GGUFFile, vocabulary: dict[str, int], types: list[int]
+) -> tuple[Tokenizer, bool]:
+    """Return a tokenizer like those that transformers makes of SentencePiece's models, which begin
+    a text with BOS.
+    """
     scores = file.get("tokenizer.ggml.scores", list)
-    if len(scores) != len(vocabulary):
-        raise file.refusal(f"has {len(vocabulary)} tokens and {len(scores)} scores; it is damaged")
-    pieces = [
-        (piece, scores[index]) for piece, index in vocabulary.items() if types[index] == _NORMAL
-    ]
-    unknown = _id(file, "unknown_token_id", len(vocabulary))
-    backend = Tokenizer(
-        _made(
-            file,
-            vocabulary,
-            _merges(pieces, vocabulary),
-            byte_fallback=True,
-            fuse_unk=True,
-            unk_token=list(vocabulary)[unknown],
-        )
-    )
+    pieces = {
+        piece: score
+        for piece, type_, score in zip(vocabulary, types, scores, strict=True)
+        if type_ == _NORMAL
+    }
+    merges = generate_merges(vocabulary, pieces)
+    unknown = list(vocabulary)[file.get("tokenizer.ggml.unknown_token_id", int)]
+    settings = {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
+    backend = Tokenizer(models.BPE(vocabulary, merges, **settings))
     before = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     steps = [normalizers.Prepend("▁")] if before else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -189,47 +181,26 @@ def _sentencepiece(file: GGUFFile, vocabulary: dict[str, int], types: list[int])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
     )
-    return backend
-
-
-def _merges(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the merges that lead to pieces, the one of the highest score first."""
-    found: list[tuple[float, tuple[str, str]]] = []
-    for piece, score in pieces:
-        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        own = [cut for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
-        own.sort(key=lambda cut: (vocabulary[cut[0]], vocabulary[cut[1]]))
-        found += [(score, cut) for cut in own]
-    found.sort(key=lambda entry: -entry[0])
-    return [cut for _, cut in found]
-
-
-def _made(
-    file: GGUFFile, vocabulary: dict[str, int], merges: list[Any], **settings: Any
-) -> models.BPE:
-    try:
-        return models.BPE(vocab=vocabulary, merges=merges, **settings)
-    except Exception as error:  # of Rust's own class
-        raise ModelError(
-            f"{file.path} has merges that its vocabulary cannot make: {error}"
-        ) from error
+    return backend, True
 
 
 def _ends(
     file: GGUFFile, special: dict[str, str], vocabulary: dict[str, int], bos: bool
 ) -> processors.TemplateProcessing:
     """Return what adds BOS and EOS to a text, as the file says."""
-    first = file.get("tokenizer.ggml.add_bos_token", bool, bos) and "bos_token" in special
-    last = file.get("tokenizer.ggml.add_eos_token", bool, False) and "eos_token" in special
-    used = [special[f"{name}_token"] for name, on in (("bos", first), ("eos", last)) if on]
+    before, after = (
+        [special[f"{name}_token"]]
+        if f"{name}_token" in special
+        and file.get(f"tokenizer.ggml.add_{name}_token", bool, default)
+        else []
+        for name, default in (("bos", bos), ("eos", False))
+    )
 
     def text(letter: str, number: int) -> list[str]:
-        before = [f"{special['bos_token']}:{number}"] if first else []
-        after = [f"{special['eos_token']}:{number}"] if last else []
-        return [*before, f"${letter}:{number}", *after]
+        return [f"{part}:{number}" for part in (*before, f"${letter}", *after)]
 
     return processors.TemplateProcessing(
         single=text("A", 0),
         pair=text("A", 0) + text("B", 1),
-        special_tokens=[(token, vocabulary[token]) for token in dict.fromkeys(used)],
+        special_tokens=[(token, vocabulary[token]) for token in {*before, *after}],
     )

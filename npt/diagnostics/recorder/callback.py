@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 
 
 class RecorderCallback(TrainerCallback):
-    """Records chosen steps of a run of `transformers.Trainer`: of each the first micro-batch, on
-    the first process only.
+    """Records chosen steps of a `transformers.Trainer`: the first micro-batch of each, on the first
+    process.
 
     A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when
     training ends. Between chosen steps no hook is on the model. An error here is logged as a
@@ -28,8 +28,6 @@ class RecorderCallback(TrainerCallback):
         folder: of the files.
         steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5` or a mix.
         every: also every so many steps.
-        gradients: of the `Recorder`.
-        layers: likewise.
         say: gets each line about a recorded step or its files.
 
     Raises:
@@ -42,13 +40,10 @@ class RecorderCallback(TrainerCallback):
         *,
         steps: str | None = None,
         every: int | None = None,
-        gradients: bool = True,
-        layers: Iterable[int] | None = None,
         say: Callable[[str], None] = print,
     ):
         self.recording = Recording(folder, steps, every)
-        self._gradients, self._say = gradients, say
-        self._layers = None if layers is None else tuple(layers)
+        self._say = say
         self._recorder: Recorder | None = None
         self._step = 0
 
@@ -69,8 +64,7 @@ class RecorderCallback(TrainerCallback):
         self._step = step
         self.recording.begin(step)
         try:
-            recorder = Recorder(model, gradients=self._gradients, layers=self._layers)
-            self._recorder = recorder.__enter__()
+            self._recorder = Recorder(model).__enter__()
         except Exception as error:
             self._warn("record", error)
 
@@ -106,5 +100,5 @@ class RecorderCallback(TrainerCallback):
         return recorder
 
     def _warn(self, deed: str, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        _log.warning("could not %s at step %d: %s", deed, self._step, reason)
+        name = type(error).__name__
+        _log.warning("could not %s at step %d: %s: %s", deed, self._step, name, error)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ from npt.errors import kind_of
 
 @dataclass
 class Entry:
-    """A row whose numbers have not been read yet; summary, saturation, and update (with the state
-    that it is an update of) are indices of vectors of numbers.
+    """A row whose numbers have not been read yet.
+
+    Attributes:
+        summary: index of its statistics among the vectors of numbers.
+        saturation: likewise, of its share of saturated multipliers.
+        update: likewise, of what it adds to its state, and of that state.
     """
 
     site: Site
@@ -34,65 +39,57 @@ class Entry:
 
 
 @dataclass
-class Known:
+class Reduced:
     """A tensor that was reduced: its numbers are the same while it lives with the same version.
-    entries: indices of its rows.
+
+    Attributes:
+        summary: index of its numbers.
+        entries: indices of its rows.
     """
 
     reference: weakref.ref[Tensor]
     version: int
     summary: int
-    entries: list[int]
+    entries: list[int] = field(default_factory=list)
 
     def unchanged(self) -> Tensor | None:
         tensor = self.reference()
         return tensor if tensor is not None and _version(tensor) == self.version else None
 
 
-class Valid:
-    """The tokens that count, [B, T] bool, carried to each device once."""
-
-    def __init__(self, mask: Tensor):
-        self._on = {mask.device: mask}
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._on:
-            self._on[device] = next(iter(self._on.values())).to(device)
-        return self._on[device]
-
-
 class Observations:
-    """Rows in the order of the pass. valid: the tokens that count, None for all."""
+    """Rows in the order of the pass. valid: the tokens that count, [B, T] bool, None for all."""
 
-    def __init__(self, valid: Valid | None):
+    def __init__(self, valid: Tensor | None):
         self.valid = valid
         self.entries: list[Entry] = []
         self._numbers: list[Tensor] = []
-        self._known: dict[tuple[object, ...], Known] = {}
+        self._reduced: dict[tuple[object, ...], Reduced] = {}
         self._calls: Counter[tuple[str, str, Direction]] = Counter()
         self._updates: dict[tuple[int, int], int] = {}
 
-    def find(self, tensor: Tensor) -> Known | None:
-        """Return the known tensor with these very numbers: another view of the same memory, in the
-        same shape, unchanged since. An inference tensor counts no changes, so it is always new.
+    def find(self, tensor: Tensor) -> Reduced | None:
+        """Return the reduced tensor with these very numbers: another view of the same memory, in
+        the same shape, unchanged since. An inference tensor counts no changes, so it is always new.
         """
-        known = self._known.get(_place(tensor))
-        if known is None or tensor.is_inference() or known.unchanged() is None:
+        reduced = self._reduced.get(_memory(tensor))
+        if reduced is None or tensor.is_inference() or reduced.unchanged() is None:
             return None
-        return known
+        return reduced
 
-    def learn(self, tensor: Tensor) -> Known:
-        """Reduce a tensor."""
+    def reduce(self, tensor: Tensor) -> Reduced:
         summary = self.summarise(tensor, self.valid)
-        known = Known(weakref.ref(tensor), _version(tensor), summary, [])
-        self._known[_place(tensor)] = known
-        return known
+        reduced = Reduced(weakref.ref(tensor), _version(tensor), summary)
+        self._reduced[_memory(tensor)] = reduced
+        return reduced
 
-    def add(self, site: Site, stage: str, tensor: Tensor, known: Known, source: int | None) -> None:
-        """Add a row of a known tensor that goes forward."""
-        self._append(site, stage, "forward", tensor, known.summary)
+    def add(
+        self, site: Site, stage: str, tensor: Tensor, reduced: Reduced, source: int | None
+    ) -> None:
+        """Add a row of a reduced tensor that goes forward."""
+        self._append(site, stage, "forward", tensor, reduced.summary)
         self.entries[-1].source = source
-        known.entries.append(len(self.entries) - 1)
+        reduced.entries.append(len(self.entries) - 1)
 
     def add_gradient(self, site: Site, stage: str, gradient: Tensor, summary: int) -> None:
         self._append(site, stage, "gradient", gradient, summary)
@@ -107,25 +104,26 @@ class Observations:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.entries.append(Entry(site, stage, direction, tuple(tensor.shape), dtype, summary))
 
-    def add_update(self, known: Known, after: Tensor, before_known: Known) -> None:
+    def add_update(self, reduced: Reduced, after: Tensor, state: Reduced) -> None:
         """Add to a tensor's last row what it adds to its state before."""
-        before = before_known.unchanged()
+        before = state.unchanged()
         if before is None or after.shape != before.shape or after.device != before.device:
             return
         if not after.is_floating_point():
             return
-        pair = known.summary, before_known.summary
+        pair = reduced.summary, state.summary
         if pair not in self._updates:
             self._updates[pair] = self.summarise(after.detach() - before.detach(), self.valid)
-        self.entries[known.entries[-1]].update = self._updates[pair], before_known.summary
+        self.entries[reduced.entries[-1]].update = self._updates[pair], state.summary
 
-    def add_saturation(self, known: Known, tensor: Tensor, centre: float, distance: float) -> None:
+    def add_saturation(
+        self, reduced: Reduced, tensor: Tensor, centre: float, distance: float
+    ) -> None:
         """Add to a tensor's last row the share of elements this far from the centre."""
-        valid = None if self.valid is None else self.valid.on(tensor.device)
-        beyond = share_beyond(tensor, centre, distance, valid)
-        self.entries[known.entries[-1]].saturation = self._keep(beyond)
+        share = share_beyond(tensor, centre, distance, self.valid)
+        self.entries[reduced.entries[-1]].saturation = self._keep(share)
 
-    def summarise(self, tensor: Tensor, valid: Valid | None) -> int:
+    def summarise(self, tensor: Tensor, valid: Tensor | None) -> int:
         """Reduce a tensor; return the index of its numbers."""
         wrapped = is_traceable_wrapper_subclass(tensor)
         if tensor.layout != torch.strided or tensor.is_meta or wrapped:
@@ -133,7 +131,7 @@ class Observations:
                 f"{kind_of(tensor)} of layout {tensor.layout} on {tensor.device} cannot be"
                 " summed up"
             )
-        return self._keep(summarise(tensor, None if valid is None else valid.on(tensor.device)))
+        return self._keep(summarise(tensor, valid))
 
     def _keep(self, numbers: Tensor) -> int:
         self._numbers.append(numbers)
@@ -150,7 +148,7 @@ class Observations:
         return tuple(_row(entry, numbers) for entry in self.entries)
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
+def _memory(tensor: Tensor) -> tuple[object, ...]:
     """Return the common key of views of the same numbers in the same shape; an empty tensor lies
     nowhere.
     """
@@ -164,10 +162,12 @@ def _version(tensor: Tensor) -> int:
 
 
 def _row(entry: Entry, numbers: list[list[float]]) -> Row:
-    values = dict(zip(FIELDS, numbers[entry.summary], strict=True))
-    count, nan, up, down = (int(values[name]) for name in ("count", "nan", "pos_inf", "neg_inf"))
-    finite = count - nan - up - down
-    sizes = ("min", "max", "mean", "std", "rms")
+    values: dict[str, Any] = dict(zip(FIELDS, numbers[entry.summary], strict=True))
+    counts = {name: int(values.pop(name)) for name in ("count", "nan", "pos_inf", "neg_inf")}
+    finite = counts["count"] - counts["nan"] - counts["pos_inf"] - counts["neg_inf"]
+    values["absmax"] = max(abs(values["min"]), abs(values["max"]))
+    if not finite:
+        values.update(dict.fromkeys(values))
     update = None
     if entry.update is not None:
         added, before = (numbers[i][FIELDS.index("rms")] for i in entry.update)
@@ -179,14 +179,10 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
         direction=entry.direction,
         shape=entry.shape,
         dtype=entry.dtype,
-        count=count,
-        finite_share=finite / count if count else 1.0,
-        nan=nan,
-        pos_inf=up,
-        neg_inf=down,
-        absmax=max(abs(values["min"]), abs(values["max"])) if finite else None,
+        finite_share=finite / counts["count"] if counts["count"] else 1.0,
         saturation=None if entry.saturation is None else numbers[entry.saturation][0],
         update_ratio=update,
         source=entry.source,
-        **{name: values[name] if finite else None for name in sizes},
+        **counts,
+        **values,
     )

@@ -1,351 +1,167 @@
-"""Pictures of recorded tensor health: a still one, and a page to search in.
+"""The picture of a run's records: the RMS of every tensor, layer by checkpoint, for each step.
 
-Both show layer x checkpoint for each step. A tensor that is not finite has a colour that the scale
-lacks and a symbol, and the first one of a pass is framed: it made the bad numbers or was given
-them, all others passed them along.
+A tensor that is not finite is red, and the first one of its pass is framed: it made the bad numbers
+or was given them, all others passed them along. Forward a fault spreads to the right and down, a
+gradient's to the left and up.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from markupsafe import Markup
 
-from npt.diagnostics.recorder.grid import (
-    Grid,
-    Layout,
-    Mark,
-    grid,
-    layout,
-    maximum,
-    place,
-    scale,
-    span,
-    spread,
-    step_labels,
-    value,
-)
-from npt.diagnostics.recorder.page import page
-from npt.diagnostics.recorder.record import Direction, Record, Row
+from npt.diagnostics.recorder.ranking import FACTOR, explosions, growths
+from npt.diagnostics.recorder.record import DIRECTIONS, Direction, Record, Row, short_names
 from npt.files import write_bytes
+from npt.report.pages import render
 from npt.report.words import clean
 
-PANELS = 6
-"""Steps that one picture shows; the page shows more."""
-
-BAD, SOFT = "#d01c2c", "#444444"
-_ZERO = "#a9b0b7"
-_DPI = 110
-_FONT = 6.5  # points
-_LETTER = 0.062  # inches, of a wide letter in that size
-_HEADINGS: dict[Direction, str] = {"forward": "Forward: values", "gradient": "Backward: gradients"}
-
-# Inches: title and legend, a block's heading, a panel's caption, a gap, the profiles.
-_TITLE, _HEADING, _CAPTION, _GAP, _PROFILE = 1.0, 0.4, 0.44, 0.25, 1.7
-
-_PROFILES: tuple[tuple[str, Direction, Callable[[Row], float | None], bool], ...] = (
-    ("largest size / dtype's maximum", "forward", lambda row: value(row, "maximum_share"), True),
-    ("update RMS / stream RMS", "forward", lambda row: value(row, "update_ratio"), True),
-    ("saturation of multipliers", "forward", lambda row: value(row, "saturation"), False),
-    ("largest gradient norm", "gradient", lambda row: row.norm, True),
-)
-"""Figures by layer: title, direction, number of a row, and whether the scale is logarithmic."""
+BAD = "#d01c2c"
+LISTED = 100  # non-finite tensors at most that the page lists
 
 
-def write_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw the records of a run as `health.png` and `health.html` in `folder`, each replaced
-    atomically, and return the files. The same records give the same bytes.
-
-    Raises:
-        ValueError: there is nothing to draw.
+def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
+    """Draw records as `health.png` and `health.html` in `folder`, each replaced atomically, and
+    return the files. The same records give the same bytes. A `ValueError` says that there is
+    nothing to draw.
     """
-    records = _drawable(records)
-    folder = Path(folder)
-    contents = {"health.png": draw(records), "health.html": page(records).encode("utf-8")}
+    ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
+    ordered = [record for record in ordered if any(map(_drawn, record.rows))]
+    if not ordered:
+        raise ValueError(
+            "no tensor in any record, so there is nothing to draw; record a step first"
+        )
+    picture = _png(ordered)
+    contents = {"health.png": picture, "health.html": _page(ordered, picture).encode("utf-8")}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         write_bytes(folder / name, content)
     return [folder / name for name in contents]
 
 
-def _drawable(records: Sequence[Record]) -> list[Record]:
-    """Return them in order, and without token ids and positions, whose size is no activation's."""
-    floats = (tuple(row for row in r.rows if maximum(row.dtype) is not None) for r in records)
-    drawn = [replace(r, rows=rows) for r, rows in zip(records, floats, strict=True)]
-    found = sorted((r for r in drawn if r.rows), key=lambda r: (r.step, r.micro_batch))
-    if not found:
-        raise ValueError(
-            f"no tensor in any of {len(records)} records, so there is nothing to draw; record at"
-            " least one step first"
-        )
-    return found
+def _drawn(row: Row) -> bool:
+    """Tell if a row is of floating-point numbers: the size of token ids is no activation's."""
+    dtype = getattr(torch, row.dtype, None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-def draw(records: Sequence[Record]) -> bytes:
-    """Return the PNG: at most `PANELS` steps, forward over backward, then figures by layer."""
+def _png(records: Sequence[Record]) -> bytes:
     import matplotlib
     import matplotlib.style
+    from matplotlib.figure import Figure
 
-    labels = step_labels(records)
-    bad = next((i for i, r in enumerate(records) if r.bad), None)
-    chosen = spread(len(records), PANELS, bad)
+    drawn = (row for record in records for row in record.rows if _drawn(row))
+    rows = sorted(drawn, key=lambda row: DIRECTIONS.index(row.direction))
+    lines = short_names(dict.fromkeys(row.place[0] for row in rows))
+    columns = list(dict.fromkeys(row.place[1] for row in rows))
+    directions = [d for d in DIRECTIONS if any(row.direction == d for row in rows)]
+    width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
+    across, down = min(len(records), 3), math.ceil(len(records) / 3)
+    size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
     # The settings of matplotlib's user stay out, and a `$` in a name is no formula.
-    with (
-        matplotlib.style.context("default"),
-        matplotlib.rc_context({"text.parse_math": False, "font.size": _FONT}),
-        warnings.catch_warnings(),
-    ):
+    settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 7})
+    with matplotlib.style.context("default"), settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure = _figure(records, labels, chosen)
+        figure = Figure(figsize=size, layout="constrained")
+        grids = figure.subplots(
+            len(directions) * down, across, sharex=True, sharey=True, squeeze=False
+        )
+        blocks = grids.reshape(len(directions), -1)
+        for block, direction in zip(blocks, directions, strict=True):
+            sizes = [math.log10(r.rms) for r in rows if r.direction == direction and r.rms]
+            sizes = [size for size in sizes if math.isfinite(size)]
+            # an exploded tensor must not make all others look alike
+            low, high = np.quantile(sizes or [0.0], (0.02, 0.98))
+            for axes, record in zip(block, records, strict=False):
+                image = _paint(
+                    axes, record, direction, list(lines), columns, (low - 0.2, high + 0.2)
+                )
+            for axes in block[len(records) :]:
+                axes.axis("off")
+            label = f"{direction}: log10 of the RMS"
+            figure.colorbar(image, ax=list(block), extend="both", label=label)
+        for axes in grids[:, 0]:
+            _ticks(axes.yaxis, list(lines.values()), height)
+        for axes in grids[-1]:
+            _ticks(axes.xaxis, columns, width, rotation=90)
         stream = io.BytesIO()
-        figure.savefig(
-            stream, format="png", dpi=_DPI, metadata={"Software": None}, bbox_inches="tight",
-            pad_inches=0.15,
-        )  # fmt: skip
+        figure.savefig(stream, format="png", dpi=110, metadata={"Software": None})
     return stream.getvalue()
 
 
-@dataclass(frozen=True)
-class _Block:
-    """The panels of one direction, and the inches that each takes with its labels."""
-
-    direction: Direction
-    where: Layout
-    columns: list[str]
-    lines: list[str]
-    low: float
-    high: float
-    extend: str
-    width: float
-    height: float
-    left: float
-    below: float
-
-
-def _block(records: Sequence[Record], direction: Direction, alone: bool) -> _Block:
-    where = layout(records, direction)
-    rows = (row for r in records for row in r.rows if row.direction == direction)
-    numbers = [x for row in rows if (x := value(row, "rms"))]
-    low, high = scale(numbers, "rms")
-    logs = [math.log10(x) for x in numbers]
-    ends = (min(logs, default=low) < low - 1e-9, max(logs, default=high) > high + 1e-9)
-    columns = [clean(name, 34) for name in where.columns]
-    lines = [clean(name, 24) for name in where.labels]
-    wide = 0.24 if alone else 0.14
-    return _Block(
-        direction, where, columns, lines, low, high,
-        extend={(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[ends],
-        width=max(2.2, min(7.5 if alone else 4.6, wide * len(columns))),
-        height=max(0.5, min(8.6, 0.2 * len(lines))),
-        left=max(0.6, _LETTER * max(map(len, lines)) + 0.3),
-        below=_LETTER * max(map(len, columns)) + 0.1,
-    )  # fmt: skip
-
-
-def _figure(records: Sequence[Record], labels: Sequence[str], chosen: Sequence[int]) -> Any:
-    from matplotlib.figure import Figure
-
-    present = {row.direction for record in records for row in record.rows}
-    blocks = [_block(records, d, len(chosen) == 1) for d in _HEADINGS if d in present]
-    left = max(block.left for block in blocks)
-    # side by side if there are many layers, else in two rows
-    across = len(chosen) if max(b.height for b in blocks) > 3 else math.ceil(len(chosen) / 2)
-    across = len(chosen) if len(chosen) <= 3 else across
-    down = math.ceil(len(chosen) / across)
-    width = max(9.0, left + across * (max(b.width for b in blocks) + _GAP) + 0.8)
-    height = _TITLE + _HEADING + _PROFILE + left
-    height += sum(_HEADING + down * (_CAPTION + b.height + b.below + _GAP) for b in blocks)
-    figure = Figure(figsize=(width, height), facecolor="white")
-
-    def axes(x: float, y: float, w: float, h: float) -> Any:
-        """Return axes at inches from the left and from the top."""
-        return figure.add_axes((x / width, 1 - (y + h) / height, w / width, h / height))
-
-    def text(x: float, y: float, content: str, size: float = 8, **more: Any) -> None:
-        figure.text(x / width, 1 - y / height, content, fontsize=size, va="top", **more)
-
-    text(0.2, 0.16, f"Tensor health, {span(records)}", 13, weight="bold")
-    some = f"{len(chosen)} of {len(records)} recorded steps shown. "
-    said = "Colour: log10 of the RMS over the finite elements of a tensor. Layers run down, checkpoints to the right; gradients flow up and to the left."  # noqa: E501
-    text(0.2, 0.46, some * (len(chosen) < len(records)) + said, color=SOFT)
-    _legend(figure, 0.2 / width, 1 - 0.66 / height)
-    top = _TITLE
-    for block in blocks:
-        text(0.2, top + 0.1, _HEADINGS[block.direction], 10, weight="bold")
-        top += _HEADING
-        for k, i in enumerate(chosen):
-            row, column = divmod(k, across)
-            x = left + column * (block.width + _GAP)
-            y = top + row * (_CAPTION + block.height + block.below + _GAP)
-            drawn = grid(records[i], block.direction, "rms", block.where)
-            said, colour = _caption(drawn, int(block.width / 0.05))
-            text(x, y, labels[i], weight="bold")
-            text(x, y + 0.19, said, _FONT, color=colour)
-            panel = axes(x, y + _CAPTION, block.width, block.height)
-            image = _panel(panel, drawn, block, named=column == 0)
-            if column == across - 1 or k == len(chosen) - 1:
-                bar = axes(x + block.width + 0.15, y + _CAPTION, 0.12, block.height)
-                figure.colorbar(image, cax=bar, extend=block.extend)
-                bar.set_title("log10", fontsize=_FONT)
-        top += down * (_CAPTION + block.height + block.below + _GAP)
-    shown = [records[i] for i in chosen]
-    _paint_profiles(figure, axes, text, top, left, shown, blocks, [labels[i] for i in chosen])
-    return figure
-
-
-def _legend(figure: Any, x: float, y: float) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    red = Patch(facecolor=BAD)
-    look: dict[str, Any] = {"color": "white", "linestyle": "none", "markersize": 5}
-    entries: dict[str, Any] = {
-        "NaN": (red, Line2D([], [], marker="x", **look)),
-        "+Inf or -Inf, no NaN": (red, Line2D([], [], marker="+", **look)),
-        "first non-finite tensor of the pass, with pointers at the edges": Patch(
-            facecolor=BAD, edgecolor="black", linewidth=1.4
-        ),
-        "exactly zero": Patch(facecolor=_ZERO),
-        "not recorded": Patch(facecolor="white", edgecolor="#999999", linewidth=0.5),
-    }
-    figure.legend(
-        list(entries.values()), list(entries), loc="upper left", bbox_to_anchor=(x, y),
-        borderaxespad=0, borderpad=0, ncols=len(entries), frameon=False, fontsize=8,
-        columnspacing=1.6, handlelength=1.4,
-    )  # fmt: skip
-
-
-def _caption(drawn: Grid, letters: int) -> tuple[str, str]:
-    """Return where a panel's first non-finite tensor is, and the colour of the words."""
-    if drawn.first is None:
-        recorded = bool((drawn.marks > Mark.ABSENT).any())
-        return ("all finite" if recorded else "not recorded"), SOFT
-    line, column = drawn.first
-    layer = "layer " if drawn.lines[line].isdecimal() else ""
-    bad, total = int((drawn.marks >= Mark.INF).sum()), int((drawn.marks > Mark.ABSENT).sum())
-    tail = f" ({bad} of {total} bad)"
-    name = f"first: {layer}{drawn.lines[line]} {drawn.columns[column]}"
-    return clean(name, max(8, letters - len(tail))) + tail, BAD
-
-
-def _panel(axes: Any, drawn: Grid, block: _Block, named: bool) -> Any:
+def _paint(
+    axes: Any,
+    record: Record,
+    direction: Direction,
+    lines: list[str],
+    columns: list[str],
+    ends: tuple[float, float],
+) -> Any:
+    """Draw one direction of a record; return the image. Of several calls of a module the largest
+    RMS is shown. ends: of the colours, in log10.
+    """
     from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Rectangle
 
-    finite = (drawn.marks == Mark.FINITE) & ~np.isnan(drawn.values)
-    zero = finite & (drawn.values == 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.clip(np.log10(drawn.values), block.low, block.high)
+    sizes, bad = np.full((2, len(lines), len(columns)), np.nan)
+    first = None
+    for row in (r for r in record.rows if r.direction == direction and _drawn(r)):
+        at = lines.index(row.place[0]), columns.index(row.place[1])
+        if not row.finite:
+            bad[at], first = 1.0, first or at
+        elif row.rms is not None:
+            sizes[at] = np.fmax(sizes[at], math.log10(row.rms) if row.rms > 0 else -math.inf)
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
-    shown = np.where(finite & ~zero, logs, np.nan)
-    image = axes.imshow(shown, cmap="viridis", vmin=block.low, vmax=block.high, **look)
-    special = np.where(drawn.marks >= Mark.INF, 1.0, np.where(zero, 0.0, np.nan))
-    axes.imshow(special, cmap=ListedColormap([_ZERO, BAD]), vmin=0, vmax=1, **look)
-    cell = block.width / len(block.columns), block.height / len(block.lines)
-    size = max(1.5, min(6.0, 72 * 0.55 * min(cell)))
-    for marked, symbol in ((Mark.NAN, "x"), (Mark.INF, "+")):
-        down, right = np.nonzero(drawn.marks == marked)
-        axes.plot(
-            right, down, symbol, color="white", markersize=size, markeredgewidth=max(0.5, size / 6)
-        )
-    if drawn.first is not None:
-        y, x = drawn.first
-        box: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 1.6}
-        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, clip_on=False, zorder=5, **box))
-        # A frame is easily overlooked among 80 layers: pointers at the edges lead to it.
-        pointer: dict[str, Any] = {"color": "black", "markersize": 5, "clip_on": False}
-        above, beyond = 1.0 + 0.045 / block.height, 1.0 + 0.045 / block.width
-        axes.plot(x, above, "v", transform=axes.get_xaxis_transform(), **pointer)
-        axes.plot(beyond, y, "<", transform=axes.get_yaxis_transform(), **pointer)
-    layered = [line.layer is not None for line in block.where.lines]
-    for i in range(1, len(layered)):
-        if layered[i] != layered[i - 1]:
-            axes.axhline(i - 0.5, color="#777777", linewidth=0.6)
-    _ticks(axes.xaxis, block.columns, cell[0], rotation=90)
-    _ticks(axes.yaxis, block.lines if named else [""] * len(block.lines), cell[1])
-    axes.tick_params(length=1.5, width=0.5, pad=1.5)
+    image = axes.imshow(np.clip(sizes, -400, 400), vmin=ends[0], vmax=ends[1], **look)
+    axes.imshow(bad, cmap=ListedColormap([BAD]), **look)
+    title = f"step {record.step}"
+    if record.micro_batch:
+        title += f", micro-batch {record.micro_batch}"
+    if first is not None:
+        axes.plot(first[1], first[0], "s", markerfacecolor="none", color="black", markersize=7)
+        name = clean(f"{short_names(lines)[lines[first[0]]]} {columns[first[1]]}", 30)
+        title += f"\n{int(np.nansum(bad))} not finite, first: {name}"
+    axes.set_title(title, color="black" if first is None else BAD)
     return image
 
 
-def _ticks(axis: Any, labels: Sequence[str], inches: float, rotation: float = 0) -> None:
-    """Label every cell, or every second, fifth, tenth... if a line of text has no room."""
-    every = next(m * 10**e for e in range(9) for m in (1, 2, 5) if m * 10**e * inches >= 0.1)
-    shown = range(0, len(labels), every)
-    axis.set_ticks(shown, [labels[i] for i in shown], fontsize=_FONT, rotation=rotation)
+def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
+    """Label every cell, or every second, third ... if a line of text has no room."""
+    shown = range(0, len(names), math.ceil(0.11 * len(names) / inches))
+    axis.set_ticks(shown, [clean(names[i], 30) for i in shown], **look)
 
 
-def _paint_profiles(
-    figure: Any, axes: Callable[..., Any], text: Callable[..., None], top: float, left: float,
-    records: Sequence[Record], blocks: Sequence[_Block], labels: Sequence[str],
-) -> None:  # fmt: skip
-    """Draw figures by layer, a curve per step, with crosses at layers that are not finite."""
-    found = []
-    for title, direction, of, log in _PROFILES:
-        block = next((each for each in blocks if each.direction == direction), None)
-        if block is not None:
-            curves, bad = _curves(records, block, of, log)
-            if not np.isnan(curves).all():
-                found.append((title, block, curves, bad, log))
-    if not found:
-        return
-    text(0.2, top + 0.1, "By layer", 10, weight="bold")
-    said = "a red cross: a tensor there is not finite at one of these steps"
-    text(1.0, top + 0.13, said * any(bad for *_, bad, _ in found), color=SOFT)
-    room = (figure.get_figwidth() - left - 0.3) / len(found)
-    for k, (title, block, curves, bad, log) in enumerate(found):
-        text(left + k * room, top + _HEADING, title, _FONT, weight="bold")
-        width = min(room - 0.55, 6.0)
-        drawn = axes(left + k * room, top + _HEADING + 0.24, width, _PROFILE)
-        _paint_curves(drawn, curves, bad, log, labels)
-        drawn.set_xlim(-0.5, len(block.lines) - 0.5)
-        _ticks(drawn.xaxis, block.lines, width / len(block.lines), 90)
-        if k == len(found) - 1 and len(records) > 1:
-            drawn.legend(fontsize=_FONT, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _curves(
-    records: Sequence[Record], block: _Block, of: Callable[[Row], float | None], log: bool
-) -> tuple[np.ndarray, list[int]]:
-    """Return the largest number by record and line, and the lines with a non-finite tensor."""
-    at = {line: i for i, line in enumerate(block.where.lines)}
-    curves, bad = np.full((len(records), len(at)), np.nan), set()
-    for curve, record in zip(curves, records, strict=True):
-        for row in (row for row in record.rows if row.direction == block.direction):
-            i, number = at[place(row)[0]], of(row)
-            if not row.finite:
-                bad.add(i)
-            if number is not None and math.isfinite(number) and (number > 0 or not log):
-                curve[i] = np.fmax(curve[i], number)
-    return curves, sorted(bad)
-
-
-def _paint_curves(
-    axes: Any, curves: np.ndarray, bad: list[int], log: bool, labels: Sequence[str]
-) -> None:
-    from matplotlib import colormaps
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    colours = colormaps["cividis"](np.linspace(0.0, 0.85, len(curves))[::-1])
-    for curve, label, colour in zip(curves, labels, colours, strict=False):
-        axes.plot(curve, color=colour, label=label, linewidth=1.0, marker=".", markersize=3)
-    low = [0.03] * len(bad)
-    axes.plot(bad, low, "x", color=BAD, markersize=4, transform=axes.get_xaxis_transform())
-    least, most = float(np.nanmin(curves)), float(np.nanmax(curves))
-    if log:
-        middle = math.sqrt(least) * math.sqrt(most)
-        low_end, high_end = min(least / 1.5, middle / 3), max(most * 1.5, middle * 3)
-        axes.set_yscale("log")
-        axes.set_ylim(low_end, high_end)
-        subs = (1, 2, 5) if high_end / low_end < 100 else (1,)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
-        axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_ylim(0, 1.1 * max(0.05, most))
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:.3g}")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.5)
+def _page(records: Sequence[Record], picture: bytes) -> str:
+    """Return the page: what is not finite, what grew most, and the picture."""
+    bad = [
+        (record.step, row.direction, row.name, row.nan, row.pos_inf, row.neg_inf, row.count)
+        for record in records
+        for row in record.bad
+    ]
+    grown = sorted(
+        ((record.step, growth) for record in records for growth in growths(record)),
+        key=lambda pair: -pair[1].growth,
+    )
+    return render(
+        "recorder.html.j2",
+        title=f"Tensor health, steps {records[0].step} to {records[-1].step}",
+        sections={"findings": "Findings", "picture": "Picture"},
+        total=sum(len(record.rows) for record in records),
+        bad=bad,
+        listed=bad[:LISTED],
+        exploded=sum(len(explosions(record)) for record in records),
+        factor=FACTOR,
+        grown=[
+            (step, g.after.name, g.before.name, f"{g.after.rms:.3g}", f"× {g.growth:.3g}")
+            for step, g in grown[:10]
+        ],
+        image=Markup(f"data:image/png;base64,{base64.b64encode(picture).decode()}"),
+    )

@@ -42,12 +42,13 @@ class Explosion:
 
 def growths(record: Record) -> list[Explosion]:
     """Return how much every tensor grew from the one it was made from, largest first."""
-    found = []
-    for row in record.rows:
-        before = None if row.source is None else record.rows[row.source]
-        if before is not None and before.rms and row.rms is not None:
-            found.append(Explosion(before, row, row.rms / before.rms))
-    return sorted(found, key=lambda growth: -growth.growth)
+    pairs = ((record.rows[row.source], row) for row in record.rows if row.source is not None)
+    grown = [
+        Explosion(before, after, after.rms / before.rms)
+        for before, after in pairs
+        if before.rms and after.rms is not None
+    ]
+    return sorted(grown, key=lambda growth: -growth.growth)
 
 
 def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
@@ -57,13 +58,9 @@ def explosions(record: Record, factor: float = FACTOR) -> list[Explosion]:
     output says nothing of its size, and the residual stream from layer to layer. A module is left
     out if one inside it is in the list: it repeats that one.
     """
-    found = [g for g in growths(record) if g.growth > factor and (g.after.rms or 0.0) >= _SMALL]
-    names = {growth.after.module for growth in found}
-    return [
-        growth
-        for growth in found
-        if not any(_contains(growth.after.module, name) for name in names)
-    ]
+    grown = [g for g in growths(record) if g.growth > factor and (g.after.rms or 0.0) >= _SMALL]
+    names = {growth.after.module for growth in grown}
+    return [g for g in grown if not any(_contains(g.after.module, name) for name in names)]
 
 
 def gradients(record: Record) -> list[Row]:
@@ -92,10 +89,10 @@ def worst(record: Record, factor: float = FACTOR) -> str:
         return f"explosion: {exploded[0]}{more}"
     if not record.rows:
         return "nothing was computed"
-    said = f"all {len(record.rows)} tensors finite, none exploded"
+    message = f"all {len(record.rows)} tensors finite, none exploded"
     for row in gradients(record)[:1]:
-        said += f", largest gradient norm {row.norm or 0.0:.3g} of {row.name}"
-    return said
+        message += f", largest gradient norm {row.norm or 0.0:.3g} of {row.name}"
+    return message
 
 
 def _contains(outer: str, inner: str) -> bool:

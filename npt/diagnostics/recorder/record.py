@@ -4,8 +4,9 @@ and drawn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Direction = Literal["forward", "gradient"]
@@ -54,6 +55,15 @@ class Row:
         return f"{self.module} {self.stage}".strip()
 
     @property
+    def place(self) -> tuple[str, str]:
+        """The line and the column of a map by layers: `model.layers.3` and `mlp.gate_proj out`."""
+        parts = self.module.split(".")
+        if self.layer is None or str(self.layer) not in parts:
+            return self.module, self.stage
+        depth = parts.index(str(self.layer)) + 1
+        return ".".join(parts[:depth]), f"{'.'.join(parts[depth:])} {self.stage}".strip()
+
+    @property
     def finite(self) -> bool:
         """No element is NaN or infinite."""
         return self.nan == self.pos_inf == self.neg_inf == 0
@@ -87,12 +97,13 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Return the record that `as_dict` gave; a `ValueError` names a bad entry."""
-        known = {f.name for f in fields(Row)}
-        rows = []
-        for number, row in enumerate(values["rows"]):
-            if set(row) != known:
-                entries = ", ".join(sorted(set(row) ^ known))
-                raise ValueError(f"row {number} has {entries} missing or unknown")
-            rows.append(Row(**{**row, "shape": tuple(row["shape"])}))
+        """Return the record that `as_dict` gave."""
+        rows = (Row(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"])
         return cls(step=values["step"], rows=tuple(rows), micro_batch=values["micro_batch"])
+
+
+def short_names(lines: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each line's name, or all of it if several end alike."""
+    tails = {line: line.rpartition(".")[2] for line in lines}
+    times = Counter(tails.values())
+    return {line: (tail if times[tail] == 1 else line) or "model" for line, tail in tails.items()}

@@ -37,10 +37,8 @@ Rows are in the order of the pass. A tensor that several modules name has a row 
 stages of a module that is called again in the same pass are numbered: `out#2`. Such calls are the
 teacher's (first) and the student's (second) under the end_to_end strategy, and a recomputation
 under the gradient checkpointing of a model's own; that of `--gradient_checkpointing` is not looked
-at twice. Under the local strategy teacher and student go through gate_proj, up_proj and down_proj
-as one stack of rows (through the first two just once if the attention residual is kept), and a
-converted layer's own forward is not called. A gradient has the stage of its value; `out@2` is the
-second backward through it.
+at twice. Under the local strategy teacher and student go through the MLP's products as one stack of
+rows. A gradient has the stage of its value; `out@2` is the second backward through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of
 `valid`, else of the two-dimensional `attention_mask` that the model itself is called with.
@@ -49,7 +47,7 @@ Padded positions are left out of every tensor that starts with the batch and tim
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,9 +58,9 @@ from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks
-from npt.diagnostics.recorder.observations import Known, Observations, Valid
+from npt.diagnostics.recorder.observations import Observations, Reduced
 from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.sites import Site, main_input, named_inputs, sites_of, tensors
+from npt.diagnostics.recorder.sites import Site, named_inputs, sites_of, tensors
 
 SATURATED = 0.99
 """A multiplier counts as saturated beyond this share of the way from the middle of its form's range
@@ -94,38 +92,31 @@ class Recorder:
         model: any module.
         gradients: record the gradients of the same tensors, and of the parameters, as well.
         valid: [B, T] bool, True at the tokens that count.
-        layers: record only these decoder layers (elements of a `ModuleList`, by index), and all
-            that is outside of layers.
 
     Raises:
-        ValueError: `valid` has another number of dimensions; or, when the block begins, the model
-            has no such layer.
+        ValueError: `valid` has another number of dimensions.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        gradients: bool = True,
-        valid: Tensor | None = None,
-        layers: Iterable[int] | None = None,
-    ):
+    def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None):
         if valid is not None and valid.ndim != 2:
             raise ValueError(
                 f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T], whether"
                 " it counts"
             )
         self.model, self.gradients = model, gradients
-        self._given = None if valid is None else Valid(valid.detach().bool())
-        self._layers = None if layers is None else frozenset(layers)
+        if valid is not None:
+            # once, so that no reduction waits for it
+            device = next((p.device for p in model.parameters()), valid.device)
+            valid = valid.detach().bool().to(device)
+        self._valid = valid
         self._undo: list[Callable[[], None]] = []
         self._tensor_hooks: list[RemovableHandle] = []
         self._forget()
 
     def _forget(self) -> None:
-        self._observed = Observations(self._given)
-        self._sources: dict[str, tuple[int, Known]] = {}  # of the modules that are being computed
-        self._shown: dict[str, dict[str, Known]] = {}  # the stages of each NPT layer's pass so far
+        self._observed = Observations(self._valid)
+        self._sources: dict[str, Reduced] = {}  # of the modules that are being computed
+        self._stages: dict[str, dict[str, Reduced]] = {}  # of each NPT layer's pass so far
         self.skipped: list[str] = []
 
     def __enter__(self) -> Recorder:
@@ -147,16 +138,12 @@ class Recorder:
         for undo in reversed(self._undo):
             undo()
         self._tensor_hooks, self._undo = [], []
-        self._sources, self._shown = {}, {}
+        self._sources, self._stages = {}, {}
 
     def record(self, step: int = 0, micro_batch: int = 0) -> Record:
         """Read everything observed since the block began, or since the last call, and start anew.
 
-        The one moment at which the host waits for the device.
-
-        Args:
-            step: of the record.
-            micro_batch: likewise.
+        The one moment at which the host waits for the device. step, micro_batch: of the record.
         """
         rows, skipped = self._observed.rows(), self.skipped
         self._forget()
@@ -173,71 +160,39 @@ class Recorder:
     def _attach(self) -> None:
         modules = dict(self.model.named_modules())
         sites = sites_of(modules)
-        missing = (self._layers or frozenset()) - {site.layer for site in sites.values()}
-        if missing:
-            raise ValueError(
-                f"{type(self.model).__name__} has no layer {min(missing)}; leave it out of layers"
-            )
         for name, module in modules.items():
             site = sites[name]
-            if not self._chosen(site):
-                continue
             before = only_looks(partial(self._see, site, "in", self._inputs))
             after = only_looks(partial(self._see, site, "out", self._outputs))
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
             if isinstance(module, NPTAdapter):
                 self._observe(site, module)
-        if self.gradients:
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    self._watch_parameter(name, parameter, modules, sites)
-
-    def _chosen(self, site: Site) -> bool:
-        return site.layer is None or self._layers is None or site.layer in self._layers
+        if not self.gradients:
+            return
+        for name, parameter in self.model.named_parameters():
+            # A parameter of a list or dictionary of parameters belongs to the module that has it:
+            # `npt.B.gate` is `npt`, `B.gate`.
+            owner = name.rpartition(".")[0]
+            while owner and isinstance(modules[owner], nn.ParameterDict | nn.ParameterList):
+                owner = owner.rpartition(".")[0]
+            if parameter.requires_grad:
+                stage = name[len(owner) + 1 :] if owner else name
+                names = [(sites[owner], stage)]
+                look = partial(self._quietly, sites[owner], f"gradient of {stage}")
+                hook = partial(look, self._gradients, names, None)
+                self._undo.append(parameter.register_hook(hook).remove)
 
     def _observe(self, site: Site, adapter: NPTAdapter) -> None:
         previous = adapter.observer
 
         def observe(stages: dict[str, Tensor | None]) -> None:
-            self._stages(site, adapter, stages)
+            self._add_stages(site, adapter, stages)
             if previous is not None:
                 previous(stages)
 
         adapter.observer = observe
         self._undo.append(lambda: setattr(adapter, "observer", previous))
-
-    def _watch_parameter(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        modules: Mapping[str, nn.Module],
-        sites: Mapping[str, Site],
-    ) -> None:
-        # A parameter of a list or dictionary of parameters belongs to the module that has it:
-        # `npt.B.gate` is `npt`, `B.gate`.
-        owner, _, _ = name.rpartition(".")
-        while owner and isinstance(modules[owner], nn.ParameterDict | nn.ParameterList):
-            owner, _, _ = owner.rpartition(".")
-        site = sites[owner]
-        if not self._chosen(site):
-            return
-        stage = name[len(owner) + 1 :] if owner else name
-        bare = not parameter._backward_hooks
-
-        def look(gradient: Tensor) -> None:
-            names = [(site, stage)]
-            self._quietly(site, f"gradient of {stage}", self._gradients, names, gradient, None)
-
-        handle = parameter.register_hook(look)
-
-        def remove() -> None:
-            handle.remove()
-            if bare and not parameter._backward_hooks:
-                # as it was: an empty dictionary of hooks is a trace
-                parameter._backward_hooks = None
-
-        self._undo.append(remove)
 
     # --- the hooks. None may raise: nothing that happens here may stop the pass.
 
@@ -256,58 +211,59 @@ class Recorder:
 
     def _inputs(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._sources.pop(site.name, None)
-        found = named_inputs(site, args, kwargs)
-        if site.name == "" and self._given is None:
-            self._observed.valid = _validity(found)
-        found = {name: tensor for name, tensor in found.items() if "mask" not in name}
-        main = main_input(found)
-        for name, tensor in found.items():
-            known = self._observed.find(tensor)
-            if known is None:
-                known = self._add(site, "in" if name == main else f"in.{name}", tensor)
+        inputs, main = named_inputs(site, args, kwargs)
+        if site.name == "" and self._valid is None:
+            self._observed.valid = _validity(inputs)
+        for name, tensor in inputs.items():
+            if "mask" in name:
+                continue
+            reduced = self._observed.find(tensor)
+            if reduced is None:
+                reduced = self._add(site, "in" if name == main else f"in.{name}", tensor)
             if name == main and site.grows and tensor.is_floating_point():
-                self._sources[site.name] = known.entries[0], known
+                self._sources[site.name] = reduced
 
     def _outputs(self, site: Site, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        source, before = self._sources.pop(site.name, (None, None))
+        source = self._sources.pop(site.name, None)
         for position, (name, tensor) in enumerate(tensors(output)):
             if position == 0:
                 stage = "out" if name in ("", "0") else f"out.{name}"
-                known = self._add(site, stage, tensor, source)
-                if site.element and before is not None:
-                    self._observed.add_update(known, tensor, before)
+                first = None if source is None else source.entries[0]
+                reduced = self._add(site, stage, tensor, first)
+                if site.element and source is not None:
+                    self._observed.add_update(reduced, tensor, source)
             elif self._observed.find(tensor) is None:
                 self._add(site, f"out.{name}", tensor)
 
-    def _stages(self, site: Site, adapter: NPTAdapter, stages: dict[str, Tensor | None]) -> None:
+    def _add_stages(
+        self, site: Site, adapter: NPTAdapter, stages: dict[str, Tensor | None]
+    ) -> None:
         if "h" in stages:
-            self._shown[site.name] = {}
-        found = self._shown.setdefault(site.name, {})
+            self._stages[site.name] = {}
         for stage, tensor in stages.items():
             if tensor is not None and not (stage == "stream" and tensor is stages["h"]):
-                self._quietly(site, stage, self._stage, site, adapter, stage, tensor, found)
+                self._quietly(site, stage, self._add_stage, site, adapter, stage, tensor)
 
-    def _stage(
-        self, site: Site, adapter: NPTAdapter, stage: str, tensor: Tensor, found: dict[str, Known]
-    ) -> None:
-        before = found.get(_MADE_OF.get(stage, ""))
+    def _add_stage(self, site: Site, adapter: NPTAdapter, stage: str, tensor: Tensor) -> None:
+        stages = self._stages.setdefault(site.name, {})
+        before = stages.get(_MADE_OF.get(stage, ""))
         source = None if before is None else before.entries[-1]
-        found[stage] = known = self._add(site, stage, tensor, source)
+        stages[stage] = reduced = self._add(site, stage, tensor, source)
         if stage.startswith("m_"):
             middle, half = multiplier_spread(adapter.config.mult_form, adapter.config.mult_bound)
-            self._observed.add_saturation(known, tensor, middle, SATURATED * half)
+            self._observed.add_saturation(reduced, tensor, middle, SATURATED * half)
         if stage in ("o", "t") and before is not None:
-            self._observed.add_update(known, tensor, before)
+            self._observed.add_update(reduced, tensor, before)
 
-    def _add(self, site: Site, stage: str, tensor: Tensor, source: int | None = None) -> Known:
+    def _add(self, site: Site, stage: str, tensor: Tensor, source: int | None = None) -> Reduced:
         """Add a row of a tensor that goes forward. One that is known is not reduced again."""
-        known = self._observed.find(tensor)
-        if known is None:
-            known = self._observed.learn(tensor)
+        reduced = self._observed.find(tensor)
+        if reduced is None:
+            reduced = self._observed.reduce(tensor)
             if self.gradients and tensor.requires_grad:
-                self._watch(site, stage, tensor, known.entries)
-        self._observed.add(site, stage, tensor, known, source)
-        return known
+                self._watch(site, stage, tensor, reduced.entries)
+        self._observed.add(site, stage, tensor, reduced, source)
+        return reduced
 
     def _watch(self, site: Site, stage: str, tensor: Tensor, rows: list[int]) -> None:
         """Record the gradient of `tensor` under each name that it has by then."""
@@ -315,24 +271,22 @@ class Recorder:
 
         def look(gradient: Tensor) -> None:
             names = [(entries[row].site, entries[row].stage) for row in rows]
-            self._quietly(site, f"gradient of {stage}", self._gradients, names, gradient, valid)
+            self._quietly(site, f"gradient of {stage}", self._gradients, names, valid, gradient)
 
         self._tensor_hooks.append(tensor.register_hook(look))
 
     def _gradients(
-        self, names: list[tuple[Site, str]], gradient: Tensor, valid: Valid | None
+        self, names: list[tuple[Site, str]], valid: Tensor | None, gradient: Tensor
     ) -> None:
         summary = self._observed.summarise(gradient, valid)
         for site, stage in names:
             self._observed.add_gradient(site, stage, gradient, summary)
 
 
-def _validity(found: Mapping[str, Tensor]) -> Valid | None:
-    """Return the tokens that count, from the model's own arguments; None if all do, or nothing
-    says.
-    """
-    mask = found.get("attention_mask")
+def _validity(inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the tokens that count, by the model's arguments; None for all or if nothing says."""
+    mask = inputs.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return None
     valid = mask.detach().bool()
-    return None if valid.device.type == "cpu" and bool(valid.all()) else Valid(valid)
+    return None if valid.device.type == "cpu" and bool(valid.all()) else valid

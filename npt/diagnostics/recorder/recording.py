@@ -13,13 +13,12 @@ from npt.diagnostics.recorder.record import Record
 from npt.errors import ConfigError
 from npt.files import to_json, write_text
 
-PICTURED = 100
-"""Records that are drawn at most, evenly spread over the run: no picture could show more."""
+PICTURED = 6
+"""Records that are drawn at most, evenly spread over the run, the first bad one among them."""
 
 
 class Recording:
-    """The records of a run: each chosen step once, a JSON file each, and pictures of them all at
-    the end.
+    """The records of a run: each chosen step once, a JSON file each, and pictures at the end.
 
     Steps are counted from 1: `1,2,3`, `1-5` or a mix, and `every` so many steps; a `ConfigError`
     says that they cannot be read. The folder is made with the first record.
@@ -33,10 +32,12 @@ class Recording:
         self._ranges = () if steps is None else parse_steps(steps, "steps")
         self._tried: set[int] = set()
         self._files: list[Path] = []
+        self._bad: set[int] = set()  # index among the files of the first record that is not finite
 
     def __str__(self) -> str:
         parts = [] if self.steps is None else [f"steps {self.steps}"]
-        parts += [] if self.every is None else [f"every {_ordinal(self.every)} step"]
+        often = "every step" if self.every == 1 else f"every {self.every} steps"
+        parts += [] if self.every is None else [often]
         return (
             f"recording {' and '.join(parts) or 'no step'}, of each the first micro-batch on"
             f" process 0 only, into {self.folder}"
@@ -59,6 +60,8 @@ class Recording:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{record.step:08d}.json"
         write_text(path, to_json(record.as_dict()) + "\n")
+        if record.bad and not self._bad:
+            self._bad = {len(self._files)}
         self._files.append(path)
         return path
 
@@ -66,19 +69,13 @@ class Recording:
         """Draw the run's records, if any, and return the files."""
         if not self._files:
             return []
-        # draws with a library that nothing else needs
-        from npt.diagnostics.recorder.picture import write_pictures
+        from npt.diagnostics.recorder.picture import write_pictures  # loads matplotlib
 
-        files = self._files
-        if len(files) > PICTURED:
-            last = len(files) - 1
-            files = [files[round(i * last / (PICTURED - 1))] for i in range(PICTURED)]
-        return write_pictures([read_record(path) for path in files], self.folder)
-
-
-def read_record(path: Path) -> Record:
-    """Read a record from its file; a `ValueError` says that it holds something else."""
-    return Record.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        last, gaps = len(self._files) - 1, PICTURED - 1 - len(self._bad)
+        chosen = self._bad | {round(i * last / gaps) for i in range(gaps + 1)}
+        files = self._files if last < PICTURED else [self._files[i] for i in sorted(chosen)]
+        texts = (path.read_text(encoding="utf-8") for path in files)
+        return write_pictures([Record.from_dict(json.loads(text)) for text in texts], self.folder)
 
 
 def describe(record: Record, path: Path) -> str:
@@ -87,8 +84,3 @@ def describe(record: Record, path: Path) -> str:
         f"recorded step {record.step} (micro-batch {record.micro_batch}, process 0) in {path}:"
         f" {worst(record)}"
     )
-
-
-def _ordinal(number: int) -> str:
-    teen = number % 100 in (11, 12, 13)
-    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

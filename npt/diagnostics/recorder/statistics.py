@@ -5,7 +5,7 @@ so that one NaN hides nothing else. Before anything is squared the elements are 
 largest of them: the RMS of a tensor that is about to overflow is the number that one wants to see.
 
 On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes
-takes a short way. Elsewhere nothing is read, and every tensor takes the long way.
+takes a short way. All others take the long way, on which nothing is read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _BLOCK = 1 << 18
 many it is 1e-6.
 """
 
-_NONE = (math.nan,) * 5
-
 
 def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the `FIELDS` of one tensor: [9] float64 on its device, without a wait on CUDA.
@@ -37,9 +35,13 @@ def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
     dimensions are those of `valid`, [B, T] bool, only tokens that are True there count.
     """
     values, mask = _elements(tensor, valid)
-    if _readable(values):
-        return _on_host(values)
-    return _by_selection(values.to(_wide(values)), mask)
+    # a dtype that holds every element and in which it can be computed
+    exact = values.is_floating_point() and values.dtype != torch.float64
+    values = values.to(torch.float32 if exact else torch.float64)
+    sizes = _sizes(values.reshape(-1)) if _readable(values) and values.numel() else None
+    if sizes is None:
+        return _by_selection(values, mask)
+    return torch.tensor([values.numel(), 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
 
 
 def share_beyond(
@@ -79,35 +81,6 @@ def _readable(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
-def _wide(values: Tensor) -> torch.dtype:
-    """Return a dtype that holds every element and in which it can be computed."""
-    exact = values.is_floating_point() and values.dtype != torch.float64
-    return torch.float32 if exact else torch.float64
-
-
-def _on_host(values: Tensor) -> Tensor:
-    """Return the numbers of `values` on the CPU, read at will."""
-    flat = values.reshape(-1).to(_wide(values))
-    count = flat.numel()
-    sizes = _sizes(flat) if count else _NONE
-    if sizes is not None:
-        return _vector(count, 0, 0, 0, sizes)
-    bads = (flat != flat, flat == math.inf, flat == -math.inf)
-    nan, up, down = (int(torch.count_nonzero(bad)) for bad in bads)
-    # faster than isfinite and indexing
-    kept = flat if nan + up + down == 0 else torch.masked_select(flat, (flat - flat) == 0)
-    if kept.numel() == 0:
-        return _vector(count, nan, up, down, _NONE)
-    sizes = _sizes(kept)
-    if sizes is None:
-        low, high = (float(end) for end in torch.aminmax(kept))
-        size = max(abs(low), abs(high))
-        scaled = _sizes(kept.to(torch.float64) / size)
-        assert scaled is not None
-        sizes = (low, high, *(value * size for value in scaled[2:]))
-    return _vector(count, nan, up, down, sizes)
-
-
 def _sizes(flat: Tensor) -> tuple[float, ...] | None:
     """Return min, max, mean, std, RMS of one or more elements; None if some are not finite, or of a
     size that squares do not bear.
@@ -134,15 +107,11 @@ def _sum_of_squares(flat: Tensor) -> float:
     return sum(float(torch.dot(block, block)) for block in blocks)
 
 
-def _vector(count: int, nan: int, up: int, down: int, sizes: tuple[float, ...]) -> Tensor:
-    return torch.tensor([count, nan, up, down, *sizes], dtype=torch.float64, device="cpu")
-
-
 def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
     """Return the same of any elements by selections only: nothing is read. The sums run in fp64."""
-    if values.numel() == 0:
-        return _vector(0, 0, 0, 0, _NONE).to(values.device)
     wide = torch.float64
+    if values.numel() == 0:
+        return torch.tensor([0.0] * 4 + [math.nan] * 5, dtype=wide, device=values.device)
     if mask is None:
         chosen = torch.ones((), dtype=torch.bool, device=values.device)
         total = torch.full((), values.numel(), dtype=torch.int64, device=values.device)

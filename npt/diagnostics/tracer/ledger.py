@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npt.diagnostics.tracer.memory import Memory, storage_key
-from npt.diagnostics.tracer.nonfinite import (
-    Badness,
-    element,
-    first_bad,
-    judge,
-    looks_like_a_mask,
-    numbers,
-)
 from npt.diagnostics.tracer.operations import (
     ATTENTION,
     BLANK,
@@ -43,9 +34,18 @@ from npt.diagnostics.tracer.operations import (
     Origin,
     Sequence,
     call_of,
-    whole_index,
 )
 from npt.diagnostics.tracer.source_location import Place, Stack, read_stack
+from npt.diagnostics.tracer.tensors import (
+    Badness,
+    Memory,
+    element,
+    first_bad,
+    judge,
+    looks_like_a_mask,
+    numbers,
+    storage_key,
+)
 
 _ORIGINS_KEPT = 8
 """Origins kept, the oldest ones, of a tensor that is bad for several reasons."""
@@ -62,38 +62,13 @@ class Watched:
     sequence: Sequence | None
 
 
-class _Externals:
-    """The tensors that exist before the pass, found by any view of their memory."""
-
-    def __init__(self, externals: Iterable[External], limit: float):
-        self._limit = limit
-        self._memory: Memory[External] = Memory()
-        for external in externals:
-            self._memory.add(external.tensor, external)
-
-    def of(self, tensor: Tensor) -> list[External]:
-        return self._memory.of(tensor)
-
-    def find(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
-        """Return what a tensor was before the pass, by the name that it has in `module`; `bad`: of
-        several that share its memory only a bad one.
-        """
-        known = [e for e in self.of(tensor) if not bad or judge(e.tensor, self._limit)]
-        return min(known, key=lambda external: external.module != module, default=None)
-
-    def mask(self, tensor: Tensor, was: Badness) -> bool:
-        """Tell if negative numbers from before the pass are a mask; trained ones never are."""
-        trained = any(external.trained for external in self.of(tensor))
-        return was == Badness.SOFT and not trained and looks_like_a_mask(tensor)
-
-
 class Ledger(TorchDispatchMode):
     """Numbers the operations of a pass and keeps the origin of every bad tensor.
 
     Inputs are kept for one origin only: a model with thousands of harmless ones is not held twice.
 
     Args:
-        modules: `source_location.module_names` of the model.
+        modules: dotted names of the model's modules by identity.
         externals: tensors that exist before the pass.
         limit: a size from which finite numbers count as bad.
         keep: number and output of the operation whose origin keeps copies of all arguments: `kept`.
@@ -123,9 +98,10 @@ class Ledger(TorchDispatchMode):
         self._home = threading.get_ident()
         self._starts = {self._home: torch._C._autograd._get_sequence_nr()}
         self._origins: Memory[tuple[int, Origin]] = Memory()
-        self._externals = _Externals(externals, limit)
+        self._externals: Memory[External] = Memory()
+        for external in externals:
+            self._externals.add(external.tensor, external)
         self._blank: dict[int, StorageWeakRef] = {}
-        self._scalars: dict[str, Origin] = {}
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return where the badness of this tensor came from, if the pass saw it arise.
@@ -162,11 +138,6 @@ class Ledger(TorchDispatchMode):
             hid = any(judge(t, self._limit) != Badness.FINE for t in results)
             place = stack.place if call.node is None or stack.own or stack.recomputing else Place()
             self.watched = Watched(place, hid, self._sequence(call.node, stack))
-        if call.name == "_local_scalar_dense":
-            read = call.read[0][1]
-            origin = self.origin_of(read) if judge(read, self._limit) != Badness.FINE else None
-            if origin is not None:
-                self._scalars[repr(out)] = origin
         if call.name in BLANK:
             for tensor in results:
                 if storage_key(tensor):
@@ -203,8 +174,6 @@ class Ledger(TorchDispatchMode):
         """Give a bad result its origin: that of the input it has it from, else a new one."""
         inherited, mask, masks = self._inherited(call, result, badness)
         constant = result.ndim == 0 and call.name in CONSTANTS
-        scalars = self._scalars_in(call, result if constant else None)
-        inherited += [(0, origin) for origin in scalars]
         if call.written:
             self._origins.forget(result)
         if inherited:
@@ -240,11 +209,12 @@ class Ledger(TorchDispatchMode):
             was = judge(tensor, self._limit) if before is None else before
             if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
                 continue
-            known = self._origins.of(tensor)
-            if not known and self._externals.mask(tensor, was):
+            known, before_pass = self._origins.of(tensor), self._externals.of(tensor)
+            trained = any(external.trained for external in before_pass)
+            if not known and was == Badness.SOFT and not trained and looks_like_a_mask(tensor):
                 masks = True
                 continue
-            if not known and tensor.ndim == 0 and not self._externals.of(tensor):
+            if not known and tensor.ndim == 0 and not before_pass:
                 continue  # a constant from before the pass, treated as those made in it
             masks |= was == Badness.SOFT
             for rank, origin in known or [
@@ -281,13 +251,13 @@ class Ledger(TorchDispatchMode):
             dtype=result.dtype,
             index=index,
             value=element(result, index),
-            shown=whole_index(result, index) if call.writes(result) else (shape, index),
+            through=(shape, index),
             pointwise=call.pointwise,
         )
         if self._keep == (call.number, position):
             origin.inputs, origin.constants = call.kept, call.constants
             for label, tensor in call.read:
-                external = self._externals.find(tensor, place.module)
+                external = self._external(tensor, place.module)
                 if external is not None:
                     origin.externals[label] = external
             self.kept = origin
@@ -303,7 +273,7 @@ class Ledger(TorchDispatchMode):
         tensor, ids = arguments[label], arguments.get("indices")
         shown = first_bad(result, self._limit, soft=badness == Badness.SOFT)
         origin = self._origin(call, result, 0, shown)
-        external = self._externals.find(tensor, origin.place.module, bad=True)
+        external = self._external(tensor, origin.place.module, bad=True)
         whole = tensor if external is None else external.tensor
         if external is None:
             name = f"the argument {label} of {call.name}"
@@ -319,28 +289,25 @@ class Ledger(TorchDispatchMode):
         self._note(origin)
         return origin
 
+    def _external(self, tensor: Tensor, module: str, bad: bool = False) -> External | None:
+        """Return what a tensor was before the pass, by the name that it has in `module`; `bad`: of
+        several that share its memory only a bad one.
+        """
+        known = self._externals.of(tensor)
+        known = [e for e in known if not bad or judge(e.tensor, self._limit)]
+        return min(known, key=lambda external: external.module != module, default=None)
+
     def _note(self, origin: Origin) -> None:
         if self.first is None and not math.isnan(origin.value):
             self.first = origin
 
     def _masks_with(self, call: Call) -> bool:
         """Tell if a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
-        scalars = [
-            element(t, ())
-            for _, t in call.read
-            if t.ndim == 0 and numbers(t) is not None and not self._externals.of(t)
-        ]
-        given = [*call.constants.values(), *scalars]
-        return any(number < -self._limit or number == -math.inf for number in given)
-
-    def _scalars_in(self, call: Call, constant: Tensor | None) -> Iterator[Origin]:
-        """Yield the origins of Python numbers that were read from bad tensors (`item`) and that
-        this operation is given.
-        """
-        if self._scalars:
-            made = [] if constant is None else [element(constant, ())]
-            given = (repr(value) for value in (*call.constants.values(), *made))
-            yield from (self._scalars[text] for text in given if text in self._scalars)
+        constants = [*call.constants.values()]
+        for _, t in call.read:
+            if t.ndim == 0 and numbers(t) is not None and not self._externals.of(t):
+                constants.append(element(t, ()))
+        return any(number < -self._limit or number == -math.inf for number in constants)
 
     def _clock(self) -> tuple[bool, int]:
         """Return how many nodes the graph has got in this thread since the pass began. Backward on
@@ -369,5 +336,5 @@ class Ledger(TorchDispatchMode):
         last node.
         """
         variable = getattr(node, "variable", None)
-        known = self._externals.find(variable, "") if isinstance(variable, Tensor) else None
+        known = self._external(variable, "") if isinstance(variable, Tensor) else None
         return "" if known is None else known.module

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from npt.base.hooks import only_looks
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding
-from npt.diagnostics.tracer.causes import CAUSES
 from npt.diagnostics.tracer.source_location import Tokens, layer_of
 from npt.diagnostics.tracer.verdict import Verdict, dtype_name
 
@@ -47,113 +46,93 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
     if not bool(bad.any()):
         return None
     b, t = (int(i) for i in bad.nonzero()[0])
-    form = _form(mask, masked) if mask.is_floating_point() else "bool"
-    said = f"attention mask {list(mask.shape)}, form {form}: "
+    message = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}: "
     if bad is broken:
         value = float(mask[b, :, t].max())
-        said += (
+        message += (
             f"{int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}], which"
             " comes out as NaN; make the mask anew"
         )
-        return Finding("attention mask", (b, t), value, said)
+        return Finding("attention mask", (b, t), value, message)
     value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
-    row = "all False" if form == "bool" else f"at most {value:g}"
+    row = f"at most {value:g}" if mask.is_floating_point() else "all False"
     comes_out = "NaN or zeros, depending on the kernel"
-    if form != "bool" and math.isfinite(value):
+    if mask.is_floating_point() and math.isfinite(value):
         comes_out = "a mixture of masked keys, finite and wrong"
-    said += (
+    message += (
         f"the valid token at [b={b}, t={t}] may attend to nothing (its row is {row}: {comes_out};"
         f" such are {int((keyless & valid).sum())} valid and {int((keyless & ~valid).sum())} padded"
         f" ones of {valid.numel()}); let every valid token see itself"
     )
-    return Finding("attention mask", (b, t), value, said)
+    return Finding("attention mask", (b, t), value, message)
 
 
-def _form(mask: Tensor, masked: Tensor) -> str:
-    """Name the masking numbers: -Inf, finfo.min, another low number, several of them, or none."""
-    values = mask[masked]
-    lowest, infinite = values == torch.finfo(values.dtype).min, values == -math.inf
-    kinds = {"-inf": infinite, "finfo.min": lowest, "finite": ~(infinite | lowest)}
-    present = [form for form, which in kinds.items() if bool(which.any())]
-    return "open" if not present else present[0] if len(present) == 1 else "mixed"
-
-
-class MaskCheck:
-    """Within the context every attention mask that a module is given is checked, once.
+@contextmanager
+def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator[list[Verdict]]:
+    """Check within the context every attention mask that a module is given, once; yield the list
+    that gets the verdict on the first bad one.
 
     The batch says which tokens are valid. If it does not, a token that no query may attend to is
     taken for padding, or none if the batch is `unpadded`.
     """
+    verdicts: list[Verdict] = []
+    seen: list[weakref.ref[Tensor]] = []
+    tokens = Tokens(batch)
+    given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    given = batch.attention_mask if isinstance(batch, Batch) else given
+    valid = given.bool() if isinstance(given, Tensor) and given.ndim == 2 else None
+    if unpadded and given is None and tokens.shape is not None:
+        valid = torch.ones(tokens.shape, dtype=torch.bool)
 
-    def __init__(self, model: nn.Module, batch: Any, unpadded: bool = False):
-        self.verdict: Verdict | None = None
-        self._model, self._tokens = model, Tokens(batch)
-        given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        given = batch.attention_mask if isinstance(batch, Batch) else given
-        self._valid: Tensor | None = None
-        if isinstance(given, Tensor) and given.ndim == 2:
-            self._valid = given.bool()
-        if unpadded and given is None and self._tokens.shape is not None:
-            self._valid = torch.ones(self._tokens.shape, dtype=torch.bool)
-        self._seen: list[weakref.ref[Tensor]] = []
-        self._hooks = ExitStack()
-
-    def __enter__(self) -> MaskCheck:
-        for name, module in self._model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                hook = only_looks(partial(self._check, name))
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                self._hooks.callback(handle.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._seen.clear()
-
-    def _check(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        if self.verdict is not None or not isinstance(mask, Tensor) or mask.ndim != 4:
+        if verdicts or not isinstance(mask, Tensor) or mask.ndim != 4:
             return
-        if any(seen() is mask for seen in self._seen):
-            return
-        self._seen.append(weakref.ref(mask))
         if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
             return
-        valid = self._valid_queries(mask.detach())
-        if valid is None or _means_the_opposite(mask, valid):
-            return
-        finding = mask_fault(mask.detach(), valid)
-        if finding is None:
-            return
-        row, token = finding.index
-        samples = self._tokens.samples
-        self.verdict = Verdict(
-            cause="fully masked row",
-            phase="data",
-            layer=layer_of(name),
-            module=name,
-            operation="attention_mask",
-            tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
-            index=finding.index,
-            value=finding.value,
-            reached="the attention of a valid token, maybe as finite numbers",
-            explanation=finding.message,
-            remedy=CAUSES["fully masked row"],
-            row=row,
-            token=token,
-            sample=samples[row] if row < len(samples) else None,
-        )
+        if not any(known() is mask for known in seen):
+            seen.append(weakref.ref(mask))
+            finding = _fault_of(mask.detach(), valid)
+            if finding is not None:
+                verdicts.append(_verdict(finding, name, mask, tokens))
 
-    def _valid_queries(self, mask: Tensor) -> Tensor | None:
-        """Return [B, T], which queries are of valid tokens; None if that cannot be told."""
-        rows, queries = mask.shape[0], mask.shape[2]
-        if self._valid is not None:
-            same = tuple(self._valid.shape) == (rows, queries)
-            return self._valid.to(mask.device) if same else None
-        if mask.shape[3] != queries:
-            return None
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                hook = only_looks(partial(check, name))
+                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield verdicts
+
+
+def _fault_of(mask: Tensor, valid: Tensor | None) -> Finding | None:
+    """Return the fault of a mask; None also if it cannot be told whose queries are valid."""
+    rows, queries = mask.shape[0], mask.shape[2]
+    if valid is None and mask.shape[3] == queries:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-        return allowed.any(dim=1).any(dim=1)
+        valid = allowed.any(dim=1).any(dim=1)
+    if valid is None or tuple(valid.shape) != (rows, queries):
+        return None
+    valid = valid.to(mask.device)
+    return None if _means_the_opposite(mask, valid) else mask_fault(mask, valid)
+
+
+def _verdict(finding: Finding, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
+    row, token = finding.index
+    return Verdict(
+        cause="fully masked row",
+        phase="data",
+        layer=layer_of(module),
+        module=module,
+        operation="attention_mask",
+        tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
+        index=finding.index,
+        value=finding.value,
+        reached="the attention of a valid token, maybe as finite numbers",
+        explanation=finding.message,
+        row=row,
+        token=token,
+        sample=tokens.samples[row] if row < len(tokens.samples) else None,
+    )
 
 
 def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:

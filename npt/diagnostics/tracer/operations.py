@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from npt.diagnostics.tracer.nonfinite import Badness, extent, numbers
 from npt.diagnostics.tracer.source_location import Place
+from npt.diagnostics.tracer.tensors import Badness, extent, numbers
 from npt.diagnostics.tracer.verdict import Phase
 
 
@@ -65,14 +65,19 @@ class External:
 class Origin:
     """The begin of badness: an operation, or a tensor that was bad before anything was computed.
 
-    number, output: of the operation in the pass, and which of its results. operation: its name in
-    torch; of an external tensor, the operation that read it first. node: of the graph, in backward.
-    sequence: of the forward operation whose backward this is. shape, dtype, index, value: of the
-    bad result (or external tensor) and its first bad element. shown: shape and index in the whole
-    tensor of which this is a part; of an external tensor, those at which it came through. meant: a
-    mask's -Inf, or a constant. hard: more than what may be a mask. hid: the forward operation gave
-    a bad number too, and something hid it. inputs, constants, externals: arguments as they went in,
-    and those that are from before the pass, if the ledger was told to keep them.
+    Attributes:
+        number, output: of the operation in the pass, and which of its results.
+        operation: its name in torch; of an external tensor, the operation that read it first.
+        node: of the graph, in backward.
+        sequence: of the forward operation whose backward this is.
+        shape, dtype, index, value: of the bad result (or external tensor) and its first bad
+            element.
+        through: of an external tensor, shape and index at which it came through.
+        meant: a mask's -Inf, or a constant.
+        hard: more than what may be a mask.
+        hid: the forward operation gave a bad number too, and something hid it.
+        inputs, constants, externals: arguments as they went in, and those that are from before the
+            pass, if the ledger was told to keep them.
     """
 
     number: int
@@ -86,7 +91,7 @@ class Origin:
     dtype: torch.dtype
     index: tuple[int, ...]
     value: float
-    shown: tuple[tuple[int, ...], tuple[int, ...]]
+    through: tuple[tuple[int, ...], tuple[int, ...]]
     external: External | None = None
     pointwise: bool = False
     meant: bool = False
@@ -161,21 +166,6 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             if writes:
                 call.written.append(tensor)
     return call
-
-
-def whole_index(view: Tensor, index: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and index of a view's element in the whole tensor: an index into a part says
-    nothing.
-    """
-    base, shape = view._base, tuple(view.shape)
-    if base is None or base.dtype != view.dtype or base.layout != torch.strided:
-        return shape, index
-    start = view.storage_offset() - base.storage_offset()
-    offset = start + sum(i * s for i, s in zip(index, view.stride(), strict=True))
-    if not base.is_contiguous() or not 0 <= offset < base.numel():
-        return shape, index
-    found = torch.unravel_index(torch.tensor(offset), base.shape)
-    return tuple(base.shape), tuple(int(i) for i in found)
 
 
 def _labelled(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -6,20 +6,22 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from npt.adapters.stream import model_inputs
 from npt.base.families import is_known
 from npt.data.batch import IGNORE_INDEX, Batch
-from npt.diagnostics.tracer.nonfinite import Badness, judge
+from npt.diagnostics.recorder.sites import tensors
+from npt.diagnostics.tracer.tensors import Badness, judge
 from npt.errors import ConfigError, kind_of
+from npt.random_state import kept_random_state
 
 Run = Callable[[], Any]
 
@@ -35,16 +37,12 @@ class Sink:
 
     @property
     def bad(self) -> bool:
-        return judge(self.tensor) >= (Badness.HARD if self._may_be_masked else Badness.SOFT)
+        return judge(self.tensor) != Badness.FINE and not self.unsure
 
     @property
     def unsure(self) -> bool:
         """Tell if only a ledger can judge it."""
-        return self._may_be_masked and judge(self.tensor) == Badness.SOFT
-
-    @property
-    def _may_be_masked(self) -> bool:
-        return self.label.startswith("output")
+        return self.label.startswith("output") and judge(self.tensor) == Badness.SOFT
 
 
 def default_run(model: nn.Module, batch: Any) -> Run:
@@ -76,16 +74,12 @@ def _is_language_model(model: nn.Module) -> bool:
 
 def ready(batch: Any, device: torch.device) -> Any:
     """Return the batch on a device, fit for backward, which tensors of inference mode are not."""
-    if isinstance(batch, Tensor):
-        return batch.to(device).clone() if batch.is_inference() else batch.to(device)
     if isinstance(batch, Batch):
         return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: ready(value, device) for name, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        items = [ready(value, device) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(
+        Tensor, lambda t: t.to(device).clone() if t.is_inference() else t.to(device), batch
+    )
 
 
 def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
@@ -101,11 +95,11 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
             loss.backward()
         sinks = [Sink("loss", loss.detach())]
     else:
-        outputs = _tensors("", result)
+        outputs = tensors(result)
         sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
     for name, leaf in leaves:
         if leaf.grad is not None:
-            sinks += [Sink(*found) for found in _tensors(f"gradient of {name}", leaf.grad)]
+            sinks += [Sink(*named) for named in tensors(leaf.grad, f"gradient of {name}")]
     if not sinks:
         raise ConfigError(
             f"run gave {kind_of(result)} and no gradients: it must return a loss or outputs, or"
@@ -114,26 +108,9 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
     return sinks
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    parts: list[tuple[str, Any]] = []
-    if isinstance(value, Tensor):
-        if not is_traceable_wrapper_subclass(value):
-            yield name, value
-            return
-        parts = [(f".{part}", getattr(value, part)) for part in value.__tensor_flatten__()[0]]
-    elif isinstance(value, Mapping):
-        parts = [(f".{key}", item) for key, item in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(f"[{i}]", item) for i, item in enumerate(value)]
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [(f".{entry.name}", getattr(value, entry.name)) for entry in fields(value)]
-    for suffix, item in parts:
-        yield from _tensors(f"{name}{suffix}".lstrip("."), item)
-
-
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a batch: entries by their names, arguments by their positions."""
-    for name, tensor in _tensors("", batch):
+    for name, tensor in tensors(batch):
         yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
 
 
@@ -150,7 +127,7 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     Afterwards gradients, buffers, the modules' modes and random state are as before.
     """
     modes = [(module, module.training) for module in model.modules()]
-    inputs = (t for _, t in _tensors("", batch) if t.is_leaf and t.requires_grad)
+    inputs = (t for _, t in tensors(batch) if t.is_leaf and t.requires_grad)
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
     buffers = [
         (module._buffers, name, b, b.detach().clone())
@@ -159,13 +136,12 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         if b is not None
     ]
     weights = [(weight, weight.detach().clone()) for weight in _renormed(model)]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     states = random.getstate(), numpy.random.get_state()
     # casts of the weights from before this pass would come out of nowhere in it
     torch.clear_autocast_cache()
     try:
         with (
-            torch.random.fork_rng(devices=devices),
+            kept_random_state(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from npt.data.batch import IGNORE_INDEX
-from npt.diagnostics.tracer.nonfinite import absmax, element
-from npt.diagnostics.tracer.operations import External, Origin, names
+from npt.diagnostics.tracer.operations import WRITERS, External, Origin, names
+from npt.diagnostics.tracer.tensors import absmax, element
 from npt.diagnostics.tracer.verdict import dtype_name
 
 HUGE = 1e6
@@ -38,25 +38,19 @@ DOMAINS = POWERS | names(
     " digamma"
 )
 SOFTMAXES = names("_softmax _safe_softmax _log_softmax softmax log_softmax")
-WRITERS = names(
-    "full full_like fill fill_ scalar_tensor new_full copy_ where masked_fill masked_fill_"
-    " index_fill index_fill_ index_put index_put_ _index_put_impl_ masked_scatter lift_fresh"
-)
+WRITTEN = WRITERS | names("index_fill index_fill_ masked_scatter")
 SLOPES = names(
     "Sqrt Log Log2 Log10 Log1P Rsqrt Pow Div Reciprocal Acos Asin Acosh Atanh Xlogy"
     " LinalgVectorNorm Norm Std StdMean Logit Erfinv Atan2 Cdist"
 )
 AVERAGES = names("mean var std var_mean std_mean nanmean")
-NORMALISATIONS = names(
-    "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit"
-    " _fused_rms_norm _native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm"
-    " _batch_norm_with_update"
-)
+NORMALISATIONS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
+"""Parts of the names of operations."""
+
 CASTS = names("_to_copy to copy_")
 PRODUCTS = names("mul mul_ addcmul")
 LONG_PRODUCTS = names("pow pow_ prod cumprod cumprod_ _linalg_det linalg_matrix_exp lgamma")
 """Overflow of moderate numbers: factors are many, or the function grows faster than a product."""
-ALIGNMENTS = names("_ctc_loss _cudnn_ctc_loss")
 
 
 class Reason(NamedTuple):
@@ -88,36 +82,29 @@ def hidden(reason: Reason) -> Reason:
     return Reason("masked gradient", f"{reason.explanation}; {unseen}")
 
 
-def unrepeated(origin: Origin) -> Reason:
-    """Return the cause of a bad number that the next pass did not make."""
-    gave = f"{origin.operation} gave {origin.value:g}"
-    return Reason("not repeatable", f"{gave} once, and not when everything was run again")
-
-
 def _external(origin: Origin, external: External) -> Reason:
-    name, value = external.name, f"{origin.value:g}"
-    held = f"{name} held {value} before anything was computed"
+    held = f"{external.name} held {origin.value:g}"
     if math.isfinite(origin.value) and abs(origin.value) <= HUGE:
-        return Reason("beyond the limit", held)
+        return Reason("beyond the limit", f"{held} before anything was computed")
     if external.kind == "outside":
-        made = f"{name} held {value}, and no operation of the pass made it so"
-        return Reason("outside of torch", made)
+        return Reason("outside of torch", f"{held}, and no operation of the pass made it so")
+    return Reason(_corrupt(external), f"{held} before anything was computed")
+
+
+def _corrupt(external: External) -> str:
     if external.kind == "data":
-        return Reason("corrupt input", held)
-    if ": " in name:
-        return Reason("corrupt absmax", f"the quantisation statistic {name} is {value}")
-    return Reason("corrupt weight", held)
+        return "corrupt input"
+    return "corrupt absmax" if ": " in external.name else "corrupt weight"
 
 
 def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
     """Return the element at `index` of `tensor`, broadcast to `shape`; None if it does not."""
-    if tensor.ndim > len(shape) or len(index) != len(shape) or tensor.layout != torch.strided:
+    if len(index) != len(shape) or tensor.layout != torch.strided:
         return None
-    skipped = len(shape) - tensor.ndim
-    if any(n not in (1, wide) for n, wide in zip(tensor.shape, shape[skipped:], strict=True)):
+    try:
+        return element(tensor.detach().expand(shape), index)
+    except RuntimeError:
         return None
-    own = zip(tensor.shape, index[skipped:], strict=True)
-    return element(tensor, tuple(0 if size == 1 else i for size, i in own))
 
 
 def _at(origin: Origin, tensor: Tensor | None) -> float | None:
@@ -151,18 +138,16 @@ def _result(origin: Origin, at: float | None = None) -> str:
 
 
 def _beyond(origin: Origin) -> Reason | None:
-    if not math.isfinite(origin.value):
-        return None
-    made = f"{origin.operation} made {origin.value:g} of {_given(origin)}"
-    return Reason("beyond the limit", made)
+    return Reason("beyond the limit", _result(origin)) if math.isfinite(origin.value) else None
 
 
 def _constant(origin: Origin) -> Reason | None:
-    given = [*origin.constants.values(), *(element(t, ()) for t in _floats(origin) if t.ndim == 0)]
-    constant = next((c for c in given if not math.isfinite(c)), None)
-    if constant is None:
-        return None
-    return Reason("written constant", f"{origin.operation} was given the constant {constant:g}")
+    scalars = (element(t, ()) for t in _floats(origin) if t.ndim == 0)
+    for number in (*origin.constants.values(), *scalars):
+        if not math.isfinite(number):
+            was_given = f"{origin.operation} was given the constant {number:g}"
+            return Reason("written constant", was_given)
+    return None
 
 
 def _labels(origin: Origin) -> Reason | None:
@@ -172,14 +157,10 @@ def _labels(origin: Origin) -> Reason | None:
     if target is None or target.is_floating_point():
         return None
     ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
-    valid, weight = target[target != ignored], _input(origin, "weight")
-    if not valid.numel():
+    if bool((target == ignored).all()):
         labels = f"all {target.numel()} labels are {ignored}"
         none = f"{labels}, and the mean over none of them is {origin.value:g}"
         return Reason("no valid label", none)
-    if weight is not None and math.isnan(origin.value) and not bool(weight[valid].any()):
-        weights = f"the class weights of all {valid.numel()} labels are 0"
-        return Reason("division by zero", f"{weights}, and so is their sum")
     if logs is not None and origin.value == math.inf and bool((logs == -math.inf).any()):
         return Reason("masked label", "a label's own log-probability is -Inf")
     return None
@@ -187,9 +168,7 @@ def _labels(origin: Origin) -> Reason | None:
 
 def _cast(origin: Origin) -> Reason | None:
     source = _input(origin, "self", "src")
-    if source is None or not source.is_floating_point() or source.dtype == origin.dtype:
-        return None
-    if not origin.dtype.is_floating_point:
+    if source is None or not source.is_floating_point() or not origin.dtype.is_floating_point:
         return None
     ends = torch.finfo(origin.dtype).max
     if ends >= torch.finfo(source.dtype).max:
@@ -207,22 +186,9 @@ def _mask(origin: Origin) -> Reason | None:
     for axis in reversed(range(logits.ndim)):
         row = logits.movedim(axis, -1)[(*origin.index[:axis], *origin.index[axis + 1 :])]
         if bool((row == -math.inf).all()):
-            logits_are = f"all {len(row)} logits of the row are -Inf"
-            return Reason("fully masked row", f"{logits_are}, so the softmax divides 0 by 0")
+            zeros = f"all {len(row)} logits of the row are -Inf, so the softmax divides 0 by 0"
+            return Reason("fully masked row", zeros)
     return None
-
-
-def _attention_mask(origin: Origin) -> Reason | None:
-    mask = _input(origin, "attn_mask", "attn_bias")
-    if not origin.operation.startswith("_scaled_dot_product") or len(origin.shape) != 4:
-        return None
-    if mask is None or mask.ndim < 2:
-        return None
-    at = origin.index[:3][-(mask.ndim - 1) :] if mask.ndim <= 4 else ()
-    row = mask[tuple(0 if size == 1 else i for size, i in zip(mask.shape, at, strict=False))]
-    if not bool((~row if row.dtype == torch.bool else row == -math.inf).all()):
-        return None
-    return Reason("fully masked row", f"the mask leaves the query none of {len(row)} keys")
 
 
 def _written(origin: Origin) -> Reason | None:
@@ -257,8 +223,7 @@ def _power(origin: Origin) -> Reason | None:
     at = _at(origin, _input(origin, "self"))
     if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
         return None
-    asked = "was an epsilon added to the variance?"
-    return Reason("vanishing norm", f"{_result(origin, at)}: {asked}")
+    return Reason("vanishing norm", f"{_result(origin, at)}: was an epsilon added to the variance?")
 
 
 def _division(origin: Origin) -> Reason | None:
@@ -274,9 +239,8 @@ def _division(origin: Origin) -> Reason | None:
     norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
     quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
     if norm:
-        shared = f"a divisor that many numbers share is {below:g}: {quotient}"
-        return Reason("vanishing norm", shared)
-    return Reason("division by zero", quotient)
+        quotient = f"a divisor that many numbers share is {below:g}: {quotient}"
+    return Reason("vanishing norm" if norm else "division by zero", quotient)
 
 
 def _exponential(origin: Origin) -> Reason:
@@ -296,32 +260,21 @@ def _average(origin: Origin) -> Reason | None:
     if source is None or not math.isnan(origin.value):
         return None
     if not source.numel():
-        empty = f"the {name} of no element: of a tensor {list(source.shape)}"
-        return Reason("division by zero", empty)
+        return Reason("division by zero", f"the {name} of no element: of {list(source.shape)}")
     masked = bool((source == -math.inf).any())
     if name in ("mean", "nanmean") or masked or _largest(origin) > HUGE:
         return None
-    single = f"the {name} of one element: it is divided by their number less one"
-    return Reason("division by zero", single)
+    return Reason("division by zero", f"the {name} of one element, divided by their number less 1")
 
 
 def _normalisation(origin: Origin) -> Reason | None:
-    if _largest(origin) > HUGE:
+    if _largest(origin) > HUGE or not any(part in origin.operation for part in NORMALISATIONS):
         return None
-    variances = _input(origin, "running_var")
-    if variances is not None and len(origin.index) > 1:
-        channel = origin.index[1]
-        variance, external = float(variances[channel]), origin.externals.get("running_var")
-        if variance < 0:
-            name = "running_var" if external is None else external.name
-            negative = f"{name}[{channel}] is {variance:g}, no variance is below 0"
-            return Reason("corrupt weight", negative)
     epsilon = f"a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g}"
     return Reason("vanishing norm", f"{origin.operation} of {epsilon} is {origin.value:g}")
 
 
 def _hidden_branch(origin: Origin) -> Reason | None:
-    """Recognise 0 * Inf of an Inf that a `where` hid from the loss."""
     if not math.isnan(origin.value) or 0.0 not in [_at(origin, t) for t in _floats(origin)]:
         return None
     cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
@@ -338,31 +291,20 @@ def _mask_arithmetic(origin: Origin) -> Reason | None:
 def _low_precision(origin: Origin) -> Reason | None:
     if origin.dtype != torch.float16:
         return None
-    left = f"{origin.operation} of {_given(origin)} left float16"
-    ends = torch.finfo(torch.float16).max
-    return Reason("low-precision overflow", f"{left}, which ends at {ends:g}")
-
-
-def _alignment(origin: Origin) -> Reason | None:
-    if origin.value != math.inf:
-        return None
-    return Reason("impossible alignment", f"{origin.operation} of {_given(origin)} is infinite")
+    left = f"{origin.operation} of {_given(origin)} left float16, which ends at 65504"
+    return Reason("low-precision overflow", left)
 
 
 def _product(origin: Origin) -> Reason | None:
     """Recognise infinity out of finite numbers, or NaN out of huge ones."""
-    numbers = {name: t for name, t in origin.inputs if t.is_floating_point() or t.is_complex()}
-    label = max(numbers, key=lambda name: absmax(numbers[name]), default="")
-    largest = absmax(numbers[label]) if label else 0.0
+    sizes = [
+        (absmax(t), name) for name, t in origin.inputs if t.is_floating_point() or t.is_complex()
+    ]
+    largest, label = max(sizes, key=lambda pair: pair[0], default=(0.0, ""))
     external = origin.externals.get(label)
     if largest > HUGE and external is not None:
-        size = f"{external.name} is up to {largest:g} in size"
-        if external.kind == "data":
-            return Reason("corrupt input", size)
-        if ": " in external.name:
-            statistic = f"the quantisation statistic {size}, no trained weight's is"
-            return Reason("corrupt absmax", statistic)
-        return Reason("corrupt weight", f"{size}, no trained weight is")
+        size = f"{external.name} is up to {largest:g} in size, no trained one's is"
+        return Reason(_corrupt(external), size)
     # an infinity of moderate numbers has another reason, unless there are many factors
     if largest <= HUGE and not (math.isinf(origin.value) and origin.operation in LONG_PRODUCTS):
         return None
@@ -378,17 +320,15 @@ _RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], .
     (None, _labels),
     (CASTS, _cast),
     (SOFTMAXES, _mask),
-    (None, _attention_mask),
-    (WRITERS, _written),
+    (WRITTEN, _written),
     (None, _slope),
     (POWERS, _power),
     (DIVISIONS, _division),
     (EXPONENTIALS, _exponential),
     (DOMAINS, _domain),
     (AVERAGES, _average),
-    (NORMALISATIONS, _normalisation),
+    (None, _normalisation),
     (PRODUCTS, _hidden_branch),
-    (ALIGNMENTS, _alignment),
     (None, _mask_arithmetic),
     (None, _low_precision),
     (None, _product),

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import bitsandbytes
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from npt.data.batch import Batch
 
@@ -29,8 +30,7 @@ def _folder(file: str) -> str:
 
 _HERE = _folder(__file__)
 _OBSERVERS = tuple(
-    f"{_HERE}{name}.py"
-    for name in ("ledger", "operations", "nonfinite", "memory", "source_location")
+    f"{_HERE}{name}.py" for name in ("ledger", "operations", "tensors", "source_location")
 )
 # Frames above the trace say nothing about what runs in it.
 _TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
@@ -61,11 +61,6 @@ def layer_of(name: str) -> int | None:
     """Return the index of the decoder layer in a dotted name: the first whole number in it."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
-
-
-def module_names(model: nn.Module) -> dict[int, str]:
-    """Return dotted names by identity, for `read_stack`."""
-    return {id(module): name for name, module in model.named_modules()}
 
 
 @dataclass(frozen=True)
@@ -113,23 +108,19 @@ def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     The whole model says nothing: then the variable of a loop around the line says more. No other
     local does: after a loop over layers the last one is still among the locals.
     """
-    code, known = frame.f_code, frame.f_locals
+    code, variables = frame.f_code, frame.f_locals
 
-    def first(variables: Collection[str]) -> str | None:
-        found = (names.get(id(known.get(variable))) for variable in variables)
-        return next((name for name in found if name is not None), None)
+    def first(of: Iterable[str]) -> str | None:
+        modules = (names.get(id(variables.get(variable))) for variable in of)
+        return next((name for name in modules if name is not None), None)
 
     module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
     if module:
         return module
-    looped = first(_loop_variables(code.co_filename, frame.f_lineno))
+    loops, line = _loops(code.co_filename), frame.f_lineno
+    around = sorted((start, name) for start, end, name in loops if start <= line <= end)
+    looped = first(name for _, name in reversed(around))  # the innermost first
     return module if looped is None else looped
-
-
-def _loop_variables(file: str, line: int) -> list[str]:
-    """Return the names bound by the loops around a line, the innermost first."""
-    around = sorted((start, name) for start, end, name in _loops(file) if start <= line <= end)
-    return [name for _, name in reversed(around)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,16 +156,13 @@ def _file_name(path: str) -> str:
 
 def _expression(code: CodeType, instruction: int) -> str:
     """Return the source text of one instruction, if the interpreter kept columns for it."""
-    positions = list(code.co_positions())
-    if not 0 <= instruction // 2 < len(positions):
-        return ""
-    line, end_line, column, end_column = positions[instruction // 2]
+    here = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    line, end_line, column, end_column = here
     if line is None or end_line is None or column is None or end_column is None:
         return ""
-    lines = [linecache.getline(code.co_filename, number) for number in range(line, end_line + 1)]
-    if not all(lines):
-        return ""
-    pieces = [text.encode() for text in lines]  # columns are counted in bytes of UTF-8
+    numbers = range(line, end_line + 1)
+    # columns are counted in bytes of UTF-8
+    pieces = [linecache.getline(code.co_filename, number).encode() for number in numbers]
     pieces[-1] = pieces[-1][:end_column]
     pieces[0] = pieces[0][column:]
     return b" ".join(pieces).decode(errors="replace")
@@ -197,12 +185,8 @@ class Tokens:
             shape = batch.input_ids.shape
             self.shape = (shape[0], shape[1]) if len(shape) == 2 else None
             self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
-            if (
-                shape
-                == batch.labels.shape
-                == batch.attention_mask.shape
-                == batch.position_ids.shape
-            ):
+            parts = batch.labels, batch.attention_mask, batch.position_ids
+            if all(shape == part.shape for part in parts):
                 self.scored = batch.scored_index.tolist()
         elif isinstance(batch, Mapping):
             for name, states in (("input_ids", 2), ("inputs_embeds", 3)):

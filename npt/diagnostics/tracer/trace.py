@@ -20,10 +20,8 @@ from npt.adapters.fused import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.diagnostics.guards import quantization_statistics, target_fault
 from npt.diagnostics.tracer import rules
-from npt.diagnostics.tracer.causes import CAUSES
 from npt.diagnostics.tracer.ledger import Ledger
-from npt.diagnostics.tracer.mask_check import MaskCheck
-from npt.diagnostics.tracer.nonfinite import absmax, count, element, first_bad
+from npt.diagnostics.tracer.mask_check import mask_check
 from npt.diagnostics.tracer.operations import External, Origin
 from npt.diagnostics.tracer.passes import (
     Run,
@@ -35,8 +33,9 @@ from npt.diagnostics.tracer.passes import (
     untouched,
     versions,
 )
-from npt.diagnostics.tracer.source_location import Place, Tokens, layer_of, module_names
-from npt.diagnostics.tracer.verdict import OUTSIDE, Operand, Phase, Verdict, dtype_name
+from npt.diagnostics.tracer.source_location import Place, Tokens, layer_of
+from npt.diagnostics.tracer.tensors import absmax, count, element, first_bad
+from npt.diagnostics.tracer.verdict import CAUSES, OUTSIDE, Operand, Phase, Verdict, dtype_name
 from npt.errors import ConfigError
 
 OPERANDS_SHOWN = 6
@@ -86,14 +85,14 @@ def trace(
     verdict = _data_fault(model, batch)
     if verdict is not None:
         return verdict
-    masks = MaskCheck(model, batch, unpadded=run is None)
+    unpadded = run is None
     if run is None:
         with torch.inference_mode(False):
             batch = ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
         run = default_run(model, batch)
     before = versions(model)
     with untouched(model, batch):
-        with masks:
+        with mask_check(model, batch, unpadded) as masks:
             sinks = sinks_of(model, batch, run())
         bad = [sink.label for sink in sinks if sink.bad]
         unsure = any(sink.unsure for sink in sinks)
@@ -104,13 +103,12 @@ def trace(
                 f"run wrote to {name}: give trace a run that computes loss and gradients, and takes"
                 " no optimizer step"
             )
-    if not bad and not unsure and math.isinf(limit):
-        return masks.verdict
-    verdict = _Tracer(model, batch, run, limit).verdict()
+    if bad or unsure or math.isfinite(limit):
+        verdict = _Tracer(model, batch, run, limit).verdict()
     if verdict is None and bad:
         once = f"{bad[0]} was not finite once, and finite when everything was run again"
         return _without_operation("not repeatable", bad[0], math.nan, once)
-    return masks.verdict if verdict is None else verdict
+    return verdict or next(iter(masks), None)
 
 
 def first_fault(model: nn.Module, batch: Any, run: Run, *, exploded: bool) -> Verdict | None:
@@ -131,27 +129,35 @@ class _Tracer:
     def __init__(self, model: nn.Module, batch: Any, run: Run, limit: float):
         self.model, self.batch, self.run, self.limit = model, batch, run, limit
         self.tokens = Tokens(batch, {tuple(p.shape) for p in model.parameters()})
-        self.modules = module_names(model)
+        self.modules = {id(module): name for name, module in model.named_modules()}
         self.externals = list(_externals(model, batch))
 
     def verdict(self) -> Verdict | None:
         """Return the first fault, or None if this pass was good."""
         ledger, sinks = self._pass(limit=self.limit)
-        found = [
-            (origin, sink.label)
-            for sink in sinks
-            if (origin := _origin_of(sink, ledger)) is not None
-        ]
-        reached = [label for _, label in found]
+        origins = []
+        for sink in sinks:
+            origin = ledger.origin_of(sink.tensor) if sink.bad or sink.unsure else None
+            # a mask that an output still shows is no fault
+            if origin is not None and not (origin.meant and sink.unsure):
+                origins.append((origin, sink.label))
+        reached = [label for _, label in origins]
         if math.isfinite(self.limit) and ledger.first is not None:
-            found.append((ledger.first, f"more than {self.limit:g}"))
-        if not found:
-            return next((_outside_of_torch(sink) for sink in sinks if sink.bad), None)
+            origins.append((ledger.first, f"more than {self.limit:g}"))
+        if not origins:
+            for label, tensor in ((s.label, s.tensor) for s in sinks if s.bad):
+                index = first_bad(tensor)
+                made = f"{label} is not finite, and no operation made it so"
+                value = element(tensor, index)
+                return _without_operation("outside of torch", label, value, made, index)
+            return None
         del sinks, ledger  # the gradients of one pass are not held during the next
-        origin, label = min(found, key=lambda pair: pair[0].number)
+        origin, label = min(origins, key=lambda pair: pair[0].number)
         close = self._close_up(origin, self.limit)
         if close is None:
-            return self._verdict_on(origin, rules.unrepeated(origin), label)
+            gave = f"{origin.operation} gave {origin.value:g}"
+            once = f"{gave} once, and not when everything was run again"
+            return self._verdict_on(origin, rules.Reason("not repeatable", once), label)
         reason, computed = rules.explain(close), close.external is None
         in_gradients = bool(reached) and all(name.startswith("gradient") for name in reached)
         if close.phase == "forward" and computed and in_gradients:
@@ -215,9 +221,8 @@ class _Tracer:
                 return replace(verdict, grew=grew)
             cause = rules.explain(start).cause
             return replace(verdict, grew=grew, cause=cause, remedy=CAUSES[cause])
-        shape, index = start.shown
         where = f"first past {limit:g} in {_operation(start)} in {start.place.module or OUTSIDE}"
-        at = f" at {list(index)} of {list(shape)}" if shape else ""
+        at = f" at {list(start.index)} of {list(start.shape)}" if start.shape else ""
         source = f", {start.place.source}" if start.place.source else ""
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
 
@@ -225,15 +230,13 @@ class _Tracer:
         external, own = origin.external, (origin.shape, origin.index)
         module, name = origin.place.module, f"output of {origin.operation}"
         phase: Phase = origin.phase
-        first, second = origin.shown, own
         if external is not None:
-            # of a tensor from outside its own shape is told, and then the one it came through
-            name, first, second = external.name, own, origin.shown
+            name = external.name
             phase = phase if external.kind == "outside" else external.kind
             module = external.module if external.kind == "state" else module
-        located = self.tokens.locate(*first)
+        located = self.tokens.locate(*own)
         if located[0] is None:
-            located = self.tokens.locate(*second)
+            located = self.tokens.locate(*origin.through)
         row, token, sample = located
         return Verdict(
             cause=reason.cause,
@@ -242,12 +245,11 @@ class _Tracer:
             module=module,
             operation=_operation(origin),
             source=origin.place.source,
-            tensor=f"{name} {list(first[0])} {dtype_name(origin.dtype)}",
-            index=first[1],
+            tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}",
+            index=origin.index,
             value=origin.value,
             reached=reached,
             explanation=reason.explanation,
-            remedy=CAUSES[reason.cause],
             operands=_operands(origin),
             row=row,
             token=token,
@@ -255,37 +257,25 @@ class _Tracer:
         )
 
 
-def _origin_of(sink: Sink, ledger: Ledger) -> Origin | None:
-    """Return the origin of a bad result. A mask that an output still shows is no fault."""
-    origin = ledger.origin_of(sink.tensor) if sink.bad or sink.unsure else None
-    return None if origin is None or (origin.meant and sink.unsure) else origin
-
-
 def _operands(origin: Origin) -> tuple[Operand, ...]:
-    tensors = [_operand(origin, label, tensor) for label, tensor in origin.inputs[:OPERANDS_SHOWN]]
-    constants = [
-        Operand(
-            name, "constant", (), int(math.isnan(x)), int(math.isinf(x)), absmax=abs(x), value=x
+    operands = []
+    for label, tensor in origin.inputs[:OPERANDS_SHOWN]:
+        external, (nan, inf) = origin.externals.get(label), count(tensor)
+        number = tensor.is_floating_point() and origin.pointwise
+        operands.append(
+            Operand(
+                name=label if external is None else external.name,
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                nan=nan,
+                inf=inf,
+                absmax=absmax(tensor),
+                value=rules.element_at(tensor, origin.shape, origin.index) if number else None,
+            )
         )
-        for name, x in origin.constants.items()
-        if name in rules.CONSTANTS
-    ]
-    return (*tensors, *constants)
-
-
-def _operand(origin: Origin, label: str, tensor: Tensor) -> Operand:
-    nan, inf = count(tensor)
-    external = origin.externals.get(label)
-    number = tensor.is_floating_point() and origin.pointwise
-    return Operand(
-        name=label if external is None else external.name,
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
-        nan=nan,
-        inf=inf,
-        absmax=absmax(tensor),
-        value=rules.element_at(tensor, origin.shape, origin.index) if number else None,
-    )
+    constants = ((name, x) for name, x in origin.constants.items() if name in rules.CONSTANTS)
+    operands += [Operand(name, "constant", (), absmax=abs(x), value=x) for name, x in constants]
+    return tuple(operands)
 
 
 def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
@@ -309,14 +299,16 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     entries = entries if isinstance(entries, Mapping) else {}
     if "pixel_values" in entries or "input_features" in entries:
         return None  # placeholders beyond the vocabulary are replaced before they are looked up
-    for name, called, operation, ignored in (
-        ("input_ids", "token", "embedding", None),
-        ("labels", "label", "cross_entropy", IGNORE_INDEX),
-    ):
+    looked_up: list[tuple[str, str, str, int | None]] = [("input_ids", "token", "embedding", None)]
+    # Labels are tokens, and -100 is ignored, in language models of transformers. Losses of other
+    # models ignore what they like.
+    find: Any = getattr(model, "get_base_model", None)
+    inner = model if find is None else find()
+    if type(inner).__module__.startswith(("transformers.", "npt.")) and hasattr(inner, "lm_head"):
+        looked_up.append(("labels", "label", "cross_entropy", IGNORE_INDEX))
+    for name, called, operation, ignored in looked_up:
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
-            continue
-        if name == "labels" and not _predicts_tokens(model):
             continue
         finding = target_fault(ids, vocabulary, ignored, name=called)
         if finding is not None:
@@ -330,7 +322,6 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
                 value=finding.value,
                 reached="nothing yet: it is refused before it is looked up",
                 explanation=finding.message,
-                remedy=CAUSES["token id"],
                 row=row,
                 token=token,
                 sample=sample,
@@ -338,34 +329,17 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     return None
 
 
-def _predicts_tokens(model: nn.Module) -> bool:
-    """Return whether labels are tokens, with -100 as the one that is ignored: a language model of
-    transformers. Losses of other models ignore what they like.
-    """
-    find: Any = getattr(model, "get_base_model", None)
-    inner = model if find is None else find()
-    ours = type(inner).__module__.startswith(("transformers.", "npt."))
-    return ours and hasattr(inner, "lm_head")
-
-
-def _outside_of_torch(sink: Sink) -> Verdict:
-    index = first_bad(sink.tensor)
-    explanation = f"{sink.label} is not finite, and no operation made it so"
-    value = element(sink.tensor, index)
-    return replace(
-        _without_operation("outside of torch", sink.label, value, explanation), index=index
-    )
-
-
-def _without_operation(cause: str, label: str, value: float, explanation: str) -> Verdict:
+def _without_operation(
+    cause: str, label: str, value: float, explanation: str, index: tuple[int, ...] = ()
+) -> Verdict:
     return Verdict(
         cause=cause,
         phase="backward" if label.startswith("gradient") else "forward",
         tensor=label,
+        index=index,
         value=value,
         reached=label,
         explanation=explanation,
-        remedy=CAUSES[cause],
     )
 
 

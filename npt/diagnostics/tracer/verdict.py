@@ -1,10 +1,11 @@
-"""The verdict of a trace: the operation that first produced a bad number, its place, the reason and
-the remedy.
+"""The verdict of a trace: the operation that first produced a bad number, its place, the cause and
+the remedy that fits it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,54 @@ statistics (state)."""
 
 OUTSIDE = "the model itself or code around it"
 """Printed for a module without a name: the whole model's, or none."""
+
+
+_TABLE = """
+corrupt weight: load a sound checkpoint, or the last adapter that loads, and look for the step
+    or the code that wrote the number
+corrupt absmax: a statistic of a 4-bit weight is bad: quantise the base again from its checkpoint
+    and check the file's checksum
+corrupt input: look at how the batch is made: features, tokenising, truncation, padding
+token id: check that the data was tokenised with the model's own tokenizer, and that the padding
+    id lies in the vocabulary
+no valid label: a mean over no label divides by nothing: truncate the prompt, not the completion,
+    or leave the sample out
+masked label: the logit of a label's class is masked with -Inf: do not mask it, or ignore the label
+cast overflow: the number does not fit the smaller dtype: compute in fp32, as --use_quantization
+    does (drop --use_fp16), or in bf16
+low-precision overflow: the result fits fp32 and not this dtype: compute in fp32 or bf16 (drop
+    --use_fp16, autocast); of gradients, lower the loss scale
+vanishing norm: a norm or variance is 0: check the epsilon (rms_norm_eps), and add it under the
+    root, not after it
+division by zero: a count, norm or probability is 0: clamp the divisor, or leave such elements out
+    with torch.where before it
+fully masked row: a query has no key: let every row of the mask see one, its own position at
+    least, and zero padded queries
+exponential overflow: the logits are too large: subtract their maximum, as softmax does
+invalid argument: the function has no value there: clamp its argument (log of 0, root of -1)
+infinite slope: the derivative has no finite value there: keep the argument from the edge (sqrt(x
+    + eps), clamp before log)
+masked gradient: torch.where hides a bad branch in forward only: make the argument safe before the
+    where as well
+masked arithmetic: -Inf as a mask was used in arithmetic: mask with torch.where or finfo.min
+exploding product: activations have grown too large: look at where they grew; lower the learning
+    rate (--learning_rate) or the scale of what is added (--additive_scale), raise
+    --regularization_lambda, start with --safe_mode, watch the residual stream with --trace_steps
+exploding gradient: gradients have grown too large: lower --learning_rate, raise
+    --regularization_lambda, or start with --safe_mode
+written constant: code wrote a non-finite constant here: look at the line, a hook or an assignment
+beyond the limit: nothing is broken yet: look at what went in, and at what comes of it
+not repeatable: the fault did not recur with the same batch, state and random numbers: suspect
+    hardware, a race, or a non-deterministic kernel (torch.use_deterministic_algorithms)
+outside of torch: no torch operation of the pass made the number: look at tensors made before it
+    (targets, a closure, a cache), at numpy code, at torch.empty and at compiled extensions
+unknown: no rule knows this one: look at the line and at what went in
+"""
+
+_ENTRIES = re.split(r"\n(?=\w)", _TABLE.strip())
+
+CAUSES = {cause: " ".join(remedy.split()) for cause, remedy in (e.split(": ", 1) for e in _ENTRIES)}
+"""Every cause, and its remedy."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,9 +87,9 @@ class Operand:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    nan: int
-    inf: int
-    absmax: float
+    nan: int = 0
+    inf: int = 0
+    absmax: float = 0.0
     value: float | None = None
 
     def __str__(self) -> str:
@@ -57,7 +106,7 @@ class Operand:
 class Verdict:
     """The first fault of a run: who made the bad number, not who passed it along.
 
-    cause: a key of `npt.diagnostics.tracer.causes.CAUSES`. layer: index of the decoder layer, None
+    cause: a key of `CAUSES`. layer: index of the decoder layer, None
     outside of them. module: dotted name in the model, empty for code outside any module. operation:
     its name in torch, such as `rsqrt`. source: file, line and text of the Python line that ran it
     (in backward: that ran its forward). index: of the first bad element in `tensor`. row, token,
@@ -76,12 +125,16 @@ class Verdict:
     value: float
     reached: str
     explanation: str
-    remedy: str
+    remedy: str = ""
     grew: str = ""
     operands: tuple[Operand, ...] = ()
     row: int | None = None
     token: int | None = None
     sample: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.remedy:
+            object.__setattr__(self, "remedy", CAUSES.get(self.cause, ""))
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON, with non-finite numbers as text, since JSON has no word for them and

@@ -31,7 +31,7 @@ from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
 from npt.evaluation.metrics import COLUMNS, evaluating
 from npt.runs.signals import StopOnSignal
-from npt.tools.collect.parts import Parts, begun_settings
+from npt.tools.collect.journal import Journal, read_journal
 from npt.tools.collect.prompts import read_prompts
 
 NUM_PROMPTS = 256
@@ -45,7 +45,10 @@ _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "accep
 @dataclass(frozen=True)
 class Progress:
     """Prompts that are done, those at which the student differs, and sums over the teacher's
-    tokens. prompts_sha256: of the prompts' tokens, to notice other data.
+    tokens.
+
+    Attributes:
+        prompts_sha256: of the prompts' tokens, to notice other data.
     """
 
     prompts: int = 0
@@ -59,8 +62,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class CollectResult:
-    """A collection. resumed: prompts that an earlier call had done. signal: the one that ended this
-    call early.
+    """A collection.
+
+    Attributes:
+        resumed: prompts that an earlier call had done.
+        signal: the one that ended this call early.
     """
 
     output: Path
@@ -109,7 +115,7 @@ def collect(
 
     Args:
         data: records with prompts or texts, see `read_prompts`.
-        output: written at the end from the finished batches in `<output>.parts/`.
+        output: written at the end from `<output>.journal`.
         data_config: columns and `max_length`, which prompt and completion together stay within.
         num_prompts: how many in all, earlier calls included; None for all.
         base: `npt.base_identity(model)`, if known already.
@@ -138,7 +144,7 @@ def collect(
         "--seed": seed,
     }
     if has_template(tokenizer):
-        begun = begun_settings(Path(output)).get(_DATE)
+        begun = read_journal(Path(output))[0].get(_DATE)
         if begun is not None:
             fix_date(tokenizer, begun)
         settings[_DATE] = date_of(tokenizer)
@@ -152,10 +158,10 @@ def collect(
         )
     prompts = itertools.chain([first], prompts)
     ends = end_ids(model, tokenizer)
-    with evaluating(model), Parts(output, settings) as parts, StopOnSignal() as stop:
-        done = Progress(**parts.progress)
+    with evaluating(model), Journal(output, settings) as journal, StopOnSignal() as stop:
+        done = Progress(**journal.progress)
         resumed = done.prompts
-        digest = _passed_over(prompts, done, parts.output)
+        digest = _passed_over(prompts, done, journal.output)
         while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
             left = batch_size if num_prompts is None else num_prompts - done.prompts
             batch = list(itertools.islice(prompts, min(batch_size, left)))
@@ -167,9 +173,9 @@ def collect(
             for prompt in batch:
                 digest.update(_bytes(prompt))
             done = _advanced(done, compared, digest.hexdigest())
-            parts.commit([record | origin for record in records], asdict(done))
+            journal.commit([record | origin for record in records], asdict(done))
             report(done)
-    return CollectResult(parts.output, done, resumed, stop.number)
+    return CollectResult(journal.output, done, resumed, stop.number)
 
 
 def prompt_length(config: DataConfig, max_new_tokens: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from npt.evaluation.metrics import (
 )
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
-ROUNDS = 6
+ROUNDS = 20
 
 ERRORS_OF_MARGIN = 2.0
 """Standard errors that the divergence stays below its bound, for other held-out text."""
@@ -47,8 +47,12 @@ ERRORS_OF_MARGIN = 2.0
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact's tokens. alone: start token and fact. in_context: start token, context (or the fact
-    once), fact. scored: tokens of the fact, at the end.
+    """A fact's tokens.
+
+    Attributes:
+        alone: start token and fact.
+        in_context: start token, context (or the fact once), fact.
+        scored: tokens of the fact that are predicted, at the end of both.
     """
 
     alone: tuple[int, ...]
@@ -56,59 +60,23 @@ class Fact:
     scored: int
 
 
-@dataclass(frozen=True)
-class Recall:
-    """Log-probability of the fact, summed over its tokens, in nats."""
-
-    tokens: int
-    before: float
-    after: float
-    in_context: float
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
-
-
-@dataclass(frozen=True)
-class Retention:
-    """By stream: recall, and figures of the model after against the model before on held-out
-    text.
-    """
-
-    recall: dict[str, Recall]
-    forgetting: dict[str, Figures]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "recall": {stream: {**asdict(r), "gain": r.gain} for stream, r in self.recall.items()},
-            "forgetting": {
-                stream: {
-                    "tokens": f.tokens,
-                    "perplexity_before": f.perplexity / f.perplexity_ratio,
-                    "perplexity_after": f.perplexity,
-                    "perplexity_ratio": f.perplexity_ratio,
-                    "perplexity_ratio_se": f.perplexity_ratio_se,
-                    "kl": f.kl,
-                    "kl_se": f.kl_se,
-                }
-                for stream, f in self.forgetting.items()
-            },
-        }
+Retention = dict[str, dict[str, dict[str, Any]]]
+"""`recall` and `forgetting` by stream: log-probability of the fact, the sum of its tokens, in nats,
+and figures of the model after against the model before on held-out text."""
 
 
 def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
     """Return a fact and its context as tokens, the fact's own the same in both places; raise
     ConfigError if it has no token that could be predicted.
     """
-    begin, own = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
+    begin, words = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
     before = bare_tokens(tokenizer, context) if context else []
-    scored = len(own) - (not begin)
+    scored = len(words) - (not begin)
     if scored < 1:
         raise ConfigError(
             f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
         )
-    return Fact((*begin, *own), (*begin, *(before or own), *own), scored)
+    return Fact((*begin, *words), (*begin, *(before or words), *words), scored)
 
 
 class Before:
@@ -130,14 +98,13 @@ class Before:
             stream: [_final(model, batch, stream).cpu() for batch in self._batches]
             for stream in STREAMS
         }
-        self._recall, self._in_context = (
-            {stream: log_probability(model, ids, fact.scored, stream) for stream in STREAMS}
-            for ids in (fact.alone, fact.in_context)
-        )
-
-    def recall(self, model: PreTrainedModel, stream: Mode) -> Recall:
-        after = log_probability(model, self.fact.alone, self.fact.scored, stream)
-        return Recall(self.fact.scored, self._recall[stream], after, self._in_context[stream])
+        self._recall = {
+            stream: [
+                log_probability(model, ids, fact.scored, stream)
+                for ids in (fact.alone, fact.in_context)
+            ]
+            for stream in STREAMS
+        }
 
     @torch.no_grad()
     def forgetting(self, model: PreTrainedModel, stream: Mode) -> Figures:
@@ -145,9 +112,10 @@ class Before:
         for batch, states in zip(self._batches, self._states[stream], strict=True):
             predicted = predicting(batch)
             targets = batch.labels[:, 1:][predicted]
+            states = states.to(targets.device)
             per_token = compare_tokens(
                 _final(model, batch, stream),
-                states.to(targets.device),
+                states,
                 targets,
                 model.lm_head,
                 model.config.vocab_size,
@@ -157,10 +125,28 @@ class Before:
 
     def against(self, model: PreTrainedModel) -> Retention:
         """Return the model as it is now against the model as it was."""
-        return Retention(
-            {s: self.recall(model, s) for s in STREAMS},
-            {s: self.forgetting(model, s) for s in STREAMS},
-        )
+        recall: dict[str, dict[str, Any]] = {}
+        forgetting: dict[str, dict[str, Any]] = {}
+        for stream, (alone, in_context) in self._recall.items():
+            after = log_probability(model, self.fact.alone, self.fact.scored, stream)
+            recall[stream] = {
+                "tokens": self.fact.scored,
+                "before": alone,
+                "after": after,
+                "in_context": in_context,
+                "gain": after - alone,
+            }
+            f = self.forgetting(model, stream)
+            forgetting[stream] = {
+                "tokens": f.tokens,
+                "perplexity_before": f.perplexity / f.perplexity_ratio,
+                "perplexity_after": f.perplexity,
+                "perplexity_ratio": f.perplexity_ratio,
+                "perplexity_ratio_se": f.perplexity_ratio_se,
+                "kl": f.kl,
+                "kl_se": f.kl_se,
+            }
+        return {"recall": recall, "forgetting": forgetting}
 
 
 def largest_alpha(
@@ -178,24 +164,18 @@ def largest_alpha(
         raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
     if not math.isfinite(max_kl):
         return asked
-    alpha, fitting = asked, 0.0
+    alpha = asked
     for _ in range(ROUNDS):
         with made(model, make(alpha)):
-            reached = max(_upper(before.forgetting(model, stream)) for stream in STREAMS)
-        if not math.isfinite(reached):
-            alpha /= 8
-            continue
-        if reached <= max_kl:
-            fitting = alpha
-            if alpha == asked or reached >= 0.9 * max_kl:
-                break
-        alpha = min(asked, alpha * math.sqrt(0.95 * max_kl / max(reached, 1e-3 * max_kl)))
-    if not fitting:
-        raise ConfigError(
-            f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is"
-            " above it; raise it"
-        )
-    return fitting
+            both = [before.forgetting(model, stream) for stream in STREAMS]
+        margins = [ERRORS_OF_MARGIN * f.kl_se if math.isfinite(f.kl_se) else 0.0 for f in both]
+        if all(f.kl + margin <= max_kl for f, margin in zip(both, margins, strict=True)):
+            return alpha
+        alpha /= math.sqrt(2.0)  # which halves the divergence, to first order
+    raise ConfigError(
+        f"--max_kl {max_kl} cannot be kept: at alpha {alpha:.2g} the held-out divergence is above"
+        " it; raise it"
+    )
 
 
 @contextmanager
@@ -232,26 +212,25 @@ def _final(model: PreTrainedModel, batch: Batch, stream: Mode) -> Tensor:
         return final_states(model, batch)
 
 
-def _upper(f: Figures) -> float:
-    return f.kl + ERRORS_OF_MARGIN * (f.kl_se if math.isfinite(f.kl_se) else 0.0)
-
-
 def print_retention(retention: Retention, console: Console, text: str = "held-out") -> None:
     """Print the fact's log-probability and the divergence on other text, before and after, of each
     stream. text: what the other text is.
     """
-    tokens = next(iter(retention.recall.values())).tokens
-    lines = [f"Recall: log-probability of the fact without its context, {tokens} tokens, in nats"]
-    for stream, r in retention.recall.items():
-        lines.append(
-            f"  {stream}: {r.before:.3f} before, {r.after:.3f} after ({r.gain:+.3f});"
-            f" {r.in_context:.3f} in context"
-        )
-    count = next(iter(retention.forgetting.values())).tokens
-    lines.append(f"Forgetting: change on {count:,} {text} tokens (± standard error)")
-    for stream, f in retention.forgetting.items():
-        lines.append(
-            f"  {stream}: KL {f.kl:.4f} ± {f.kl_se:.4f} nats, perplexity ratio"
-            f" {f.perplexity_ratio:.4f} ± {f.perplexity_ratio_se:.4f}"
-        )
-    say(console, *lines)
+    recall, forgetting = retention["recall"], retention["forgetting"]
+    say(
+        console,
+        "Recall: log-probability of the fact without its context,"
+        f" {recall['student']['tokens']} tokens, in nats",
+        *(
+            f"  {stream}: {r['before']:.3f} before, {r['after']:.3f} after ({r['gain']:+.3f});"
+            f" {r['in_context']:.3f} in context"
+            for stream, r in recall.items()
+        ),
+        f"Forgetting: change on {forgetting['student']['tokens']:,} {text} tokens (± standard"
+        " error)",
+        *(
+            f"  {stream}: KL {f['kl']:.4f} ± {f['kl_se']:.4f} nats, perplexity ratio"
+            f" {f['perplexity_ratio']:.4f} ± {f['perplexity_ratio_se']:.4f}"
+            for stream, f in forgetting.items()
+        ),
+    )

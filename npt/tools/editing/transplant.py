@@ -45,30 +45,33 @@ def transplanted(
             f"the position is {position}; it counts from the start of the row, 0 or above"
         )
     for index, code in modulation.codes.items():
-        if index not in layers or layers[index].npt.A.shape[:1] != code.shape:
-            here = f"rank {layers[index].npt.A.shape[0]}" if index in layers else "no adapter"
+        rank = len(layers[index].npt.A) if index in layers else None
+        if rank != len(code):
+            here = "no adapter" if rank is None else f"rank {rank}"
             raise ModelError(
                 f"the modulation has a code of rank {len(code)} for layer {index}, the model has"
                 f" {here} there"
             )
-    if any(layers[index].npt.recode is not None for index in modulation.codes):
-        raise ModelError("a modulation is transplanted already; leave that npt.transplanted first")
-    place: list[int | None] = [None]
+        if layers[index].npt.recode is not None:
+            raise ModelError(
+                "a modulation is transplanted already; leave that npt.transplanted first"
+            )
+    cached = 0
 
-    def find(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def count(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal cached
         past = kwargs.get("past_key_values")
-        place[0] = position - (int(past.get_seq_length()) if past is not None else 0)
+        cached = int(past.get_seq_length()) if past is not None else 0
 
     def recode(code: Tensor, z: Tensor) -> Tensor:
-        at = place[0]
-        if at is None or z.ndim != 3 or not 0 <= at < z.shape[1]:
+        if z.ndim != 3 or not 0 <= position - cached < z.shape[1]:
             return z
         changed = z.clone()
-        changed[:, at] = code.to(z)
+        changed[:, position - cached] = code.to(z)
         return changed
 
     with ExitStack() as stack:
-        stack.callback(model.model.register_forward_pre_hook(find, with_kwargs=True).remove)
+        stack.callback(model.model.register_forward_pre_hook(count, with_kwargs=True).remove)
         for index, code in modulation.codes.items():
             adapter = layers[index].npt
             adapter.recode = lambda z, code=code: recode(code, z)
@@ -90,11 +93,11 @@ class Transplant:
 
     def top(self, count: int) -> dict[str, list[tuple[int, float]]]:
         """Return the most probable next tokens of each, with their probabilities."""
-        found = {}
+        best = {}
         for name in ("donor", "receiver", "transplanted"):
             values, ids = getattr(self, name).exp().topk(min(count, len(self.donor)))
-            found[name] = list(zip(ids.tolist(), values.tolist(), strict=True))
-        return found
+            best[name] = list(zip(ids.tolist(), values.tolist(), strict=True))
+        return best
 
     def divergences(self) -> dict[str, float]:
         """Return in nats how far the transplanted distribution is from each of the two, and the

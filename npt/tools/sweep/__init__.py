@@ -1,3 +1,1 @@
-"""Studies: many short runs on one base, to see what keeps training stable,
-shared by any number of workers.
-"""
+"""Studies: many short runs, shared by any number of workers, to see which settings train."""

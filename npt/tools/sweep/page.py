@@ -1,11 +1,14 @@
-"""The page about a study: what trains and where that ends, Optuna's plots, and every trial."""
+"""The page about a study: Optuna's plots of its parts, and every trial."""
 
 from __future__ import annotations
 
 import base64
+import io
+import math
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,114 +18,68 @@ from npt.evaluation.formatting import FIGURES
 from npt.files import write_text
 from npt.report.pages import render
 from npt.report.words import clean, number
-from npt.tools.sweep.analysis import (
-    OUTCOMES,
-    RATE,
-    Edge,
-    Row,
-    edges,
-    factors,
-    of_part,
-    parts_of,
-    row_name,
-    sought,
-)
-from npt.tools.sweep.plots import plots_of
 from npt.tools.sweep.study import read_study
-from npt.tools.sweep.table import read_table
+from npt.tools.sweep.table import Row, by_part, factors, read_table
 
-_SHOWN = (
-    "outcome", "reason", "bad_layer", "bad_stage", "kl", "perplexity_ratio", "top1", "loss_first",
-    "loss_end", "refused", "grad_growth", "residual_ratio", "saturated", "dead", "m_min", "m_max",
-    "additive_to_residual", "additive_to_product", "limit_low", "limit_high", "fault_refused",
-    "fault_harm", "parameters", "seconds",
+SHOWN = (
+    "outcome", "reason", "kl", "perplexity_ratio", "top1", "loss_first", "loss_last", "refused",
+    "limit_low", "limit_high", "parameters", "seconds",
 )  # fmt: skip
+"""Columns of the outcome that the page has."""
+
+FEWEST = 4  # trials of which a plot is drawn
 
 
-@dataclass(frozen=True)
-class Study:
-    """A study as it is reported. notes: of each part. versions: that ran it."""
+def write_study_report(folder: Path, output: Path) -> dict[str, Any]:
+    """Write the page about a study that has ended, was killed or is under way, from its table.
+    Return its results in a few numbers.
 
-    name: str
-    rows: Sequence[Row]
-    notes: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def parts(self) -> dict[str, list[Row]]:
-        """The rows of each part."""
-        return {part: of_part(self.rows, part) for part in parts_of(self.rows)}
-
-    @property
-    def edges(self) -> dict[str, list[Edge]]:
-        """The edges of each part that has some."""
-        found = {part: edges(rows) for part, rows in self.parts.items()}
-        return {part: lines for part, lines in found.items() if lines}
-
-    @property
-    def limits(self) -> list[tuple[str, Row]]:
-        """The trials that sought a limit, with their names."""
-        return [
-            (f"{part}: {row_name(row, [n for n in factors(rows) if n != RATE])}", row)
-            for part, rows in self.parts.items()
-            for row in rows
-            if sought(row)
-        ]
-
-
-def page(study: Study) -> str:
-    """Return the HTML page."""
-    sections: dict[str, tuple[str, Any]] = {
-        "stability": ("What trains", _stability(study)),
-        "limits": ("The largest value that trains", study.limits),
-        "plots": ("Optuna's plots", _plots(study)),
-        "trials": ("Trials", {"names": _SHOWN, "rows": _trials(study)}),
-        "reading": ("How to read this", True),
+    Raises:
+        ConfigError: there is no table yet, or the folder cannot be read.
+    """
+    record, rows = read_study(folder), read_table(folder)
+    write_text(output, page(record, rows))
+    outcomes = dict(Counter(row["outcome"] or "not run" for row in rows))
+    return {
+        "report": str(output),
+        "name": record["name"],
+        "trials": len(rows),
+        "outcomes": outcomes,
     }
-    counts = {name: sum(row["outcome"] == name for row in study.rows) for name in OUTCOMES}
+
+
+def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return the HTML page of a study's table, and of the name, notes and versions on record."""
+    parts = by_part(rows)
+    with _plotting():
+        plots = [plot for part, own in parts.items() for plot in plots_of(part, own)]
+    trials = [
+        (part, *(", ".join(f"{n} {_shown(n, row[n])}" for n in names) or "all", row["seed"]),
+         *(_shown(name, row.get(name)) for name in SHOWN))
+        for part, own in parts.items()
+        for names in [factors(own)]
+        for row in own
+    ]  # fmt: skip
+    sections = {"plots": "Optuna's plots", "trials": "Trials"}
+    outcomes = Counter(row["outcome"] for row in rows)
     return render(
         "study.html.j2",
-        title=f"{clean(study.name, 80)}: report of a study",
-        sections={name: heading for name, (heading, found) in sections.items() if found},
-        count=len(study.rows),
-        open=len(study.rows) - sum(counts.values()),
-        facts=[(name, f"{count:,}") for name, count in counts.items()],
-        recipe=[("versions", ", ".join(f"{k} {v}" for k, v in study.versions.items()))],
-        **{name: found for name, (_, found) in sections.items()},
+        title=f"{clean(record['name'], 80)}: report of a study",
+        sections={name: words for name, words in sections.items() if name == "trials" or plots},
+        count=len(rows),
+        open=outcomes.pop(None, 0),
+        facts=[(str(name), f"{count:,}") for name, count in outcomes.items()],
+        recipe=[
+            ("versions", ", ".join(f"{k} {v}" for k, v in (record.get("versions") or {}).items())),
+            *((part, note) for part, note in record["parts"].items() if note),
+        ],
+        plots=plots,
+        names=SHOWN,
+        trials=trials,
     )
 
 
-def _stability(study: Study) -> list[dict[str, Any]]:
-    return [
-        {
-            "part": part,
-            "note": study.notes.get(part, ""),
-            "lines": lines,
-            "worst": ", ".join(line.name for line in lines if line.good is None),
-        }
-        for part, lines in study.edges.items()
-    ]
-
-
-def _plots(study: Study) -> list[tuple[str, Markup]]:
-    """Return what each plot shows, and its address."""
-    return [
-        (said, Markup(f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"))
-        for part, rows in study.parts.items()
-        for said, svg in plots_of(part, rows)
-    ]
-
-
-def _trials(study: Study) -> list[tuple[Any, ...]]:
-    return [
-        (part, row_name(row, names), row["seed"], *(_value(name, row[name]) for name in _SHOWN))
-        for part, rows in study.parts.items()
-        for names in [factors(rows)]
-        for row in rows
-    ]
-
-
-def _value(name: str, value: Any) -> str:
+def _shown(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name in FIGURES:
@@ -132,39 +89,97 @@ def _value(name: str, value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def write_study_report(folder: Path, output: Path) -> dict[str, Any]:
-    """Write the page about a study that has ended, was killed or is under way, from its table.
-    Return its results in a few numbers. Raise ConfigError if there is no table yet, or the folder
-    cannot be read.
+@contextmanager
+def _plotting() -> Iterator[None]:
+    """Draw without a screen, and leave the user's settings of matplotlib and Optuna's warnings, as
+    that a plot is experimental, out of it.
     """
-    record, rows = read_study(folder), read_table(folder)
-    study = Study(record["name"], rows, record["parts"], record.get("versions") or {})
-    write_text(output, page(study))
-    return {
-        "report": str(output),
-        "name": study.name,
-        "trials": len(rows),
-        "outcomes": dict(Counter(row["outcome"] or "not run" for row in rows)),
-        "edges": {
-            part: [
-                {
-                    "setting": line.name,
-                    "trains_up_to": line.good,
-                    "fails_at": line.bad,
-                    "best_kl": line.best and line.best["kl"],
-                    "at_rate": line.best and line.best[RATE],
-                }
-                for line in lines
-            ]
-            for part, lines in study.edges.items()
-        },
-        "limits": [
-            {
-                "setting": name,
-                "seed": row["seed"],
-                "low": row["limit_low"],
-                "high": row["limit_high"],
-            }
-            for name, row in study.limits
-        ],
-    }
+    import matplotlib
+    import optuna
+    from matplotlib import pyplot
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    settings: Any = {"svg.hashsalt": "npt", "figure.max_open_warning": 0}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pyplot.switch_backend("agg")
+        yield
+
+
+def plots_of(part: str, rows: Sequence[Row]) -> list[tuple[str, Markup]]:
+    """Return what each plot of a part's trials that have ended shows, and its address: which
+    settings matter for the KL of stable trials, the KL by setting, and which matter for stability.
+    """
+    from optuna.importance import PedAnovaImportanceEvaluator
+    from optuna.visualization.matplotlib import plot_param_importances, plot_slice
+
+    # a limit that was sought is of no one value that was chosen
+    ended = [row for row in rows if row["outcome"] and row["limit_low"] == row["limit_high"]]
+    stable = [
+        row
+        for row in ended
+        if row["outcome"] == "stable" and row["kl"] is not None and math.isfinite(row["kl"])
+    ]
+    failed = [float(row["outcome"] != "stable") for row in ended]
+    plots = []
+    for measure, of, values in (
+        ("the KL of stable trials", stable, [row["kl"] for row in stable]),
+        ("whether a trial is stable", ended, failed),
+    ):
+        study, names = _study(of, values)
+        if len(of) >= FEWEST and len(names) > 1 and len(set(values)) > 1:
+            axes: Any = plot_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+            axes.set_title(f"importance for {measure}", loc="left")
+            axes.get_legend().remove()
+            alt = f"Part {part}: importance of each setting for {measure}."
+            plots.append((alt, _address(axes.figure)))
+        if len(of) >= FEWEST and names and of is stable:
+            axes = plot_slice(study, params=names, target=_value_of, target_name="KL")
+            figure = (axes if len(names) == 1 else axes.flat[0]).figure
+            for each in figure.axes:
+                each.tick_params(axis="x", labelrotation=90)  # names of arms are long
+            alt = f"Part {part}: KL of stable trials by {', '.join(names)}."
+            plots.append((alt, _address(figure)))
+    return plots
+
+
+def _study(rows: Sequence[Row], values: Sequence[float]) -> tuple[Any, list[str]]:
+    """Return a study of Optuna's in memory of these trials and values, and the settings that differ
+    in them. A setting that is not a number everywhere is one of choices.
+    """
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    columns: dict[str, list[Any]] = {}
+    distributions: dict[str, Any] = {}
+    for name in factors(rows) if rows else ():
+        column: list[Any] = [row[name] for row in rows]
+        if all(type(value) in (int, float) for value in column):
+            low, high = float(min(column)), float(max(column))
+            distributions[name] = FloatDistribution(low, high, log=high > 8 * low > 0)
+            columns[name] = [float(value) for value in column]
+        else:
+            # two dollars would make a formula for matplotlib
+            columns[name] = [clean(str(value), 40).replace("$", "\\$") for value in column]
+            distributions[name] = CategoricalDistribution(list(dict.fromkeys(columns[name])))
+    names = [name for name, column in columns.items() if len(set(column)) > 1]
+    study = optuna.create_study()
+    for i, value in enumerate(values):
+        params = {name: columns[name][i] for name in names}
+        ranges = {name: distributions[name] for name in names}
+        study.add_trial(optuna.create_trial(params=params, distributions=ranges, value=value))
+    return study, names
+
+
+def _value_of(trial: Any) -> float:
+    return float(trial.value)
+
+
+def _address(figure: Any) -> Markup:
+    """Return the figure's SVG as an address, the same for the same figure, and close it."""
+    from matplotlib import pyplot
+
+    stream = io.BytesIO()
+    figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    return Markup(f"data:image/svg+xml;base64,{base64.b64encode(stream.getvalue()).decode()}")

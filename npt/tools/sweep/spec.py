@@ -25,23 +25,65 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from npt.config import SEED_MAX, flag_of
+from npt.config import SEED_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError, kind_of
-from npt.flags import canonical, checked_settings, yaml_content
-from npt.tools.sweep.settings import CLASSES, LEFT_OUT, Settings
+from npt.flags import build, canonical, checked_settings, with_safe_mode, yaml_content
+
+CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+
+_OF_FOLDER = (
+    "output_dir", "run_name", "resume", "save_steps", "save_total_limit", "log_steps", "eval_steps",
+    "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "trace_every", "smoke_test",
+)  # fmt: skip
+LEFT_OUT = {
+    **dict.fromkeys(("device_map", "shard_base", "rank_timeout"), "a trial is one process"),
+    **dict.fromkeys(_OF_FOLDER, "of a trial the table alone is kept"),
+    "seed": "write seeds: [0, 1] instead",
+}
+"""Settings of a run that a study does not take, and why."""
 
 _TOP = ("name", "settings", "seeds", "parts")
 _PART = ("note", "settings", "seeds", "arms", "grid", "random", "bisect")
+_FLAGS = [flag_of(f) for cls in CLASSES for f in fields(cls)]
 _EXTRA = {"safe_mode": bool}
-_FLAGS = [*_EXTRA, *(flag_of(f) for cls in CLASSES for f in fields(cls))]
 
 NAME = 200  # letters of a study's name, which is also a folder's
 TRIALS = 100_000  # trials of a study: more are a slip of the pen in a grid
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the result of a trial, but for the machine."""
+
+    base: BaseConfig
+    adapter: NPTConfig
+    data: DataConfig
+    training: TrainConfig
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any], seed: int) -> Settings:
+        """Return the settings of values by flag name, `safe_mode` among them.
+
+        Raises:
+            ConfigError: a value or a combination cannot work.
+        """
+        flags = with_safe_mode({**flags, "seed": seed})
+        return cls(*(build(kind, flags) for kind in CLASSES))
+
+    def values(self) -> dict[str, Any]:
+        """Return every setting by flag name, as JSON takes it."""
+        values: dict[str, Any] = {}
+        for part in (self.base, self.adapter, self.data, self.training):
+            plain = asdict(part)
+            values |= {flag_of(f): plain[f.name] for f in fields(part)}
+        kept = {name: value for name, value in values.items() if name not in LEFT_OUT}
+        kept["seed"] = self.training.seed
+        return {n: list(value) if isinstance(value, tuple) else value for n, value in kept.items()}
 
 
 @dataclass(frozen=True)
@@ -58,35 +100,52 @@ class Bisection:
 
 @dataclass(frozen=True)
 class Place:
-    """A trial's place in the specification. point: of the part's grid, or what was drawn."""
+    """A trial's place in the specification.
+
+    Attributes:
+        point: of the part's grid, or what was drawn.
+    """
 
     part: str
     arm: str
     point: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
+    def __str__(self) -> str:
+        words = [self.part, self.arm] if self.arm else [self.part]
+        return ", ".join([*words, *(f"{name} {value}" for name, value in self.point.items())])
+
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study, or with `bisect` a few that seek a limit. given: its settings as written,
-    by flag name. key: its name to every worker; equal settings have equal keys.
+    """One run of a study, or with `bisect` a few that seek a limit.
+
+    Attributes:
+        key: its name to every worker; equal settings have equal keys.
+        flags: its settings as written, by flag name.
     """
 
     key: str
     settings: Settings
-    given: Mapping[str, Any]
+    flags: Mapping[str, Any]
     bisect: Bisection | None = None
     places: tuple[Place, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.places[0]}, seed {self.settings.training.seed}"
 
     def at(self, value: float) -> Settings:
         """Return its settings with another value of the setting whose limit it seeks."""
         assert self.bisect is not None
-        return Settings.of({**self.given, self.bisect.setting: value}, self.settings.training.seed)
+        return Settings.of({**self.flags, self.bisect.setting: value}, self.settings.training.seed)
 
 
 @dataclass(frozen=True)
 class Design:
-    """All trials of a study, in the order of the specification. parts: names, with the notes.
-    varied: settings that differ.
+    """All trials of a study, in the order of the specification.
+
+    Attributes:
+        parts: names, with the notes.
+        varied: settings that differ.
     """
 
     name: str
@@ -100,14 +159,18 @@ class Design:
 
 
 def read_design(path: str) -> Design:
-    """Return the design of a file; raise ConfigError as `design_of`."""
+    """Return the design of a file; errors as of `design_of`."""
     return design_of(yaml_content(path, path), path)
 
 
 def design_of(content: Any, where: str) -> Design:
-    """Return the design of a specification's content, every trial's settings checked. where: its
-    file, for messages; its stem is the default name. Raise ConfigError for an unknown name, or
-    settings of a trial that cannot work; the trial is named.
+    """Return the design of a specification's content, every trial's settings checked.
+
+    Args:
+        where: its file, for messages; its stem is the default name.
+
+    Raises:
+        ConfigError: an unknown name, or settings of a trial that cannot work; the trial is named.
     """
     top = _mapping(where, content, _TOP)
     written = _mapping(f"{where}: parts", top.get("parts"))
@@ -116,17 +179,22 @@ def design_of(content: Any, where: str) -> Design:
             f"{where} has no parts; write at least one, like parts: {{first: {{grid:"
             " {learning_rate: [1.0e-4, 1.0e-3]}}}"
         )
-    name = _study_name(where, top.get("name"))
+    name = str(top.get("name") or ("" if "name" in top else Path(where).stem))
+    odd = "/" in name or "\\" in name or name in (".", "..") or len(name) > NAME
+    if odd or not name.strip() or not name.isprintable():
+        raise ConfigError(
+            f"{where}: name is {name[:NAME]!r}, which no folder can be called; use up to {NAME}"
+            " letters, digits and spaces"
+        )
     shared = _settings(f"{where}: settings", top.get("settings"))
     seeds = _seeds(where, top.get("seeds", [0]))
     parts: dict[str, str] = {}
     trials: dict[str, Trial] = {}
-    for part, content in written.items():
-        at = f"{where}: part {part}"
-        _check_name(at, str(part))
-        own = _mapping(at, content, _PART)
-        parts[str(part)] = str(own.get("note", ""))
-        for trial in _trials_of(at, str(part), own, shared, seeds):
+    for part, entries in written.items():
+        part_name = _name(f"{where}: part {part}", part)
+        entries = _mapping(f"{where}: part {part}", entries, _PART)
+        parts[part_name] = str(entries.get("note", ""))
+        for trial in _trials_of(where, part_name, entries, shared, seeds):
             first = trials.get(trial.key, trial)
             places = tuple(dict.fromkeys(first.places + trial.places))
             trials[trial.key] = replace(first, places=places)
@@ -136,23 +204,21 @@ def design_of(content: Any, where: str) -> Design:
 
 
 def _trials_of(
-    where: str, part: str, own: Mapping[str, Any], shared: Mapping[str, Any], seeds: list[int]
+    where: str, part: str, entries: Mapping[str, Any], shared: Mapping[str, Any], seeds: list[int]
 ) -> Iterator[Trial]:
-    settings = {**shared, **_settings(f"{where}: settings", own.get("settings"))}
-    seeds = _seeds(where, own["seeds"]) if "seeds" in own else seeds
-    arms: dict[str, dict[str, Any]] = {}
-    for arm, bundle in _mapping(f"{where}: arms", own.get("arms")).items():
-        arms[str(arm)] = _settings(f"{where}, arm {arm}", bundle)
-        _check_name(f"{where}, arm {arm}", str(arm))
-    arms = arms or {"": {}}
+    where = f"{where}: part {part}"
+    settings = {**shared, **_settings(f"{where}: settings", entries.get("settings"))}
+    seeds = _seeds(where, entries["seeds"]) if "seeds" in entries else seeds
+    arms = {
+        _name(f"{where}, arm {arm}", arm): _settings(f"{where}, arm {arm}", bundle)
+        for arm, bundle in _mapping(f"{where}: arms", entries.get("arms")).items()
+    } or {"": {}}
     grid = {
         setting: _values(f"{where}: grid", setting, values)
-        for setting, values in _by_flag(f"{where}: grid", own.get("grid")).items()
+        for setting, values in _by_flag(f"{where}: grid", entries.get("grid")).items()
     }
-    draws = _draws(f"{where}: random", own["random"]) if own.get("random") is not None else [{}]
-    bisect = (
-        _bisection(f"{where}: bisect", own["bisect"]) if own.get("bisect") is not None else None
-    )
+    draws = _draws(f"{where}: random", entries["random"]) if entries.get("random") else [{}]
+    bisect = _bisection(f"{where}: bisect", entries["bisect"]) if entries.get("bisect") else None
     count = len(arms) * math.prod(map(len, grid.values())) * len(draws) * len(seeds)
     if count > TRIALS:
         raise ConfigError(
@@ -169,83 +235,68 @@ def _trials_of(
             raise ConfigError(f"{at}, {varied}: {error}") from error
 
 
-def _trial(given: dict[str, Any], seed: int, bisect: Bisection | None, place: Place) -> Trial:
+def _trial(flags: dict[str, Any], seed: int, bisect: Bisection | None, place: Place) -> Trial:
     if bisect is not None:
-        Settings.of({**given, bisect.setting: bisect.high}, seed)  # both ends must work
-        given[bisect.setting] = bisect.low
-    settings = Settings.of(given, seed)
+        Settings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
+        flags[bisect.setting] = bisect.low
+    settings = Settings.of(flags, seed)
     # defaults too: if a version changes one, the results of the old one are of another trial
-    key = _fingerprint([settings.values(), None if bisect is None else list(astuple(bisect))])
-    return Trial(key, settings, given, bisect, (place,))
+    content = [settings.values(), None if bisect is None else list(astuple(bisect))]
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Trial(key, settings, flags, bisect, (place,))
 
 
-def _fingerprint(value: Any) -> str:
-    """Return 16 hexadecimal digits that equal values share, in every process and machine."""
-    text = json.dumps(value, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _study_name(where: str, value: Any) -> str:
-    """Return the study's name, which is also its folder's."""
-    name = Path(where).stem if value is None else str(value)
-    odd = isinstance(value, list | dict) or "/" in name or "\\" in name or name in (".", "..")
-    if odd or not name.strip() or not name.isprintable():
-        raise ConfigError(
-            f"{where}: name is {value!r}, which no folder can be called; use letters, digits and"
-            " spaces"
-        )
-    if len(name) > NAME:
-        raise ConfigError(f"{where}: name has {len(name)} letters, more than {NAME}; shorten it")
-    return name
-
-
-def _check_name(where: str, name: str) -> None:
+def _name(where: str, written: Any) -> str:
+    """Return the name of a part or an arm, which a cell of the table can hold."""
+    name = str(written)
     if ";" in name or not name.strip() or not name.isprintable():
         raise ConfigError(
             f"{where} is no name that a table can hold; use letters, digits and spaces, and no"
             " semicolon"
         )
+    return name
 
 
-def _mapping(where: str, value: Any, known: tuple[str, ...] = ()) -> dict[Any, Any]:
+def _mapping(where: str, value: Any, names: tuple[str, ...] = ()) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is {kind_of(value)}; write names with values")
-    odd = [name for name in value if name not in known] if known else []
+    odd = [name for name in value if name not in names] if names else []
     if odd:
-        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(known)}")
+        raise ConfigError(f"{where} has the unknown entry {odd[0]!r}; it takes {', '.join(names)}")
     return value
 
 
 def _settings(where: str, value: Any) -> dict[str, Any]:
     """Return settings by flag name, each one that a study takes and of its type."""
-    given = checked_settings(where, _mapping(where, value), CLASSES, _EXTRA)
-    for name in given:
+    flags = checked_settings(where, _mapping(where, value), CLASSES, _EXTRA)
+    for name in flags:
         if name in LEFT_OUT:
             raise ConfigError(f"{where}: {name} is no setting of a study: {LEFT_OUT[name]}")
-    return given
+    return flags
 
 
 def _by_flag(where: str, value: Any) -> dict[str, Any]:
     """Return a mapping's entries by flag name, which may be written as `lr`; none twice."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for written, entry in _mapping(where, value).items():
-        name = canonical(str(written), _FLAGS)
-        if name in found:
+        name = canonical(str(written), [*_EXTRA, *_FLAGS])
+        if name in entries:
             raise ConfigError(f"{where}: {name} is given twice; drop one")
-        found[name] = entry
-    return found
+        entries[name] = entry
+    return entries
 
 
 def _values(where: str, name: str, value: Any) -> list[Any]:
     """Return a list of values of one setting, none twice."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {name} is {value!r}; write a list of values")
-    found = [_settings(where, {name: entry})[name] for entry in value]
-    if len({repr(entry) for entry in found}) < len(found):
+    values = [_settings(where, {name: entry})[name] for entry in value]
+    if len({repr(entry) for entry in values}) < len(values):
         raise ConfigError(f"{where}: {name} has a value twice; drop one")
-    return found
+    return values
 
 
 def _draws(where: str, value: Any) -> list[dict[str, Any]]:
@@ -258,42 +309,34 @@ def _draws(where: str, value: Any) -> list[dict[str, Any]]:
             f"{where} needs a count of trials, a whole seed and settings to draw from, under over"
         )
     source = random.Random(seed)
-    draws = {name: _draw(where, name, entry) for name, entry in over.items()}
-    return [{name: draw(source) for name, draw in draws.items()} for _ in range(count)]
+    ranges = {name: _range(where, name, entry) for name, entry in over.items()}
+    return [{name: _drawn(source, *r) for name, r in ranges.items()} for _ in range(count)]
 
 
-def _draw(where: str, name: str, value: Any) -> Callable[[random.Random], Any]:
-    """Return a function that draws a setting from a list, or from a range, perhaps by its
-    logarithm.
-    """
+def _range(where: str, name: str, value: Any) -> tuple[Any, ...]:
+    """Return a list of values, or the ends of a range, and whether its logarithm is drawn."""
     if isinstance(value, list):
-        values = _values(where, name, value)
-        return lambda source: values[source.randrange(len(values))]
+        return (_values(where, name, value),)
     written = _mapping(f"{where}: {name}", value, ("low", "high", "log"))
-    low, high = _ends(where, name, written)
+    low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
     log = written.get("log", False)
     numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
-    if not numbers or not low < high or (log and low <= 0) or not isinstance(log, bool):
+    if not numbers or not low < high or (log and low <= 0):
         raise ConfigError(
             f"{where}: {name} is {value!r}; write a list of values, or low and high, and log: true"
             " for a range above 0"
         )
-    whole = isinstance(low, int) and isinstance(high, int)
-
-    def draw(source: random.Random) -> float:
-        if log:
-            drawn = math.exp(source.uniform(math.log(low), math.log(high)))
-        else:
-            drawn = source.uniform(low, high)
-        return round(drawn) if whole else float(f"{drawn:.6g}")
-
-    return draw
+    return low, high, log
 
 
-def _ends(where: str, name: str, written: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the low and the high end of a range of a setting, each of its type."""
-    low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
-    return low, high
+def _drawn(source: random.Random, low: Any, high: Any = None, log: bool = False) -> Any:
+    if isinstance(low, list):
+        return low[source.randrange(len(low))]
+    if log:
+        value = math.exp(source.uniform(math.log(low), math.log(high)))
+    else:
+        value = source.uniform(low, high)
+    return round(value) if isinstance(low, int) and isinstance(high, int) else float(f"{value:.6g}")
 
 
 def _seeds(where: str, value: Any) -> list[int]:
@@ -307,11 +350,8 @@ def _seeds(where: str, value: Any) -> list[int]:
 
 def _bisection(where: str, value: Any) -> Bisection:
     written = _mapping(where, value, ("setting", "low", "high", "rounds"))
-    name = written.get("setting", "learning_rate")
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: setting is {name!r}; write the name of one setting")
-    name = canonical(name, _FLAGS)
-    low, high = _ends(where, name, written)
+    name = canonical(str(written.get("setting", "learning_rate")), _FLAGS)
+    low, high = (_settings(where, {name: written.get(end)})[name] for end in ("low", "high"))
     rounds = written.get("rounds", 4)
     numbers = isinstance(low, float) and isinstance(high, float) and 0 < low < high
     if not numbers or type(rounds) is not int or not 1 <= rounds <= 20:

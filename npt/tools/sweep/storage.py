@@ -35,7 +35,7 @@ RETRIES = 2  # of a trial whose worker falls silent, before it counts as failed
 
 _LOCK_SECONDS = 60.0
 _OPENINGS = 5  # tries to open a database whose tables other workers make at that moment
-_RANKS = {"COMPLETE": 0, "RUNNING": 1, "WAITING": 2, "FAIL": 3}
+_STATES = ("COMPLETE", "RUNNING", "WAITING", "FAIL")
 """Of several attempts at a trial the first in this order says what has come of it."""
 
 
@@ -65,9 +65,14 @@ def _reason(error: BaseException) -> str:
 
 class Storage:
     """One study in a database, as one worker sees it; workers that name the same study share it.
-    url: SQLAlchemy's address, as sqlite:///study.db. grace: seconds without a heartbeat after which
-    a trial is run again. beat: seconds between heartbeats. Raise ConfigError if Optuna is not
-    installed or the database cannot be opened.
+
+    Args:
+        url: SQLAlchemy's address, as sqlite:///study.db.
+        grace: seconds without a heartbeat after which a trial is run again.
+        beat: seconds between heartbeats.
+
+    Raises:
+        ConfigError: Optuna is not installed, or the database cannot be opened.
     """
 
     def __init__(
@@ -88,25 +93,25 @@ class Storage:
         self._unreached = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.OperationalError)
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(2)}"
         try:
-            place = sqlalchemy.make_url(url)
+            address = sqlalchemy.make_url(url)
         # a port that is no number is the latter
         except (sqlalchemy.exc.ArgumentError, ValueError) as error:
             raise ConfigError(
                 f"--storage {url.split('://')[0]}... is no address of a database; write one like"
                 " sqlite:///study.db"
             ) from error
-        self._shown = place.render_as_string(hide_password=True)
-        local = place.get_backend_name() == "sqlite"
-        if local and place.database in (None, "", ":memory:"):
+        self._shown = address.render_as_string(hide_password=True)
+        file = address.database if address.get_backend_name() == "sqlite" else None
+        if address.get_backend_name() == "sqlite" and file in (None, "", ":memory:"):
             raise ConfigError(
                 "--storage names an SQLite database in memory, which no other worker can join; name"
                 " a file"
             )
         failures = (OSError, ImportError, TypeError, ValueError, sqlalchemy.exc.SQLAlchemyError)
         try:
-            if local:
-                Path(str(place.database)).parent.mkdir(parents=True, exist_ok=True)
-            self._storage = self._opened(url, local)
+            if file is not None:
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+            self._storage = self._opened(url, local=file is not None)
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, load_if_exists=True, direction="minimize"
             )
@@ -123,14 +128,14 @@ class Storage:
         options: dict[str, Any] = {"pool_pre_ping": True}
         if local:
             options = {"connect_args": {"timeout": _LOCK_SECONDS, "isolation_level": None}}
+        with self._quietly():
+            retry = storages.RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)
         for number in range(_OPENINGS):
             try:
                 with self._quietly():
-                    found = storages.RDBStorage(
+                    storage = storages.RDBStorage(
                         url, options, heartbeat_interval=self._beat, grace_period=self._grace,
-                        heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(
-                            max_retry=RETRIES
-                        ),
+                        heartbeat_stale_trial_callback=retry,
                     )  # fmt: skip
                 break
             # two workers that make the tables at once get into each other's way
@@ -141,9 +146,9 @@ class Storage:
                 time.sleep(0.1)
         if local:  # Optuna reads a state and then changes it, which only a server locks a row for
             sqlalchemy.event.listen(
-                found.engine, "begin", lambda c: c.exec_driver_sql("begin immediate")
+                storage.engine, "begin", lambda c: c.exec_driver_sql("begin immediate")
             )
-        return found
+        return storage
 
     @contextlib.contextmanager
     def reached(self) -> Iterator[None]:
@@ -160,12 +165,11 @@ class Storage:
         """Let these trials wait, but for those that wait, run or are finished already, and count
         them.
         """
-        attempts, count = self._attempts(), 0
-        for trial in trials:
-            if trial.key not in attempts or attempts[trial.key].state == self._states.FAIL:
-                self._wait(trial)
-                count += 1
-        return count
+        attempts = self._attempts()
+        new = [t for t in trials if t.key not in attempts or self._failed(attempts[t.key])]
+        for trial in new:
+            self._wait(trial)
+        return len(new)
 
     def claim(self, trials: Mapping[str, Trial]) -> Claim | None:
         """Take the first waiting trial of these; None if none waits. Trials whose workers are gone
@@ -175,11 +179,11 @@ class Storage:
             self._optuna.storages.fail_stale_trials(self._study)
         attempts = self._attempts()
         for key in trials:
-            found = attempts.get(key)
-            if found is not None and found.state == self._states.WAITING:
-                id_ = found._trial_id
-                if self._take(id_):
-                    return Claim(key, id_)
+            attempt = attempts.get(key)
+            if attempt is None or attempt.state != self._states.WAITING:
+                continue
+            if self._take(attempt._trial_id):
+                return Claim(key, attempt._trial_id)
         return None
 
     def _take(self, id_: int) -> bool:
@@ -217,7 +221,7 @@ class Storage:
         """Record the figures of a trial by name, with its KL for Optuna's own tools. Return False
         if another worker has the trial by now, whose result counts.
         """
-        kl = row["kl"]
+        kl = row.get("kl")
         with contextlib.suppress(self._over):
             self._storage.set_trial_user_attr(claim.id, "row", finite_or_null(dict(row)))
             value = math.inf if kl is None or math.isnan(kl) else kl
@@ -240,20 +244,25 @@ class Storage:
         """Count these trials by their state."""
         attempts = self._attempts()
         states = [attempts[key].state.name if key in attempts else "WAITING" for key in keys]
-        return Progress(*map(states.count, ("COMPLETE", "RUNNING", "WAITING", "FAIL")))
+        return Progress(*map(states.count, _STATES))
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Return the figures of the finished trials by key, and why others failed."""
-        found = {}
+        rows = {}
+        silent = f"its worker was not heard of for {self._grace:.0f} s"
         for key, attempt in self._attempts().items():
+            attributes = attempt.user_attrs
+            row = {"trial": attempt.number, "worker": attributes.get("worker")}
+            moments = {"started": attempt.datetime_start, "ended": attempt.datetime_complete}
+            row |= {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
             if attempt.state == self._states.COMPLETE:
-                row = {"worker": attempt.user_attrs.get("worker"), **attempt.user_attrs["row"]}
-                found[key] = {**_times(attempt), **row}
-            elif attempt.state == self._states.FAIL:
-                silent = f"its worker was not heard of for {self._grace:.0f} s"
-                reason = attempt.user_attrs.get("error", silent)
-                found[key] = {**_times(attempt), "outcome": "failed", "reason": reason}
-        return found
+                rows[key] = {**row, **attributes["row"]}
+            elif self._failed(attempt):
+                rows[key] = {**row, "outcome": "failed", "reason": attributes.get("error", silent)}
+        return rows
+
+    def _failed(self, attempt: Any) -> bool:
+        return bool(attempt.state == self._states.FAIL)
 
     def _attempts(self) -> dict[str, Any]:
         """Return by key the attempt that counts. Of two that wait, as when two workers added them
@@ -261,17 +270,18 @@ class Storage:
         """
 
         def rank(attempt: Any) -> tuple[int, int]:
-            failed = attempt.state == self._states.FAIL
-            return _RANKS[attempt.state.name], -attempt.number if failed else attempt.number
+            last_first = self._failed(attempt)
+            order = _STATES.index(attempt.state.name)
+            return order, -attempt.number if last_first else attempt.number
 
-        found: dict[str, Any] = {}
+        attempts: dict[str, Any] = {}
         for attempt in sorted(self._study.get_trials(deepcopy=False), key=rank):
             if "key" in attempt.user_attrs:
-                found.setdefault(attempt.user_attrs["key"], attempt)
-        return found
+                attempts.setdefault(attempt.user_attrs["key"], attempt)
+        return attempts
 
     def _wait(self, trial: Trial) -> None:
-        settings = {**trial.given, "seed": trial.settings.training.seed}
+        settings = {**trial.flags, "seed": trial.settings.training.seed}
         self._study.enqueue_trial(settings, user_attrs={"key": trial.key})
 
     @contextlib.contextmanager
@@ -280,9 +290,3 @@ class Storage:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             yield
-
-
-def _times(trial: Any) -> dict[str, Any]:
-    moments = {"started": trial.datetime_start, "ended": trial.datetime_complete}
-    shown = {name: at and at.isoformat(timespec="seconds") for name, at in moments.items()}
-    return {"trial": trial.number, **shown}

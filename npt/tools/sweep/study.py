@@ -35,8 +35,10 @@ def is_study(folder: Path) -> bool:
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """Return what `study.json` says; raise ConfigError for a study of an earlier version, whose
-    trials had other measures.
+    """Return what `study.json` says.
+
+    Raises:
+        ConfigError: it is of an earlier version, whose trials had other measures.
     """
     record = read_json(folder / STUDY, ConfigError)
     if not isinstance(record.get("name"), str) or not isinstance(record.get("parts"), dict):
@@ -147,16 +149,16 @@ class Display:
     ):  # fmt: skip
         self._storage, self._design, self._folder = storage, design, folder
         self._say, self._every = say, seconds
-        self._said, self._line = 0.0, ""
+        self._updated, self._line = 0.0, ""
 
     def update(self) -> None:
         """Say how far the study is, if that has changed, and write the table."""
-        if time.monotonic() - self._said < self._every:
+        if time.monotonic() - self._updated < self._every:
             return
-        self._said = time.monotonic()
+        self._updated = time.monotonic()
         progress = self._storage.progress(self._design.by_key)
-        line = f"{progress.finished} of {len(self._design.trials)} trials"
-        line += f", {progress.running} under way"
+        total = len(self._design.trials)
+        line = f"{progress.finished} of {total} trials, {progress.running} under way"
         if line != self._line:
             self._line = line
             self._say(line)

@@ -8,13 +8,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 from npt.errors import ConfigError, NPTError, StoppedError
 from npt.runs.signals import StopOnSignal
-from npt.tools.sweep.analysis import RATE, level_text
-from npt.tools.sweep.lab import Lab
-from npt.tools.sweep.run import Row, run_trial
+from npt.tools.sweep.run import Bases, Row, run_trial
 from npt.tools.sweep.spec import Design, Trial
 from npt.tools.sweep.storage import Claim, Progress, Storage
 
@@ -23,23 +20,26 @@ WAIT_SECONDS = 2.0
 
 
 class Worker:
-    """One process's part in a study. say: told of every trial that has ended. parent: the process
-    that this one ends with, if it has one.
+    """One process's part in a study.
+
+    Args:
+        say: told of every trial that has ended.
+        parent: the process that this one ends with, if it has one.
     """
 
     def __init__(
-        self, design: Design, storage: Storage, lab: Lab, say: Callable[[str], None],
+        self, design: Design, storage: Storage, bases: Bases, say: Callable[[str], None],
         parent: int | None = None,
     ):  # fmt: skip
-        self.storage, self.lab = storage, lab
-        self._say, self._parent = say, parent
+        self.storage, self._bases, self._say, self._parent = storage, bases, say, parent
         self._trials = design.by_key
         self._stop = StopOnSignal()
-        self.done = 0
 
     def work(self) -> Progress:
-        """Run trials until all have ended, here or elsewhere. A signal or the parent's end raises
-        StoppedError; the trial in flight waits again.
+        """Run trials until all have ended, here or elsewhere.
+
+        Raises:
+            StoppedError: a signal came, or the parent has ended; the trial in flight waits again.
         """
         with self._stop:
             while True:
@@ -56,25 +56,21 @@ class Worker:
     def _run(self, claim: Claim, trial: Trial) -> None:
         try:
             with self.storage.alive(claim):  # until the outcome is on record
-                self._try(claim, trial)
+                try:
+                    row = run_trial(self._bases, trial, self._check)
+                # its settings', its data's or the machine's: other trials may do
+                except (NPTError, RuntimeError) as error:
+                    message = f"{type(error).__name__}: {error}"
+                    self.storage.fail(claim, message[:500])
+                    self._say(f"{trial}: {message}")
+                else:
+                    if self.storage.finish(claim, row):
+                        self._say(f"{trial}: {described(row)}")
         except BaseException:  # of the worker and not of the trial
             # a storage out of reach: the trial is run again when it has been silent for long
             with contextlib.suppress(ConfigError), self.storage.reached():
                 self.storage.give_back(claim, trial)
             raise
-
-    def _try(self, claim: Claim, trial: Trial) -> None:
-        try:
-            row = run_trial(self.lab, trial, self._check)
-        # its settings', its data's or the machine's: other trials may do
-        except (NPTError, RuntimeError) as error:
-            said = f"{type(error).__name__}: {error}"
-            self.storage.fail(claim, said[:500])
-            self._say(f"{label(trial)}: {said}")
-            return
-        if self.storage.finish(claim, row):
-            self.done += 1
-            self._say(f"{label(trial)}: {told(row)}")
 
     def _check(self) -> None:
         """Raise StoppedError if this process is to end."""
@@ -83,27 +79,12 @@ class Worker:
             raise StoppedError(15)
 
 
-def label(trial: Trial) -> str:
-    """Return a trial in a few words: its first place in the specification, and its seed."""
-    place = trial.places[0]
-    words = [place.part, place.arm] if place.arm else [place.part]
-    words += [f"{'lr' if n == RATE else n} {level_text(x)}" for n, x in place.point.items()]
-    return ", ".join([*words, f"seed {trial.settings.training.seed}"])
-
-
-def told(row: Row) -> str:
-    """Return the outcome in a few words."""
-
-    def number(name: str) -> str:
-        return "none" if row.get(name) is None else f"{row[name]:.4g}"
-
-    words: list[Any] = [row["outcome"]]
+def described(row: Row) -> str:
+    """Return the outcome of a trial in a few words."""
+    words = [row["outcome"]]
     if row["outcome"] != "stable":
-        at = f" at step {row['stopped_at']}" if row.get("stopped_at") else ""
-        words[0] += f"{at} ({row['reason']})"
-    if row.get("limit_low") is not None or row.get("limit_high") is not None:
-        words.append(f"trains up to {number('limit_low')}, not at {number('limit_high')}")
-    words.append(f"KL {number('kl')}")
-    if row["refused"]:
-        words.append(f"{row['refused']} refused")
-    return ", ".join([*words, f"{row['seconds']:.1f} s"])
+        words[0] += f" at step {row['steps']} ({row['reason']})"
+    for name in ("limit_low", "limit_high", "kl"):
+        if row.get(name) is not None:
+            words.append(f"{name} {row[name]:.4g}")
+    return ", ".join([*words, f"{row['refused']} refused", f"{row['seconds']:.1f} s"])

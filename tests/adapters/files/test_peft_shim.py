@@ -9,7 +9,7 @@ from token_students import IDS, student
 import npt
 from npt.adapters.converted import adapter_parameters, is_attached
 from npt.adapters.files.adapter_files import WEIGHTS_NAME
-from npt.errors import AdapterFileError, ModelError
+from npt.errors import AdapterFileError, ConfigError, ModelError
 
 peft = pytest.importorskip("peft")
 
@@ -109,7 +109,7 @@ def test_a_damaged_adapter_is_refused(load_model, folder, change):
     tensors = load_file(folder / WEIGHTS_NAME)
     change(tensors)
     save_file(tensors, folder / WEIGHTS_NAME)
-    with pytest.raises(AdapterFileError, match=r"lacks tensor|not finite; the adapter is refused"):
+    with pytest.raises(AdapterFileError, match=r"or not finite; the adapter is refused"):
         peft.PeftModel.from_pretrained(load_model(), folder)
 
 
@@ -123,16 +123,6 @@ def test_what_does_not_go_with_it_is_refused(load_model, folder):
     assert torch.equal(logits(model), before) and list(model.peft_config) == ["default"]
 
 
-def test_other_methods_are_not_touched(load_model, tmp_path):
-    model = peft.get_peft_model(
-        load_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
-    model.save_pretrained(tmp_path / "lora")
-    assert torch.equal(
-        logits(peft.PeftModel.from_pretrained(load_model(), tmp_path / "lora")), logits(model)
-    )
-
-
 def test_nothing_is_registered_unless_it_is_asked_for(load_model, folder, monkeypatch):
     monkeypatch.delitem(peft.PEFT_TYPE_TO_TUNER_MAPPING, "NPT")
     npt.load_adapter(load_model(), folder)
@@ -141,34 +131,7 @@ def test_nothing_is_registered_unless_it_is_asked_for(load_model, folder, monkey
         peft.get_peft_model(load_model(), peft.PeftConfig.from_pretrained(folder))
 
 
-def test_registering_twice_is_registering_once(monkeypatch):
-    from peft import PEFT_TYPE_TO_TUNER_MAPPING
-
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING["NPT"]
-    npt.register_peft()
-    assert PEFT_TYPE_TO_TUNER_MAPPING["NPT"] is tuner
-    monkeypatch.setitem(PEFT_TYPE_TO_TUNER_MAPPING, "NPT", dict)
-    with pytest.raises(ModelError, match=r"knows a method .NPT. already, builtins\.dict"):
-        npt.register_peft()
-
-
 def test_without_peft_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(
-        ModelError, match=r"PEFT cannot be imported .*pip install 'npt-distill\[peft\]'"
-    ):
-        npt.register_peft()
-
-
-def test_a_peft_that_would_load_no_tensor_is_refused(monkeypatch):
-    from peft.tuners.tuners_utils import BaseTuner
-
-    monkeypatch.delattr(BaseTuner, "_remap_adapter_state_dict_for_load")
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"has no way for a tuner to load its own tensors; pip install 'npt-distill\[peft\]'"
-            r" --upgrade"
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"needs peft, .*pip install 'npt-distill\[peft\]'"):
         npt.register_peft()

@@ -18,7 +18,6 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.files import hub
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, FILES
-from npt.adapters.files.card import for_hub
 from npt.adapters.files.hub import adapter_folder
 from npt.base.load import EMBEDDED_FOLDER
 from npt.base.recipe import ENTRY, Recipe
@@ -234,13 +233,6 @@ def test_the_code_on_the_card_runs_as_printed_in_the_cards_folder(tmp_path, monk
         exec(code, names)
         with torch.no_grad():
             assert torch.equal(names["model"](IDS).logits, logits), code
-
-
-def test_the_card_of_a_repository_names_the_repository(tmp_path):
-    saved(tmp_path / "adapter", RECIPES["nf4"])
-    card = for_hub((tmp_path / "adapter" / CARD_NAME).read_text(), "some/one")
-    assert all("some/one" in code for code in snippets(card))
-    assert '"."' not in card and "this folder" not in card
 
 
 def test_only_a_detached_model_is_saved_as_a_whole(load_model, tmp_path):

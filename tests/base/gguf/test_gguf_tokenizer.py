@@ -7,7 +7,7 @@ from gguf_files import TEMPLATE, made_model, vocabulary, write_gguf
 from sentencepieces import BOS, PREFIXING
 
 from npt.base.gguf.file import GGUFFile
-from npt.base.gguf.tokenizer import _merges, end_ids, tokenizer_of
+from npt.base.gguf.tokenizer import end_ids, tokenizer_of
 from npt.base.load import load_tokenizer
 
 TEXTS = (
@@ -94,13 +94,6 @@ def test_a_piece_in_the_vocabulary_needs_no_merges_in_llama_3(tmp_path) -> None:
     for pre, wanted in (("llama-bpe", True), ("gpt-2", False)):
         found = read(tmp_path / f"{pre}.gguf", pre=pre, metadata=merges)
         assert (found("the").input_ids == [0, token]) == wanted
-
-
-def test_sentencepieces_merge_by_their_scores() -> None:
-    """Whatever the order of their ids."""
-    ids = {token: number for number, token in enumerate(("abc", "ab", "c", "bc", "b", "a"))}
-    pieces = [("abc", -9.0), ("ab", -2.0), ("bc", -1.0), ("a", -3.0)]
-    assert _merges(pieces, ids) == [("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc")]
 
 
 def test_qwen_joins_accents_with_their_letters(tmp_path) -> None:

@@ -4,22 +4,17 @@ overflows, then gradients.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import npt
-from npt.config import TrainConfig
 from npt.data.batch import Batch, Sample, collate
 from npt.diagnostics.recorder.ranking import FACTOR, explosions, gradients, growths, worst
 from npt.diagnostics.recorder.record import Record, Row
 from npt.diagnostics.recorder.recorder import Recorder
-from npt.distill.strategies import STRATEGIES
 
 TEXT = (
     "import os\n\n\nclass Stack:\n    def __init__(self, items):\n        self.items ="
@@ -28,18 +23,9 @@ TEXT = (
 
 
 def row(module: str = "m", stage: str = "out", rms: float | None = 1.0, **more: Any) -> Row:
-    fields: dict[str, Any] = {
-        "layer": None,
-        "direction": "forward",
-        "shape": (4,),
-        "dtype": "float32",
-        "count": 4,
-        "finite_share": 1.0,
-        "nan": 0,
-        "pos_inf": 0,
-        "neg_inf": 0,
-        **dict.fromkeys(("min", "max", "mean", "std", "absmax"), rms),
-    }
+    fields: dict[str, Any] = {"layer": None, "direction": "forward", "shape": (4,), "count": 4}
+    fields |= {"dtype": "float32", "finite_share": 1.0, "nan": 0, "pos_inf": 0, "neg_inf": 0}
+    fields |= dict.fromkeys(("min", "max", "mean", "std", "absmax"), rms)
     return Row(module=module, stage=stage, rms=rms, **{**fields, **more})
 
 
@@ -54,10 +40,8 @@ def grown(*sizes: tuple[str, float | None, float | None]) -> Record:
 
 def test_what_grew_beyond_the_factor_is_ranked_by_its_growth() -> None:
     record = grown(("a", 1.0, 2000.0), ("b", 0.5, 499.0), ("c", 1.0, 1e6), ("d", 3.0, 0.1))
-    assert [(e.after.module, e.before.stage, e.growth) for e in explosions(record)] == [
-        ("c", "in", 1e6),
-        ("a", "in", 2000.0),
-    ]
+    found = [(e.after.module, e.before.stage, e.growth) for e in explosions(record)]
+    assert found == [("c", "in", 1e6), ("a", "in", 2000.0)]
     assert [e.after.module for e in explosions(record, factor=500)] == ["c", "a", "b"]
     assert [e.after.module for e in growths(record)] == ["c", "a", "b", "d"]
     assert str(explosions(record)[0]) == "c out has RMS 1e+06, 1e+06 times that of c in"
@@ -79,19 +63,6 @@ def test_a_module_that_repeats_what_happened_inside_it_is_left_out() -> None:
     assert [e.after.module for e in explosions(grown(("a", 1.0, 2e3), ("", 1.0, 9e3)))] == ["a"]
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e30), st.floats(0, 1e30)), max_size=8), st.floats(1.5, 1e6))
-def test_explosions_are_those_of_the_definition(pairs, factor) -> None:
-    record = grown(*((f"m{i}", *pair) for i, pair in enumerate(pairs)))
-    expected = {
-        f"m{i}"
-        for i, (before, after) in enumerate(pairs)
-        if before > 0 and after / before > factor and after >= 1
-    }
-    found = explosions(record, factor)
-    assert {e.after.module for e in found} == expected
-    assert all(one.growth >= other.growth for one, other in itertools.pairwise(found))
-
-
 def test_gradients_rank_by_norm_after_those_that_are_not_finite() -> None:
     record = Record(
         1,
@@ -111,25 +82,19 @@ def test_the_worst_is_a_bad_number_then_an_explosion_then_a_gradient() -> None:
     clean = grown(("a", 1.0, 2.0))
     assert worst(clean) == "all 2 tensors finite, none exploded"
     gradient = row("g", "weight", 3.0, direction="gradient")
-    assert (
-        worst(Record(1, (*clean.rows, gradient)))
-        == "all 3 tensors finite, none exploded, largest gradient norm 6 of g weight"
-    )
+    found = worst(Record(1, (*clean.rows, gradient)))
+    assert found == "all 3 tensors finite, none exploded, largest gradient norm 6 of g weight"
     exploded = grown(("a", 1.0, 5000.0), ("b", 1.0, 4000.0))
     found = worst(Record(1, (*exploded.rows, gradient)))
     assert found == "explosion: a out has RMS 5e+03, 5e+03 times that of a in (2 such)"
     bad = row("g", "weight", None, direction="gradient", nan=1, pos_inf=2, neg_inf=1)
     found = worst(Record(1, (*exploded.rows, bad, row(nan=4, rms=None))))
-    assert (
-        found
-        == "2 of 6 tensors are not finite, the first: gradient of g weight (1 NaN, 2 +Inf, 1 -Inf"
-        " of 4)"
-    )
+    assert found.startswith("2 of 6 tensors are not finite, the first: gradient of g weight")
+    assert found.endswith(" (1 NaN, 2 +Inf, 1 -Inf of 4)")
     assert worst(Record(1, ())) == "nothing was computed"
 
 
 # --- on the embedded model
-# -------------------------------------------------------------------------------------------
 
 
 def tiny(quantization: str | None = "nf4", **arguments: Any) -> tuple[nn.Module, Batch]:
@@ -149,21 +114,8 @@ def test_the_clean_embedded_model_has_no_explosion() -> None:
     # The first layer writes into a small stream: that is far more than any other module does, and
     # far below what counts.
     largest, second = growths(record)[:2]
-    assert (
-        largest.after.name == "model.layers.0 out"
-        and 20 < largest.growth < FACTOR / 5
-        and second.growth < FACTOR / 50
-    )
-
-
-@pytest.mark.parametrize("strategy", ["local", "end_to_end"])
-def test_the_clean_embedded_student_has_no_explosion(strategy) -> None:
-    model, batch = tiny()
-    npt.attach(model, npt.NPTConfig(additive_scale=1.0))
-    with Recorder(model) as recorder:
-        STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
-    record = recorder.record()
-    assert explosions(record) == [] and record.bad == []
+    assert largest.after.name == "model.layers.0 out" and 20 < largest.growth < FACTOR / 5
+    assert second.growth < FACTOR / 50
 
 
 def test_an_explosion_is_seen_before_fp16_overflows() -> None:

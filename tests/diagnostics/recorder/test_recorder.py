@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import npt
-from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
+from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import PRODUCTS, TARGETS, NPTConfig, TrainConfig
 from npt.diagnostics.recorder import observations, statistics
 from npt.diagnostics.recorder.record import Record, Row
@@ -34,6 +35,12 @@ def rows(record: Record, direction: str = "forward") -> dict[str, Row]:
     return {row.name: row for row in found}
 
 
+def recorded(model: nn.Module, run: Callable[[], Any], **settings: Any) -> Record:
+    with Recorder(model, **settings) as recorder:
+        run()
+    return recorder.record()
+
+
 def spaced(name: str) -> str:
     """A parameter's row: `blocks.0.linear weight`."""
     module, _, parameter = name.rpartition(".")
@@ -45,12 +52,10 @@ def hooks(model: nn.Module) -> int:
     count = sum(
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)
-        + len(module._forward_hooks_with_kwargs)
-        + len(module._forward_pre_hooks_with_kwargs)
         + (getattr(module, "observer", None) is not None)
         for module in model.modules()
     )
-    return count + sum(parameter._backward_hooks is not None for parameter in model.parameters())
+    return count + sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
 def student(load_model: Callable[..., nn.Module], **config: Any) -> nn.Module:
@@ -101,7 +106,6 @@ def stack() -> Stack:
 
 
 # --- what is seen
-# --------------------------------------------------------------------------------------------------
 
 
 def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
@@ -109,34 +113,13 @@ def test_every_module_has_rows_of_what_goes_in_and_comes_out(stack) -> None:
         stack(IDS).sum().backward()
     record = recorder.record(step=7, micro_batch=2)
     assert (record.step, record.micro_batch) == (7, 2)
-    assert [row.name for row in record.rows if row.direction == "forward"] == [
-        "in",
-        "embedding out",
-        "blocks.0.norm out",
-        "blocks.0.linear out",
-        "blocks.0.act out",
-        "blocks.0 out",
-        "blocks.1.norm out",
-        "blocks.1.linear out",
-        "blocks.1.act out",
-        "blocks.1 out",
-        "head out",
-        "out",
-    ]
-    assert [row.layer for row in rows(record).values()] == [
-        None,
-        None,
-        0,
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-        1,
-        None,
-        None,
-    ]
+    block = ("norm out", "linear out", "act out")
+    blocks = [[*(f"blocks.{i}.{row}" for row in block), f"blocks.{i} out"] for i in (0, 1)]
+    names = ["in", "embedding out", *blocks[0], *blocks[1], "head out", "out"]
+    assert [row.name for row in record.rows if row.direction == "forward"] == names
+    assert [row.layer for row in rows(record).values()] == [None] * 2 + [0] * 4 + [1] * 4 + [
+        None
+    ] * 2
     assert rows(record)["in"].dtype == "int64" and rows(record)["out"].shape == (2, 3, 3)
     values = {name for name in rows(record) if name != "in"}
     assert set(rows(record, "gradient")) == values | {
@@ -157,55 +140,42 @@ def test_rows_hold_the_statistics_of_the_tensors_themselves(stack) -> None:
         tensor.retain_grad()
     kept["head out"].square().sum().backward()
     stack.zero_grad()
-    with Recorder(stack) as recorder:
-        stack(IDS).square().sum().backward()
-    record = recorder.record()
+    record = recorded(stack, lambda: stack(IDS).square().sum().backward())
     for direction in ("forward", "gradient"):
         found = rows(record, direction)
         for name, tensor in kept.items():
             values = tensor.detach() if direction == "forward" else tensor.grad
+            row, rms = found[name], float(values.square().mean().sqrt())
             # The sums of squares of a few numbers, in another order.
-            assert found[name].rms == pytest.approx(
-                float(values.square().mean().sqrt()), rel=1e-5
-            ), name
-            assert found[name].absmax == float(values.abs().max()) and found[name].min == float(
-                values.min()
-            ), name
-            assert (
-                found[name].norm == pytest.approx(float(values.norm()), rel=1e-5)
-                and found[name].count == values.numel()
-            )
+            assert row.rms == pytest.approx(rms, rel=1e-5), name
+            assert (row.absmax, row.min) == (float(values.abs().max()), float(values.min())), name
+            assert row.norm == pytest.approx(float(values.norm()), rel=1e-5)
+            assert row.count == values.numel()
     for name, parameter in stack.named_parameters():
         assert rows(record, "gradient")[spaced(name)].absmax == float(parameter.grad.abs().max())
 
 
 def test_a_row_points_to_what_it_was_made_from(stack) -> None:
-    with Recorder(stack) as recorder:
-        stack(IDS)
-    record = recorder.record()
+    record = recorded(stack, lambda: stack(IDS))
     made_from = {
         row.name: record.rows[row.source].name for row in record.rows if row.source is not None
     }
     # Neither the embedding nor the normalisations, and not the model, whose input is no activation.
-    assert made_from == {
-        "blocks.0.linear out": "blocks.0.norm out",
-        "blocks.0.act out": "blocks.0.linear out",
-        "blocks.0 out": "embedding out",
-        "blocks.1.linear out": "blocks.1.norm out",
-        "blocks.1.act out": "blocks.1.linear out",
-        "blocks.1 out": "blocks.0 out",
-        "head out": "blocks.1 out",
-    }
-    found = rows(record)
-    update = found["blocks.1 out"].update_ratio
-    # x + a - x is rounded
-    assert update == pytest.approx(
-        found["blocks.1.act out"].rms / found["blocks.0 out"].rms, rel=1e-4
-    )
-    assert [name for name, row in found.items() if row.update_ratio is not None] == [
-        "blocks.0 out",
-        "blocks.1 out",
+    blocks = [
+        {
+            f"blocks.{i}.linear out": f"blocks.{i}.norm out",
+            f"blocks.{i}.act out": f"blocks.{i}.linear out",
+            f"blocks.{i} out": before,
+        }
+        for i, before in enumerate(("embedding out", "blocks.0 out"))
     ]
+    assert made_from == {**blocks[0], **blocks[1], "head out": "blocks.1 out"}
+    found = rows(record)
+    ratio = found["blocks.1.act out"].rms / found["blocks.0 out"].rms
+    # x + a - x is rounded
+    assert found["blocks.1 out"].update_ratio == pytest.approx(ratio, rel=1e-4)
+    updates = [name for name, row in found.items() if row.update_ratio is not None]
+    assert updates == ["blocks.0 out", "blocks.1 out"]
 
 
 def test_a_tensor_is_reduced_once_however_many_modules_name_it(
@@ -252,9 +222,8 @@ def test_a_tensor_outside_the_graph_is_not_taken_for_its_twin_inside() -> None:
             return self.inside(doubled)
 
     model = Twins()
-    with Recorder(model) as recorder:
-        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert "inside in" in rows(recorder.record(), "gradient")
+    x = torch.ones(1, 2, requires_grad=True)
+    assert "inside in" in rows(recorded(model, lambda: model(x).sum().backward()), "gradient")
 
 
 class Odd(nn.Module):
@@ -275,9 +244,7 @@ class Output:
     ("given", "names"),
     [
         (None, ["in"]),
-        (3, ["in"]),
         ("text", ["in"]),
-        ((), ["in"]),
         ([None, torch.ones(2)], ["in", "in.give.1", "out.1"]),
         ((torch.ones(2), torch.zeros(3), None), ["in", "in.give.0", "in.give.1", "out"]),
         (
@@ -288,9 +255,7 @@ class Output:
             Output(torch.ones(()), (torch.zeros(2),)),
             ["in", "in.give.loss", "in.give.hidden.0", "out.loss"],
         ),
-        (torch.ones(2, dtype=torch.bool), ["in", "in.give", "out"]),
         (torch.empty(0, 3), ["in", "in.give", "out"]),
-        (torch.tensor(2.0), ["in", "in.give", "out"]),
         pytest.param(object(), ["in"], id="an object"),
     ],
     ids=repr,
@@ -309,26 +274,18 @@ def test_masks_are_left_out_and_other_arguments_are_named() -> None:
             return query * scale
 
     model = Attends()
-    with Recorder(model) as recorder:
-        model(torch.ones(2, 2), torch.full((2, 2), -INF), scale=torch.ones(2))
-    assert [row.name for row in recorder.record().rows] == ["in", "in.scale", "out"]
+    mask = torch.full((2, 2), -INF)
+    run = partial(model, torch.ones(2, 2), mask, scale=torch.ones(2))
+    assert [row.name for row in recorded(model, run).rows] == ["in", "in.scale", "out"]
 
 
 def test_later_calls_of_a_module_in_a_pass_are_numbered() -> None:
     linear = nn.Linear(3, 3)
     model = nn.Sequential(linear, nn.Tanh(), linear)
-    with Recorder(model) as recorder:
-        model(torch.ones(2, 3)).sum().backward()
-    record = recorder.record()
+    record = recorded(model, lambda: model(torch.ones(2, 3)).sum().backward())
     assert list(rows(record)) == ["in", "0 out", "1 out", "0 out#2", "out"]
-    assert set(rows(record, "gradient")) == {
-        "out",
-        "0 out#2",
-        "1 out",
-        "0 out",
-        "0 weight",
-        "0 bias",
-    }
+    gradients = {"out", "0 out#2", "1 out", "0 out", "0 weight", "0 bias"}
+    assert set(rows(record, "gradient")) == gradients
 
 
 def test_a_second_backward_through_the_same_tensor_is_numbered() -> None:
@@ -341,85 +298,43 @@ def test_a_second_backward_through_the_same_tensor_is_numbered() -> None:
 
 
 def test_a_parameters_gradient_is_that_of_this_pass_alone(stack) -> None:
-    for _ in range(2):
-        stack(IDS).sum().backward()
-    before = {name: p.grad.clone() for name, p in stack.named_parameters()}
-    with Recorder(stack) as recorder:
-        stack(IDS).sum().backward()
-    found = rows(recorder.record(), "gradient")
-    assert found["head weight"].norm == pytest.approx(
-        float(before["head.weight"].norm()) / 2, rel=1e-5
-    )
-
-
-def test_gradients_can_be_left_out(stack) -> None:
-    with Recorder(stack, gradients=False) as recorder:
-        assert all(p._backward_hooks is None for p in stack.parameters())
-        stack(IDS).sum().backward()
-    assert not rows(recorder.record(), "gradient")
-
-
-def test_layers_can_be_chosen(stack) -> None:
-    with Recorder(stack, layers=[1]) as recorder:
-        stack(IDS).sum().backward()
-    record = recorder.record()
-    assert {row.layer for row in record.rows} == {None, 1}
-    assert {"embedding out", "head out", "blocks.1 out"} <= set(rows(record))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"layers": [0, 2]}, "Stack has no layer 2; leave it out of layers"),
-        (
-            {"valid": torch.ones(3)},
-            r"valid has the shape \(3,\); it says of each token, \[B, T\], whether it counts",
-        ),
-    ],
-)
-def test_wrong_settings_are_refused_and_leave_no_hook(stack, settings, message) -> None:
-    with pytest.raises(ValueError, match=message), Recorder(stack, **settings):
-        pass
-    assert hooks(stack) == 0
-
-
-def test_a_parameter_without_gradient_has_no_row(stack) -> None:
-    stack.head.weight.requires_grad_(False)
-    with Recorder(stack) as recorder:
-        stack(IDS).sum().backward()
-    assert "head weight" not in rows(recorder.record(), "gradient")
-    assert hooks(stack) == 0
+    stack(IDS).sum().backward()
+    norm = float(stack.head.weight.grad.norm())
+    found = rows(recorded(stack, lambda: stack(IDS).sum().backward()), "gradient")
+    assert found["head weight"].norm == pytest.approx(norm, rel=1e-5)
 
 
 def test_numbers_that_are_not_finite_are_counted_where_they_are(stack) -> None:
     with torch.no_grad():
         stack.blocks[1].linear.bias[0] = NAN
-    with Recorder(stack) as recorder:
-        stack(IDS).sum().backward()
-    record = recorder.record()
+    record = recorded(stack, lambda: stack(IDS).sum().backward())
     first = next(row for row in record.rows if not row.finite)
-    assert (first.name, first.nan, first.count, first.finite_share) == (
-        "blocks.1.linear out",
-        6,
-        36,
-        30 / 36,
-    )
+    assert (first.name, first.nan, first.count) == ("blocks.1.linear out", 6, 36)
     assert rows(record)["blocks.0 out"].finite and rows(record)["head out"].nan == 18
     assert rows(record)["head out"].rms is None and rows(record)["head out"].norm is None
-
-
-def test_a_record_comes_back_from_json(stack) -> None:
-    with torch.no_grad():
-        stack.head.bias[0] = INF
-    with Recorder(stack) as recorder:
-        stack(IDS).sum().backward()
-    record = recorder.record(3)
     text = json.dumps(record.as_dict(), allow_nan=False)
     assert Record.from_dict(json.loads(text)) == record
 
 
+def test_gradients_can_be_left_out_and_frozen_parameters_have_none(stack) -> None:
+    def run() -> None:
+        stack(IDS).sum().backward()
+
+    assert not rows(recorded(stack, run, gradients=False), "gradient")
+    stack.head.weight.requires_grad_(False)
+    found = rows(recorded(stack, run), "gradient")
+    assert "head bias" in found and "head weight" not in found
+
+
+def test_a_mask_of_another_shape_and_a_second_entry_are_refused(stack) -> None:
+    with pytest.raises(ValueError, match=r"valid has the shape \(3,\); it says of each token"):
+        Recorder(stack, valid=torch.ones(3))
+    with Recorder(stack) as recorder, pytest.raises(RuntimeError, match="inside its block already"):
+        recorder.__enter__()
+    assert hooks(stack) == 0
+
+
 # --- contexts
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -431,15 +346,10 @@ def test_without_gradients_the_forward_rows_are_the_same(load_model, batch, cont
             model(batch.input_ids, attention_mask=batch.attention_mask)
         return rows(recorder.record())
 
-    def sizes(found: dict[str, Row]) -> dict[str, tuple[Any, ...]]:
-        return {
-            name: (row.shape, row.count, row.rms, row.update_ratio) for name, row in found.items()
-        }
-
-    full, found = sizes(record(torch.enable_grad)), sizes(record(context))
-    assert {name: found[name] for name in full} == full
-    if context is torch.no_grad:
-        assert found.keys() == full.keys()
+    full, found = record(torch.enable_grad), record(context)
+    for name, row in full.items():
+        same = found[name]
+        assert (row.shape, row.rms, row.update_ratio) == (same.shape, same.rms, same.update_ratio)
 
 
 def test_mixed_precision_is_seen_as_it_is(stack) -> None:
@@ -452,18 +362,14 @@ def test_mixed_precision_is_seen_as_it_is(stack) -> None:
             found.float().sum().backward()
     record = recorder.record()
     assert torch.equal(found, expected)
-    assert all(
-        torch.equal(p.grad, q.grad)
-        for p, q in zip(stack.parameters(), plain.parameters(), strict=True)
-    )
-    assert (
-        rows(record)["head out"].dtype == "bfloat16"
-        and rows(record, "gradient")["head weight"].dtype == "float32"
-    )
+    for p, q in zip(stack.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    row = rows(record)["head out"]
+    assert row.dtype == "bfloat16"
+    assert rows(record, "gradient")["head weight"].dtype == "float32"
     # The row is of the numbers as bf16 has them, but nothing is summed in bf16.
-    assert rows(record)["head out"].rms == pytest.approx(
-        float(expected.detach().double().square().mean().sqrt()), rel=1e-5
-    )
+    rms = float(expected.detach().double().square().mean().sqrt())
+    assert row.rms == pytest.approx(rms, rel=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -476,30 +382,21 @@ def test_a_recomputation_of_gradient_checkpointing_is_a_second_call(stack, reent
 
     plain = copy.deepcopy(stack)
     forward(plain).square().sum().backward()
-    with Recorder(stack) as recorder:
-        forward(stack).square().sum().backward()
-    record = recorder.record()
+    record = recorded(stack, lambda: forward(stack).square().sum().backward())
     for one, other in zip(stack.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
     found, again = rows(record), rows(record, "gradient")
     assert found["blocks.1.linear out#2"].rms == found["blocks.1.linear out"].rms
-    assert again["blocks.1.norm weight"].norm == pytest.approx(
-        float(plain.blocks[1].norm.weight.grad.norm()), rel=1e-5
-    )
     # Only the graph that is walked has gradients: with re-entrance that of the second call.
-    assert ("blocks.1.linear out#2" in again) == reentrant and (
-        "blocks.1.linear out" in again
-    ) != reentrant
-    assert hooks(stack) == 0
+    assert ("blocks.1.linear out#2" in again) == reentrant
+    assert ("blocks.1.linear out" in again) != reentrant and hooks(stack) == 0
 
 
 def test_a_sparse_gradient_is_skipped_and_said() -> None:
     model = nn.Embedding(5, 2, sparse=True)
     with Recorder(model) as recorder:
         model(torch.tensor([1, 1])).sum().backward()
-    with pytest.warns(
-        UserWarning, match="1 tensors were not recorded, the first: gradient of weight: TypeError"
-    ):
+    with pytest.warns(match="1 tensors were not recorded, the first: gradient of weight: TypeErr"):
         record = recorder.record()
     assert {row.name for row in record.rows} == {"in", "out"}
     assert model.weight.grad.is_sparse
@@ -513,14 +410,11 @@ def test_a_failure_of_the_recorder_does_not_reach_the_pass(stack, monkeypatch) -
     with Recorder(stack) as recorder:
         stack(IDS).sum().backward()
     assert stack.head.weight.grad is not None and hooks(stack) == 0
-    with pytest.warns(
-        UserWarning, match="tensors were not recorded, the first: in: ValueError: broken"
-    ):
+    with pytest.warns(match="tensors were not recorded, the first: in: ValueError: broken"):
         assert recorder.record().rows == ()
 
 
 # --- padding
-# --------------------------------------------------------------------------------------------------
 
 
 def test_padding_is_left_out_by_the_models_mask_or_a_given_one(load_model, batch) -> None:
@@ -532,16 +426,14 @@ def test_padding_is_left_out_by_the_models_mask_or_a_given_one(load_model, batch
                 batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
             ).hidden_states
         own = rows(recorder.record())
-        with Recorder(model, valid=valid) as recorder:
-            model(batch.input_ids, attention_mask=batch.attention_mask)
-        given = rows(recorder.record())
+        run = partial(model, batch.input_ids, attention_mask=batch.attention_mask)
+        given = rows(recorded(model, run, valid=valid))
     row = own["model.layers.1 out"]
     assert row.count == batch.tokens * 64 and row.shape == (3, 9, 64)
     assert row.rms == pytest.approx(float(states[2][valid].square().mean().sqrt()), rel=1e-5)
     update = (states[2] - states[1])[valid]
-    assert row.update_ratio == pytest.approx(
-        float(update.norm() / states[1][valid].norm()), rel=1e-5
-    )
+    ratio = float(update.norm() / states[1][valid].norm())
+    assert row.update_ratio == pytest.approx(ratio, rel=1e-5)
     assert {name: row.rms for name, row in given.items()} == {name: own[name].rms for name in given}
 
 
@@ -555,18 +447,13 @@ def test_junk_at_padding_is_nobodys_business() -> None:
         out[valid].sum().backward()
     record = recorder.record()
     forward, gradient = rows(record), rows(record, "gradient")
-    assert (
-        forward["in"].finite
-        and forward["out"].finite
-        and gradient["out"].finite
-        and forward["out"].count == 18
-    )
+    assert forward["in"].finite and forward["out"].finite and gradient["out"].finite
+    assert forward["out"].count == 18
     # 0 * NaN: this is what it does to the weights, and so it is shown
     assert not gradient["weight"].finite
 
 
 # --- NPT layers
-# --------------------------------------------------------------------------------------------------
 
 STAGES = "h a z m_gate s_gate gate m_up s_up up activation product m_down s_down mlp o".split()  # noqa: SIM905
 
@@ -581,40 +468,28 @@ def stages(record: Record, layer: int, direction: str = "forward") -> list[str]:
 
 def test_local_strategy_records_stages_and_the_teachers_output(load_model, batch) -> None:
     model = student(load_model)
-    with Recorder(model, valid=batch.attention_mask.bool()) as recorder:
-        STRATEGIES["local"](model, batch, TrainConfig())
-    record = recorder.record()
+    run = partial(STRATEGIES["local"], model, batch, TrainConfig())
+    record = recorded(model, run, valid=batch.attention_mask.bool())
     for layer in (1, 3):
         assert stages(record, layer) == [*STAGES, "t"]
-        gradients = {
-            "z",
-            *STAGES[3:],
-            "A",
-            *(f"{p}.{t}" for p in "BM" for t in ("gate", "up", "down")),
-        }
+        matrices = (f"{p}.{t}" for p in "BM" for t in ("gate", "up", "down"))
+        gradients = {"z", *STAGES[3:], "A", *matrices}
         assert set(stages(record, layer, "gradient")) == gradients
     found = rows(record)
     assert all(row.finite for row in record.rows)
-    assert found["model.layers.1.npt h"].count == batch.tokens * 64 and found[
-        "model.layers.1.npt gate"
-    ].shape == (batch.tokens, 128)
+    assert found["model.layers.1.npt h"].count == batch.tokens * 64
+    assert found["model.layers.1.npt gate"].shape == (batch.tokens, 128)
     # teacher and student
     assert found["model.layers.1.mlp.gate_proj out"].shape == (2 * batch.tokens, 128)
-    assert (
-        0.5
-        <= found["model.layers.1.npt m_up"].min
-        < 1
-        < found["model.layers.1.npt m_up"].max
-        <= 1.5
-    )
+    m_up = found["model.layers.1.npt m_up"]
+    assert 0.5 <= m_up.min < 1 < m_up.max <= 1.5
     o, h, mlp = (found[f"model.layers.3.npt {stage}"] for stage in ("o", "h", "mlp"))
     assert o.update_ratio == pytest.approx(mlp.rms / h.rms, rel=1e-4)  # h + mlp - h is rounded
     assert record.rows[o.source] == h and found["model.layers.3.npt t"].update_ratio > 0
     for name, parameter in adapter_parameters(model).items():
         module, _, stage = name.partition(".npt.")
-        assert rows(record, "gradient")[f"{module}.npt {stage}"].absmax == float(
-            parameter.grad.abs().max()
-        )
+        absmax = rows(record, "gradient")[f"{module}.npt {stage}"].absmax
+        assert absmax == float(parameter.grad.abs().max())
 
 
 def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model, batch) -> None:
@@ -628,9 +503,8 @@ def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model
     found = rows(record)
     assert {"model.layers.2.mlp.gate_proj out", "model.layers.2.mlp.gate_proj out#2"} <= set(found)
     assert found["model.layers.0 out"].update_ratio > 0 and "model.layers.0 out#2" not in found
-    assert "model.layers.2 out#2" in rows(record, "gradient") and "model.layers.2 out" not in rows(
-        record, "gradient"
-    )
+    gradients = rows(record, "gradient")
+    assert "model.layers.2 out#2" in gradients and "model.layers.2 out" not in gradients
 
 
 @pytest.mark.parametrize(
@@ -652,39 +526,13 @@ def test_end_to_end_strategy_records_teacher_and_student_as_two_calls(load_model
 )
 def test_a_layer_has_the_stages_of_its_form(load_model, batch, config, missing, more) -> None:
     model = student(load_model, **config)
-    with Recorder(model) as recorder:
-        model(batch.input_ids, attention_mask=batch.attention_mask).logits.sum().backward()
-    record = recorder.record()
+    record = recorded(model, lambda: model(batch.input_ids).logits.sum().backward())
     assert set(stages(record, 1)) == (set(STAGES) - missing) | more
     found = rows(record)
     assert found["model.layers.1 out"].rms == found["model.layers.1.npt o"].rms
-    assert (
-        found["model.layers.1 out"].update_ratio == found["model.layers.1.npt o"].update_ratio > 0
-    )
+    o = found["model.layers.1.npt o"]
+    assert found["model.layers.1 out"].update_ratio == o.update_ratio > 0
     assert all(row.finite for row in record.rows)
-
-
-def test_floor_and_teacher_show_what_they_compute(load_model, batch) -> None:
-    model = student(load_model)
-    found = {}
-    for mode in ("floor", "teacher"):
-        with Recorder(model) as recorder, adapter_mode(model, mode), torch.no_grad():
-            model(batch.input_ids)
-        found[mode] = recorder.record()
-    assert stages(found["floor"], 1) == [
-        "h",
-        "a",
-        "gate",
-        "up",
-        "activation",
-        "product",
-        "mlp",
-        "o",
-    ]
-    assert stages(found["teacher"], 1) == []
-    assert "model.layers.1 out" in rows(found["teacher"]) and "model.layers.1 out" in rows(
-        found["floor"]
-    )
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
@@ -707,25 +555,7 @@ def test_the_first_bad_row_is_of_the_stage_that_made_the_bad_number(
         npt_layers(model)[1][1].npt.get_parameter(parameter)[0, 0] = NAN
     with Recorder(model) as recorder:
         STRATEGIES[strategy](model, batch, TrainConfig(strategy=strategy))
-    assert (
-        next(row for row in recorder.record().rows if not row.finite).name
-        == f"model.layers.3.npt {first}"
-    )
-
-
-def test_saturated_multipliers_are_a_share(load_model, batch) -> None:
-    model = student(load_model)
-    adapter = npt_layers(model)[0][1].npt
-    with torch.no_grad():
-        adapter.M["up"][:64] = 1e4 * adapter.M["up"][:64].sign()
-        adapter.M["gate"].zero_()
-    with Recorder(model) as recorder, torch.no_grad():
-        model(batch.input_ids)
-    found = rows(recorder.record())
-    assert found["model.layers.1.npt m_gate"].saturation == 0.0
-    # the other half is random and moderate
-    assert found["model.layers.1.npt m_up"].saturation == pytest.approx(0.5, abs=0.05)
-    assert found["model.layers.1.npt s_up"].saturation is None
+    assert recorder.record().bad[0].name == f"model.layers.3.npt {first}"
 
 
 @pytest.mark.parametrize(
@@ -749,7 +579,6 @@ def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, share) 
 
 
 # --- nothing is changed, nothing stays
-# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
@@ -763,25 +592,19 @@ def test_losses_and_gradients_are_bit_equal_with_and_without_it(
         logit_kl_weight=0.5 if strategy == "end_to_end" else 0.0,
     )
     results = []
-    for recorded in (False, True, False):
+    for watched in (False, True, False):
         for parameter in adapter_parameters(model).values():
             parameter.grad = None
         state = torch.get_rng_state()
-        if recorded:
+        if watched:
             with Recorder(model) as recorder:
                 sums = STRATEGIES[strategy](model, batch, config)
             assert len(recorder.record().rows) > 100
         else:
             sums = STRATEGIES[strategy](model, batch, config)
         assert torch.equal(torch.get_rng_state(), state)
-        results.append(
-            [
-                sums.loss,
-                sums.layer_nmse,
-                sums.logit,
-                *(p.grad.clone() for p in adapter_parameters(model).values()),
-            ]
-        )
+        gradients = (p.grad.clone() for p in adapter_parameters(model).values())
+        results.append([sums.loss, sums.layer_nmse, sums.logit, *gradients])
     for plain, recorded, after in zip(*results, strict=True):
         assert torch.equal(plain, recorded) and torch.equal(plain, after)
 
@@ -832,26 +655,20 @@ def test_a_graph_that_outlives_the_block_is_not_watched_any_more(stack) -> None:
     assert not rows(recorder.record(), "gradient")
 
 
-def test_hooks_of_others_stay(stack) -> None:
-    seen: list[str] = []
-    stack.head.register_forward_hook(lambda *_: seen.append("forward"))
-    stack.head.weight.register_hook(lambda _: seen.append("gradient"))
-    with Recorder(stack):
-        stack(IDS).sum().backward()
-    stack(IDS).sum().backward()
-    assert seen == ["forward", "gradient"] * 2
-
-
-def test_an_observer_of_others_sees_the_same_and_stays(load_model, batch) -> None:
+def test_hooks_and_observers_of_others_see_the_same_and_stay(load_model, batch) -> None:
     model = student(load_model)
     seen: list[str] = []
     adapter = npt_layers(model)[0][1].npt
-    adapter.observer = mine = lambda found: seen.extend(found)
-    with Recorder(model), torch.no_grad():
-        model(batch.input_ids)
-    assert (
-        adapter.observer is mine and [s for s in seen if s not in ("s_stream", "stream")] == STAGES
-    )
+    adapter.observer = mine = lambda stages: seen.extend(stages)
+    model.lm_head.register_forward_hook(lambda *_: seen.append("forward"))
+    adapter.A.register_hook(lambda _: seen.append("gradient"))
+    for _ in range(2):
+        with Recorder(model):
+            model(batch.input_ids).logits.sum().backward()
+        assert adapter.observer is mine
+        stages = [s for s in seen if s not in ("s_stream", "stream")]
+        assert stages == [*STAGES, "forward", "gradient"]
+        seen.clear()
 
 
 def test_recorders_nest_and_can_be_used_again(load_model, batch) -> None:
@@ -870,15 +687,6 @@ def test_recorders_nest_and_can_be_used_again(load_model, batch) -> None:
     assert inner.record() == once
 
 
-def test_a_recorder_is_not_entered_twice(stack) -> None:
-    recorder = Recorder(stack)
-    with recorder:
-        with pytest.raises(RuntimeError, match="inside its block already"):
-            recorder.__enter__()
-        stack(IDS)
-    assert hooks(stack) == 0 and len(recorder.record().rows) == 12
-
-
 def test_record_reads_what_came_since_the_last_one(stack) -> None:
     with Recorder(stack) as recorder:
         loss = stack(IDS).sum()
@@ -887,9 +695,8 @@ def test_record_reads_what_came_since_the_last_one(stack) -> None:
         backward = recorder.record()
         stack(IDS)
         again = recorder.record()
-    assert {row.direction for row in forward.rows} == {"forward"} and {
-        row.direction for row in backward.rows
-    } == {"gradient"}
+    assert {row.direction for row in forward.rows} == {"forward"}
+    assert {row.direction for row in backward.rows} == {"gradient"}
     assert again.rows == forward.rows
     assert recorder.record().rows == ()
 
@@ -915,10 +722,8 @@ class ScalarReads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.nonzero.default,
-        )
+        aten = torch.ops.aten
+        self.count += func in (aten._local_scalar_dense.default, aten.nonzero.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -927,9 +732,7 @@ def test_where_reading_would_wait_nothing_is_read_before_the_record(
 ) -> None:
     model = student(load_model)
     valid = batch.attention_mask.bool()
-    with Recorder(model, valid=valid) as recorder:
-        STRATEGIES["local"](model, batch, TrainConfig())
-    read = recorder.record()
+    read = recorded(model, lambda: STRATEGIES["local"](model, batch, TrainConfig()), valid=valid)
     monkeypatch.setattr(statistics, "_readable", lambda values: False)  # as on a GPU
 
     def reads() -> int:
@@ -941,12 +744,7 @@ def test_where_reading_would_wait_nothing_is_read_before_the_record(
     with Recorder(model, valid=valid) as recorder:
         assert reads() == plain
     for row, same in zip(recorder.record().rows, read.rows, strict=True):
-        assert (row.name, row.count, row.min, row.max, row.saturation) == (
-            same.name,
-            same.count,
-            same.min,
-            same.max,
-            same.saturation,
-        )
+        for name in ("name", "count", "min", "max", "saturation"):
+            assert getattr(row, name) == getattr(same, name)
         # the same sums in another precision and order
         assert row.rms == pytest.approx(same.rms, rel=1e-5)

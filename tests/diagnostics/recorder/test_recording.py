@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
-from npt.diagnostics.recorder import recording as recording_module
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.recording import PICTURED, Recording, describe, read_record
+from npt.diagnostics.recorder.record import Record, Row
+from npt.diagnostics.recorder.recording import PICTURED, Recording, describe
 from npt.errors import ConfigError
 
 
@@ -21,48 +19,32 @@ def chosen(recording: Recording, last: int = 20) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "every", "expected"),
+    ("steps", "every", "expected", "plan"),
     [
-        ("1,2,3,4,5,8", None, [1, 2, 3, 4, 5, 8]),
-        ("1-5,8", None, [1, 2, 3, 4, 5, 8]),
-        (None, 6, [6, 12, 18]),
-        ("2-3", 10, [2, 3, 10, 20]),
-        (None, None, []),
-        ("30", None, []),
-        (None, 1, list(range(1, 21))),
+        ("1-5,8", None, [1, 2, 3, 4, 5, 8], "steps 1-5,8"),
+        (None, 6, [6, 12, 18], "every 6 steps"),
+        ("2-3", 10, [2, 3, 10, 20], "steps 2-3 and every 10 steps"),
+        (None, None, [], "no step"),
+        ("30", None, [], "steps 30"),
     ],
 )
-def test_the_chosen_steps_are_wanted_and_no_other(steps, every, expected, tmp_path) -> None:
-    assert chosen(Recording(tmp_path, steps, every)) == expected
-
-
-def test_a_step_is_recorded_once_however_often_it_is_tried(tmp_path) -> None:
-    recording = Recording(tmp_path, "2-4")
-    recording.begin(3)
-    assert chosen(recording) == [2, 4]
+def test_the_chosen_steps_are_said_and_wanted_and_no_other(steps, every, expected, plan) -> None:
+    recording = Recording("there", steps, every)
+    assert chosen(recording) == expected
+    assert str(recording) == (
+        f"recording {plan}, of each the first micro-batch on process 0 only, into there"
+    )
+    for step in expected[:1]:  # however often it is tried
+        recording.begin(step)
+        assert chosen(recording) == expected[1:]
 
 
 @pytest.mark.parametrize(
-    ("steps", "every", "message"),
-    [("x", None, "steps is 'x'"), (None, 0, "every is 0"), (None, -1, "every is -1")],
+    ("steps", "every", "message"), [("x", None, "steps is 'x'"), (None, 0, "every is 0")]
 )
 def test_what_cannot_be_a_choice_of_steps_is_refused(steps, every, message, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message):
         Recording(tmp_path, steps, every)
-
-
-@pytest.mark.parametrize(
-    ("steps", "every", "plan"),
-    [
-        ("1-5", None, "steps 1-5"),
-        (None, 1, "every 1st step"),
-        (None, 12, "every 12th step"),
-        ("3", 22, "steps 3 and every 22nd step"),
-    ],
-)
-def test_it_says_what_will_be_recorded(steps, every, plan) -> None:
-    said = str(Recording("there", steps, every))
-    assert said == f"recording {plan}, of each the first micro-batch on process 0 only, into there"
 
 
 def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
@@ -70,26 +52,23 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
     record = Record(7, (), micro_batch=1)
     path = recording.keep(record)
     assert path == tmp_path / "deep" / "trace" / "step-00000007.json"
-    assert (
-        json.loads(path.read_text()) == {"step": 7, "micro_batch": 1, "rows": []}
-        and read_record(path) == record
-    )
-    assert (
-        describe(record, path)
-        == f"recorded step 7 (micro-batch 1, process 0) in {path}: nothing was computed"
-    )
+    read = json.loads(path.read_text())
+    assert read == {"step": 7, "micro_batch": 1, "rows": []} and Record.from_dict(read) == record
     assert list(path.parent.iterdir()) == [path]
+    assert describe(record, path) == (
+        f"recorded step 7 (micro-batch 1, process 0) in {path}: nothing was computed"
+    )
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[tuple[list[Record], Path]]:
-    """The calls of the part that draws, which is replaced."""
-    calls: list[tuple[list[Record], Path]] = []
+def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
+    """The steps that are handed to the part that draws, which is replaced."""
+    calls: list[tuple[list[int], Path]] = []
     picture = ModuleType("npt.diagnostics.recorder.picture")
 
     def write_pictures(records, folder):
-        calls.append((list(records), folder))
-        return [folder / "forward.png", folder / "trace.html"]
+        calls.append(([record.step for record in records], folder))
+        return [folder / "health.png"]
 
     picture.write_pictures = write_pictures
     monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
@@ -97,22 +76,18 @@ def drawn(monkeypatch) -> list[tuple[list[Record], Path]]:
     return calls
 
 
-def test_all_records_of_a_run_are_drawn_together(tmp_path, drawn) -> None:
-    recording = Recording(tmp_path, "1-9")
+@pytest.mark.parametrize("steps", range(1, 12))
+@pytest.mark.parametrize("bad", [0, 5])
+def test_the_records_of_a_run_are_drawn_together_the_first_bad_one_among_them(
+    tmp_path, drawn, steps, bad
+) -> None:
+    recording = Recording(tmp_path, "1-99")
     assert recording.draw() == [] and drawn == []
-    for step in (2, 5):
-        recording.keep(Record(step, ()))
-    assert recording.draw() == [tmp_path / "forward.png", tmp_path / "trace.html"]
-    assert drawn == [([Record(2, ()), Record(5, ())], tmp_path)]
-
-
-def test_of_very_many_records_an_even_choice_is_drawn(tmp_path, drawn, monkeypatch) -> None:
-    recording = Recording(tmp_path, every=1)
-    monkeypatch.setattr(
-        recording_module, "read_record", lambda path: SimpleNamespace(step=int(path.stem[5:]))
-    )
-    recording._files = [tmp_path / f"step-{step:08d}.json" for step in range(1, 1001)]
-    recording.draw()
-    steps = [record.step for record in drawn[0][0]]
-    assert len(steps) == PICTURED and steps[0] == 1 and steps[-1] == 1000
-    assert {after - before for before, after in itertools.pairwise(steps)} == {10, 11}
+    nan = Row("a", None, "out", "forward", (1,), "float32", 1, 0.0, 1, 0, 0, *[None] * 6)
+    for step in range(1, steps + 1):
+        recording.keep(Record(step, (nan,) if bad and step >= bad else ()))
+    assert recording.draw() == [tmp_path / "health.png"]
+    ((shown, folder),) = drawn
+    assert folder == tmp_path and shown == sorted(set(shown)) and len(shown) <= PICTURED
+    assert len(shown) >= min(steps, PICTURED - 1) and {1, steps} <= set(shown)
+    assert bad == 0 or bad > steps or bad in shown

@@ -46,7 +46,8 @@ def test_a_valid_token_without_a_key_is_named(form) -> None:
     finding = mask_fault(FORMS[form](mask), valid)
     assert finding is not None and finding.index == (1, 3)
     said = finding.message
-    assert f"attention mask [2, 1, 4, 4], form {form}: " in said and "\n" not in said
+    dtype = "bool" if form == "bool" else "float32"
+    assert f"attention mask [2, 1, 4, 4] {dtype}: " in said and "\n" not in said
     assert "the valid token at [b=1, t=3] may attend to nothing" in said
     assert "such are 1 valid and 2 padded ones of 8" in said
     assert ("finite and wrong" in said) == (form in ("finfo.min", "finite"))
@@ -79,28 +80,13 @@ def test_every_stand_in_for_minus_infinity_is_recognised(dtype) -> None:
         mask[..., 1, :] = value
         finding = mask_fault(mask, ones(1, 3))
         assert finding is not None and finding.index == (0, 1), value
-        assert f"form { ({-INF: '-inf', lowest: 'finfo.min'}.get(value, 'finite')) }:" in str(
-            finding
-        )
         assert finding.value == float(torch.tensor(value, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_finfo_min_of_a_wider_dtype_is_minus_infinity_after_a_cast(dtype) -> None:
-    mask = torch.full((1, 1, 2, 2), torch.finfo(torch.float32).min)
-    said = [str(mask_fault(given, ones(1, 2))) for given in (mask, mask.to(dtype))]
-    assert "form finfo.min" in said[0] and "form -inf" in said[1]
 
 
 def test_the_line_between_masked_and_biased() -> None:
     assert MASKED == -1e3
     assert mask_fault(torch.full((1, 1, 1, 1), MASKED), ones(1, 1)) is not None
     assert mask_fault(torch.full((1, 1, 1, 1), 0.99 * MASKED), ones(1, 1)) is None
-
-
-def test_a_row_masked_twice_over_has_a_mixed_form() -> None:
-    mask = torch.tensor([[-INF, torch.finfo(torch.float32).min], [0.0, -1e9]])[None, None]
-    assert "form mixed" in str(mask_fault(mask, ones(1, 2)))
 
 
 def test_a_bias_by_distance_is_no_mask() -> None:

@@ -69,6 +69,11 @@ def fault(model: nn.Module, x: Tensor = X, **arguments: Any) -> Verdict:
     return verdict
 
 
+def check(verdict: Verdict | None, **expected: Any) -> None:
+    assert verdict is not None
+    assert {name: getattr(verdict, name) for name in expected} == expected
+
+
 def log_of_zero(x: Tensor) -> Tensor:
     return (x - x).log()
 
@@ -78,7 +83,6 @@ def root_of_zero(x: Tensor) -> Tensor:
 
 
 # --- everything is as it was
-# -----------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
@@ -101,37 +105,23 @@ class Everything(nn.Module):
         return self.function(x)
 
 
-def state(model: nn.Module) -> dict[str, Any]:
+def state(model: nn.Module) -> list[Any]:
     """All that a trace might leave a mark in, as bytes."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        "tensors": {
-            name: (id(t), t.requires_grad, t.detach().numpy().tobytes())
-            for name, t in tensors.items()
-        },
-        "gradients": {
-            name: (id(p.grad), None if p.grad is None else p.grad.numpy().tobytes())
-            for name, p in model.named_parameters()
-        },
-        "modes": [module.training for module in model.modules()],
-        "hooks": [
-            len(hooks)
-            for module in model.modules()
-            for name, hooks in vars(module).items()
-            if "hooks" in name and isinstance(hooks, dict)
-        ],
-        "random": (
-            torch.get_rng_state().numpy().tobytes(),
-            random.getstate(),
-            numpy.random.get_state()[1].tobytes(),
-        ),
-        "grad": (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_anomaly_enabled(),
-            torch.is_autocast_enabled("cpu"),
-        ),
-    }
+    tensors = [*model.parameters(), *model.buffers()]
+    hooks = (
+        len(hooks)
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if "hooks" in name and isinstance(hooks, dict)
+    )
+    return [
+        [(id(t), t.requires_grad, t.detach().numpy().tobytes()) for t in tensors],
+        [(id(p.grad), p.grad is not None and p.grad.tolist()) for p in model.parameters()],
+        [module.training for module in model.modules()],
+        list(hooks),
+        (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -167,25 +157,9 @@ def test_a_pass_that_raises_leaves_everything_as_it_was(at) -> None:
     assert state(model) == before
 
 
-def test_a_pass_that_changes_the_mode_leaves_it_as_it_was() -> None:
-    model = Everything(log_of_zero)
-    model.net.eval()
-    before = state(model)
-    assert npt.trace(model, run=lambda: model.train()(X).sum()) is not None
-    assert state(model) == before
-
-
 def test_a_pass_that_raises_in_backward_leaves_everything_as_it_was() -> None:
-    class Raise(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient: Tensor):
-            raise ZeroDivisionError
-
-    model = Everything(lambda x: Raise.apply(x * NAN))
+    model = Everything(lambda x: x * NAN)
+    model.net[0].weight.register_hook(lambda _: 1 / 0)
     before = state(model)
     with pytest.raises(ZeroDivisionError):
         traced(model)
@@ -208,36 +182,31 @@ def test_an_inputs_gradient_is_kept_and_a_bad_one_found() -> None:
     x = torch.zeros(2, 4, requires_grad=True)
     x.grad = kept = torch.ones(2, 4)
     verdict = npt.trace(nn.Module(), x, run=lambda: x.sqrt().sum())
-    assert verdict is not None and (verdict.operation, verdict.reached) == (
-        "div in SqrtBackward0",
-        "gradient of input",
-    )
+    check(verdict, operation="div in SqrtBackward0", reached="gradient of input")
     assert x.grad is kept and torch.equal(kept, torch.ones(2, 4))
 
 
-def test_a_run_that_takes_a_step_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def run() -> Tensor:
-        loss = model(X).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    with pytest.raises(ConfigError, match="run wrote to weight"):
-        npt.trace(model, run=run)
+def stepping() -> Tensor:
+    model, loss = STEPPED, STEPPED(X).sum()
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    return loss
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, NAN])
-def test_a_limit_that_is_none_is_refused(limit) -> None:
-    with pytest.raises(ConfigError, match="limit is"):
-        npt.trace(nn.Linear(4, 4), X, limit=limit)
+STEPPED = nn.Linear(4, 4)
 
 
-def test_a_run_that_gives_nothing_to_judge_is_refused() -> None:
-    with pytest.raises(ConfigError, match="run gave a NoneType and no gradients"):
-        npt.trace(nn.Linear(4, 4), run=lambda: None)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"run": stepping}, "run wrote to weight"),
+        ({"run": lambda: None}, "run gave a NoneType and no gradients"),
+        *(({"batch": X, "limit": limit}, "limit is") for limit in (0.0, -1.0, NAN)),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(arguments, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        npt.trace(STEPPED, **arguments)
 
 
 def test_two_traces_give_one_verdict() -> None:
@@ -247,7 +216,6 @@ def test_two_traces_give_one_verdict() -> None:
 
 
 # --- what the pass is, and what it is run in
-# -------------------------------------------------------------------------
 
 Named = namedtuple("Named", "value other")
 
@@ -260,9 +228,9 @@ class Output:
 
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "tensor": (lambda x: x, "output"),
-    "tuple": (lambda x: (X, (x, 3)), "output [1][0]"),
+    "tuple": (lambda x: (X, (x, 3)), "output 1.0"),
     "mapping": (lambda x: {"a": X, "b": {"c": x}}, "output b.c"),
-    "named tuple": (lambda x: Named(None, x), "output [1]"),
+    "named tuple": (lambda x: Named(None, x), "output 1"),
     "dataclass": (lambda x: Output(x), "output value"),
     "loss": (lambda x: x.sum(), "loss"),
     "loss in a mapping": (lambda x: {"loss": x.sum(), "logits": x}, "loss"),
@@ -277,11 +245,7 @@ def test_whatever_the_pass_gives_is_judged(kind) -> None:
     wrap, reached = OUTPUTS[kind]
     model = net(log_of_zero)
     verdict = npt.trace(model, run=lambda: wrap(model(X)))
-    assert verdict is not None and (verdict.operation, verdict.module, verdict.reached) == (
-        "log",
-        "1",
-        reached,
-    )
+    check(verdict, operation="log", module="1", reached=reached)
     clean = net(lambda x: x)
     assert npt.trace(clean, run=lambda: wrap(clean(X))) is None
 
@@ -293,30 +257,18 @@ def test_a_batch_is_given_to_the_model_in_its_own_form(batch) -> None:
     bad = X.clone()
     bad[1, 2] = NAN
     assert npt.trace(Step(), batch) is None
-    spoilt = (
-        {"x": bad}
-        if isinstance(batch, dict)
-        else type(batch)([bad])
-        if isinstance(batch, list | tuple)
-        else bad
-    )
+    spoilt = {Tensor: bad, tuple: (bad,), list: [bad], dict: {"x": bad}}[type(batch)]
     verdict = npt.trace(Step(), spoilt)
-    assert verdict is not None and (verdict.cause, verdict.phase, verdict.index) == (
-        "corrupt input",
-        "data",
-        (1, 2),
-    )
+    check(verdict, cause="corrupt input", phase="data", index=(1, 2))
     assert verdict.module == "first" and verdict.source.endswith("in Step.forward: self.first(x)")
 
 
 def test_a_run_that_runs_backward_itself_is_not_run_backward_again() -> None:
     model = net(lambda x: x)
-    assert (
-        npt.trace(model, run=lambda: (loss := model(X).square().sum(), loss.backward())[0]) is None
-    )
+    assert npt.trace(model, run=lambda: (loss := model(X).sum(), loss.backward())[0]) is None
     model = net(root_of_zero)
     verdict = npt.trace(model, run=lambda: model(X).square().sum().backward())
-    assert verdict is not None and verdict.operation == "div in SqrtBackward0"
+    check(verdict, operation="div in SqrtBackward0")
 
 
 @pytest.mark.parametrize(
@@ -331,11 +283,8 @@ def test_a_run_that_runs_backward_itself_is_not_run_backward_again() -> None:
 )
 @pytest.mark.filterwarnings("ignore:Anomaly")
 def test_a_trace_works_whatever_mode_it_is_called_in(within) -> None:
-    backward, forward, clean = (
-        net(root_of_zero),
-        net(log_of_zero),
-        nn.Sequential(net(lambda x: x), Sum()),
-    )
+    backward, forward = net(root_of_zero), net(log_of_zero)
+    clean = nn.Sequential(net(lambda x: x), Sum())
     with within():
         assert fault(backward).operation == "div in SqrtBackward0"
         assert fault(forward).operation == "log"
@@ -357,7 +306,7 @@ def test_a_weight_too_large_for_autocast_is_named_with_a_cached_cast() -> None:
         model(X)
         verdict = npt.trace(model, run=lambda: model(X).float().sum())
     assert verdict is not None
-    assert (verdict.cause, verdict.module, verdict.index) == ("cast overflow", "1.last", (1, 2))
+    check(verdict, cause="cast overflow", module="1.last", index=(1, 2))
     assert verdict.operands[0].name == "1.last.weight"
 
 
@@ -379,11 +328,10 @@ def test_a_compiled_module_is_traced_as_if_it_were_not(backend, whole) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_module_is_traced_too() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    assert npt.trace(model, run=lambda: model(X).sum()) is None
     with torch.no_grad():
         dict(model.named_parameters())["0.bias"][2] = INF
     verdict = npt.trace(model, run=lambda: model(X).sum())
-    assert verdict is not None and (verdict.tensor, verdict.index) == ("0.bias [4] float32", (2,))
+    check(verdict, tensor="0.bias [4] float32", index=(2,))
 
 
 def test_what_only_the_first_pass_shows_is_not_repeatable() -> None:
@@ -402,7 +350,6 @@ def test_what_only_the_first_pass_shows_is_not_repeatable() -> None:
 
 
 # --- no false alarm
-# --------------------------------------------------------------------------------------------------
 
 TINY = {
     "vocab_size": 64,
@@ -466,58 +413,35 @@ def test_a_sound_llama_gives_no_alarm(attention, dtype, checkpointing) -> None:
         )
 
 
-class MaskedAttention(nn.Module):
-    """Attention with masks in the forms that people write."""
-
-    def __init__(self, mask: Function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.project, self.mask = nn.Linear(4, 4), mask
-        self.register_buffer("causal", torch.full((3, 3), -INF).triu(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.project(x)
-        scores = x @ x.mT
-        keep = torch.ones(3, 3, dtype=torch.bool).tril()
-        masked = {
-            "buffer": lambda: scores + self.causal,
-            "masked_fill": lambda: scores.masked_fill(~keep, -INF),
-            "where": lambda: torch.where(keep, scores, -INF),
-            "triu": lambda: scores + torch.full((3, 3), -INF).triu(1),
-            "finfo": lambda: scores + (1 - keep.float()) * torch.finfo(torch.float32).min,
-            "finfo twice": lambda: scores + 2 * (1 - keep.float()) * torch.finfo(torch.float32).min,
-            "half": lambda: (
-                (scores + (1 - keep.float()) * torch.finfo(torch.float32).min).half().float()
-            ),
-            "logarithm": lambda: scores + keep.float().log(),
-            "large": lambda: scores + (1 - keep.float()) * -1e9,
-            "ten thousand": lambda: scores.masked_fill(~keep, -1e4),
-        }[self.mask]()
-        return torch.softmax(masked, -1) @ x + torch.logsumexp(masked, -1, keepdim=True)
-
-
-MASKS = [
-    "buffer",
-    "masked_fill",
-    "where",
-    "triu",
-    "finfo",
-    "finfo twice",
-    "half",
-    "logarithm",
-    "large",
-    "ten thousand",
-]
+LOWEST = torch.finfo(torch.float32).min
+KEEP = torch.ones(3, 3, dtype=torch.bool).tril()
+HIDE = (~KEEP).float()
+CAUSAL = torch.full((3, 3), -INF).triu(1)
+MASKS: dict[str, Function] = {
+    "from before": lambda scores: scores + CAUSAL,
+    "masked_fill": lambda scores: scores.masked_fill(~KEEP, -INF),
+    "where": lambda scores: torch.where(KEEP, scores, -INF),
+    "triu": lambda scores: scores + torch.full((3, 3), -INF).triu(1),
+    "finfo": lambda scores: scores + HIDE * LOWEST,
+    "finfo twice": lambda scores: scores + 2 * HIDE * LOWEST,
+    "half": lambda scores: (scores + HIDE * LOWEST).half().float(),
+    "logarithm": lambda scores: scores + KEEP.float().log(),
+    "large": lambda scores: scores + HIDE * -1e9,
+    "ten thousand": lambda scores: scores.masked_fill(~KEEP, -1e4),
+}
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_is_no_fault_and_a_fault_beside_it_is_named(mask) -> None:
-    model = MaskedAttention(mask)
+    def attention(x: Tensor) -> Tensor:
+        masked = MASKS[mask](x @ x.mT)
+        return torch.softmax(masked, -1) @ x + torch.logsumexp(masked, -1, keepdim=True)
+
+    model = net(attention)
     assert traced(model) is None
     if mask != "logarithm":  # log of 0 is beyond every limit
         assert traced(model, limit=1e3) is None
-    spoilt = nn.Sequential(model, net(log_of_zero))
-    assert (fault(spoilt).operation, fault(spoilt).module) == ("log", "1.1")
+    check(fault(nn.Sequential(model, net(log_of_zero))), operation="log", module="1.1")
 
 
 def plain_models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
@@ -526,13 +450,7 @@ def plain_models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     return {
         "convolutions": (
-            nn.Sequential(
-                nn.Conv2d(3, 4, 3),
-                nn.BatchNorm2d(4),
-                nn.ReLU(inplace=True),
-                nn.MaxPool2d(2),
-                nn.Flatten(),
-            ),
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
             (image,),
         ),
         "embedding": (
@@ -545,23 +463,11 @@ def plain_models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
             (X[None], None, torch.tensor([[False, False, True]])),
         ),
         "attention": (attention, (X[None], X[None], X[None], torch.tensor([[False, True, True]]))),
-        "parametrised": (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (X,)),
         "doubles": (nn.Linear(4, 4).double(), (X.double(),)),
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "convolutions",
-        "embedding",
-        "recurrent",
-        "transformer",
-        "attention",
-        "parametrised",
-        "doubles",
-    ],
-)
+@pytest.mark.parametrize("name", plain_models())
 def test_sound_modules_of_torch_give_no_alarm(name) -> None:
     model, arguments = plain_models()[name]
 
@@ -578,15 +484,7 @@ def test_sound_modules_of_torch_give_no_alarm(name) -> None:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "GPT-2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=64,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1)
     ),
     "Llama without a head": lambda: LlamaModel(LlamaConfig(**TINY)),
     "classifier": lambda: LlamaForSequenceClassification(LlamaConfig(**TINY)),
@@ -610,11 +508,10 @@ def test_sound_models_of_transformers_give_no_alarm(name) -> None:
 def test_outputs_that_are_masked_on_purpose_are_sound() -> None:
     assert npt.trace(Step(lambda x: x), run=lambda: X.masked_fill(X > 0, -INF)) is None
     verdict = npt.trace(Step(lambda x: x), run=lambda: X.masked_fill(X > 0, -INF).sum())
-    assert verdict is not None and verdict.cause == "written constant"
+    check(verdict, cause="written constant")
 
 
 # --- masks that leave a token without keys
-# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["bool", "finfo.min"])
@@ -631,66 +528,18 @@ def test_a_valid_token_without_keys_is_a_fault_though_all_is_finite(form, given)
 
     handle = model.model.layers[1].self_attn.register_forward_pre_hook(spoil, with_kwargs=True)
     batch = padded("right")
-    verdict = (
-        npt.trace(model, batch)
-        if given == "batch"
-        else npt.trace(model, run=lambda: model(**batch, labels=IDS))
+    arguments = (
+        {"batch": batch} if given == "batch" else {"run": lambda: model(**batch, labels=IDS)}
     )
+    verdict = npt.trace(model, **arguments)
     handle.remove()
-    assert verdict is not None and verdict.cause == "fully masked row"
-    assert (verdict.module, verdict.layer, verdict.row, verdict.token) == (
-        "model.layers.1.self_attn",
-        1,
-        1,
-        2,
-    )
+    check(verdict, cause="fully masked row")
+    check(verdict, module="model.layers.1.self_attn", layer=1)
+    check(verdict, row=1, token=2)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.ones(3, 1, 8, 8, dtype=torch.int64),
-        torch.zeros(3, 0, 8, 8),
-        torch.zeros(3, 8, 8),
-        None,
-        [1],
-    ],
-    ids=["integers", "empty", "three axes", "none", "a list"],
-)
-def test_what_is_no_attention_mask_with_queries_is_left_alone(mask) -> None:
-    class Takes(nn.Module):
-        def forward(self, x: Tensor, attention_mask: Any = None) -> Tensor:
-            return x
-
-    model = nn.ModuleList([Takes()])
-    assert npt.trace(model, run=lambda: model[0](X, attention_mask=mask)) is None
-
-
 # --- faults of any module
-# --------------------------------------------------------------------------------------------
-
-
-def test_of_two_modules_of_one_class_the_right_one_is_named() -> None:
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4, eps=0), nn.Linear(4, 4))
-    with torch.no_grad():
-        model[1].weight.zero_()
-        model[1].bias.zero_()
-    verdict = fault(model)
-    assert (verdict.module, verdict.operation, verdict.layer) == ("2", "native_layer_norm", 2)
-
-
-def test_a_layer_is_told_from_names_like_gpt2s() -> None:
-    model = MODELS["GPT-2"]()
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_fc.bias[3] = NAN
-    verdict = npt.trace(model, {"input_ids": IDS})
-    assert verdict is not None and (verdict.layer, verdict.module, verdict.index) == (
-        1,
-        "transformer.h.1.mlp.c_fc",
-        (3,),
-    )
-    assert (verdict.row, verdict.token) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama, sdpa"])
@@ -713,9 +562,8 @@ def test_a_bad_element_of_a_weight_is_named_with_module_and_index(name) -> None:
             parameter.copy_(before)
         assert verdict is not None and verdict.cause == "corrupt weight", weight
         assert (f"{verdict.module}.{weight.rpartition('.')[2]}", verdict.index) == (weight, index)
-        assert verdict.layer == (
-            int(weight.split(".")[2]) if weight.split(".")[1] in ("layers", "h") else None
-        )
+        inside = weight.split(".")[1] in ("layers", "h")
+        assert verdict.layer == (int(weight.split(".")[2]) if inside else None)
     assert npt.trace(model, {"input_ids": IDS}) is None
 
 
@@ -723,18 +571,12 @@ def test_a_bad_element_of_a_weight_is_named_with_module_and_index(name) -> None:
 def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> None:
     model = llama(attention)
     for name, module in model.named_modules():
-        if (
-            not name
-            or name.endswith(("rotary_emb", "layers", "mlp", "self_attn"))
-            or name == "model"
-        ):
+        if isinstance(module, nn.ModuleList) or name.endswith(("rotary_emb", "mlp", "self_attn")):
             continue
-        if (
-            "layers.0" in name
-            or name.endswith(("k_proj", "up_proj"))
-            or (attention == "eager" and "self_attn" not in name)
-        ):
-            continue  # modules of the same kind as others
+        # modules of the same kind as others
+        alike = "layers.0" in name or name.endswith(("k_proj", "up_proj"))
+        if name in ("", "model") or alike or (attention == "eager" and "self_attn" not in name):
+            continue
 
         def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
             at = torch.zeros(output.shape, dtype=torch.bool)
@@ -745,15 +587,8 @@ def test_a_bad_number_out_of_any_module_is_named_with_its_token(attention) -> No
         verdict = npt.trace(model, padded("right"))
         handle.remove()
         assert verdict is not None
-        found = (
-            verdict.module,
-            verdict.operation,
-            verdict.index,
-            verdict.row,
-            verdict.token,
-            verdict.phase,
-        )
-        assert found == (name, "masked_fill", (1, 3, 5), 1, 3, "forward")
+        check(verdict, module=name, operation="masked_fill", index=(1, 3, 5))
+        check(verdict, row=1, token=3, phase="forward")
 
 
 def test_a_weight_that_is_shared_is_named_as_its_reader_knows_it() -> None:
@@ -763,54 +598,18 @@ def test_a_weight_that_is_shared_is_named_as_its_reader_knows_it() -> None:
     with torch.no_grad():
         embedding.weight[5, 2] = NAN
     verdict = npt.trace(model, run=lambda: head(embedding(torch.tensor([1, 2]))).sum())
-    assert verdict is not None and (verdict.module, verdict.tensor) == (
-        "head",
-        "head.weight [6, 4] float32",
-    )
+    check(verdict, module="head", tensor="head.weight [6, 4] float32")
     assert verdict.index == (5, 2)
     verdict = npt.trace(model, run=lambda: head(embedding(torch.tensor([1, 5]))).sum())
-    assert verdict is not None and (verdict.module, verdict.index) == ("embedding", (5, 2))
-
-
-def test_a_weight_seen_through_a_view_is_named_with_its_own_index() -> None:
-    model = Step()
-    with torch.no_grad():
-        model.last.weight[2, 1] = INF
-    verdict = npt.trace(model, run=lambda: (X @ model.last.weight.t()[:, 1:]).sum())
-    assert verdict is not None and (verdict.module, verdict.index, verdict.phase) == (
-        "last",
-        (2, 1),
-        "state",
-    )
-
-
-def test_a_bad_buffer_is_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    model[1].running_mean[2] = NAN
-    verdict = fault(model)
-    assert (verdict.cause, verdict.module, verdict.index) == ("corrupt weight", "1", (2,))
-    assert verdict.tensor.startswith("1.running_mean")
+    check(verdict, module="embedding", index=(5, 2))
 
 
 def test_a_target_from_a_closure_is_from_outside() -> None:
     target = X.masked_fill(X > 1, NAN)
     model = Step()
     verdict = npt.trace(model, run=lambda: F.mse_loss(model(X), target))
-    assert verdict is not None and (verdict.cause, verdict.operation) == (
-        "outside of torch",
-        "mse_loss",
-    )
+    check(verdict, cause="outside of torch", operation="mse_loss")
     assert "tensors made before it" in verdict.remedy
-
-
-def test_a_number_written_by_other_than_torch_is_from_outside() -> None:
-    def extension(x: Tensor) -> Tensor:
-        memory = torch.empty(3, 4)
-        (ctypes.c_float * 12).from_address(memory.data_ptr())[:] = [1.0] * 7 + [NAN] * 5
-        return x * memory
-
-    verdict = fault(net(extension))
-    assert (verdict.cause, verdict.operation, verdict.index) == ("outside of torch", "mul", (1, 3))
 
 
 def test_a_loss_that_nothing_made_bad_is_from_outside() -> None:
@@ -823,7 +622,7 @@ def test_a_loss_that_nothing_made_bad_is_from_outside() -> None:
         return loss[0]
 
     verdict = npt.trace(model, run=run)
-    assert verdict is not None and (verdict.cause, verdict.operation) == ("outside of torch", "")
+    check(verdict, cause="outside of torch", operation="")
 
 
 def test_unknown_token_ids_and_labels_are_refused_before_the_lookup() -> None:
@@ -832,38 +631,25 @@ def test_unknown_token_ids_and_labels_are_refused_before_the_lookup() -> None:
         ids = IDS.clone()
         ids[1, 3] = value
         verdict = npt.trace(model, {"input_ids": ids})
-        assert verdict is not None and (verdict.cause, verdict.index, verdict.value) == (
-            "token id",
-            (1, 3),
-            value,
-        )
+        check(verdict, cause="token id", index=(1, 3), value=value)
         assert f"token id {value} at [b=1, t=3] is outside [0, 64) (1 such)" in verdict.explanation
     labels = IDS.clone()
     labels[2, 1] = 99
     verdict = npt.trace(model, {"input_ids": IDS, "labels": labels})
-    assert verdict is not None and (verdict.operation, verdict.row, verdict.token) == (
-        "cross_entropy",
-        2,
-        1,
-    )
+    check(verdict, operation="cross_entropy", row=2, token=1)
 
 
 def test_a_language_model_without_any_label_is_told_so() -> None:
     verdict = npt.trace(llama(), {"input_ids": IDS, "labels": torch.full_like(IDS, -100)})
-    assert verdict is not None and verdict.cause == "no valid label"
+    check(verdict, cause="no valid label")
 
 
 # --- faults of backward
-# ----------------------------------------------------------------------------------------------
 
 
 def test_a_fault_of_backward_has_its_forwards_module_and_line() -> None:
     verdict = fault(net(root_of_zero))
-    assert (verdict.phase, verdict.operation, verdict.module) == (
-        "backward",
-        "div in SqrtBackward0",
-        "1",
-    )
+    check(verdict, phase="backward", operation="div in SqrtBackward0", module="1")
     assert verdict.source.endswith("in root_of_zero: (x * 0).sqrt()")
     assert verdict.reached.startswith("gradient of 0.weight")
 
@@ -881,42 +667,8 @@ def test_under_a_checkpoint_the_same_is_said(reentrant, function, operation, pha
 
     verdict = npt.trace(model, run=run)
     assert verdict is not None
-    assert (verdict.phase, verdict.operation, verdict.module) == (phase, operation, "1")
+    check(verdict, phase=phase, operation=operation, module="1")
     assert function.__name__ in verdict.source
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_fault_of_the_recomputation_alone_is_its_own_phase(reentrant) -> None:
-    def function(x: Tensor) -> Tensor:
-        return x * NAN if torch._C._current_autograd_node() is not None else x * 2
-
-    model = net(function)
-    verdict = npt.trace(
-        model, run=lambda: checkpoint(model[1], model[0](X), use_reentrant=reentrant).square().sum()
-    )
-    assert verdict is not None and (verdict.phase, verdict.operation, verdict.module) == (
-        "recomputation",
-        "mul",
-        "1",
-    )
-
-
-class Bad(torch.autograd.Function):
-    """The identity, whose backward divides by 0."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient / (gradient - gradient)
-
-
-def test_a_custom_backward_is_shown_with_its_own_line_and_module() -> None:
-    verdict = fault(net(Bad.apply))
-    assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "div", "1")
-    assert verdict.source.endswith("in Bad.backward: gradient / (gradient - gradient)")
 
 
 def test_hooks_that_write_gradients_are_shown_with_line_and_module() -> None:
@@ -926,25 +678,20 @@ def test_hooks_that_write_gradients_are_shown_with_line_and_module() -> None:
         return x
 
     verdict = fault(net(hooked))
-    assert (verdict.phase, verdict.operation, verdict.module, verdict.cause) == (
-        "backward",
-        "mul",
-        "1",
-        "written constant",
-    )
+    check(verdict, phase="backward", operation="mul", module="1", cause="written constant")
 
     model = net(lambda x: x)
     handle = model[1].last.register_full_backward_hook(lambda module, given, _: (given[0] / 0,))
     verdict = fault(model)
     handle.remove()
-    assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "div", "1.last")
+    check(verdict, phase="backward", operation="div", module="1.last")
 
     handle = model[2].weight.register_hook(
         lambda gradient: gradient.masked_fill(gradient == gradient, NAN)
     )
     verdict = fault(model)
     handle.remove()
-    assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "masked_fill", "2")
+    check(verdict, phase="backward", operation="masked_fill", module="2")
 
     def spoil(parameter: Tensor) -> None:
         parameter.grad.mul_(INF)
@@ -952,16 +699,7 @@ def test_hooks_that_write_gradients_are_shown_with_line_and_module() -> None:
     handle = model[2].weight.register_post_accumulate_grad_hook(spoil)
     verdict = fault(model)
     handle.remove()
-    assert (verdict.phase, verdict.operation, verdict.module) == ("backward", "mul_", "2")
-
-
-def test_a_sparse_gradient_is_judged() -> None:
-    model = nn.Embedding(5, 4, sparse=True)
-    verdict = npt.trace(model, run=lambda: (model(torch.tensor([1, 3])) * 0).sqrt().sum())
-    assert verdict is not None and (verdict.operation, verdict.reached) == (
-        "div in SqrtBackward0",
-        "gradient of weight",
-    )
+    check(verdict, phase="backward", operation="mul_", module="2")
 
 
 def test_of_a_backward_of_a_backward_the_forward_line_is_found() -> None:
@@ -973,51 +711,20 @@ def test_of_a_backward_of_a_backward_the_forward_line_is_found() -> None:
         return gradient.square().sum()
 
     verdict = npt.trace(model, run=run)
-    assert verdict is not None and verdict.phase == "backward" and verdict.cause == "infinite slope"
+    check(verdict, phase="backward", cause="infinite slope")
     assert verdict.module == "1" and "pow(1.5)" in verdict.source
 
 
-def test_gradients_that_overflow_in_their_sum_are_found() -> None:
-    model = net(lambda x: x)
-
-    def run() -> Tensor:
-        loss = model(X).sum()
-        for factor in (1e38, 3e38):
-            (loss * factor).backward(retain_graph=True)
-        return loss.detach()
-
-    verdict = npt.trace(model, run=run)
-    assert verdict is not None and (verdict.phase, verdict.cause) == (
-        "backward",
-        "exploding gradient",
-    )
-
-
 # --- limits and growth
-# -----------------------------------------------------------------------------------------------
 
 
 def test_with_a_limit_the_first_number_beyond_it_is_named() -> None:
     model = nn.Sequential(*(Scale(10.0) for _ in range(6)))
     verdict = npt.trace(model, torch.ones(2, 4), limit=300.0)
-    assert verdict is not None and (verdict.cause, verdict.reached) == (
-        "beyond the limit",
-        "more than 300",
-    )
-    assert (verdict.module, verdict.operation, verdict.value, verdict.index) == (
-        "2",
-        "mul",
-        1000.0,
-        (0, 0),
-    )
+    check(verdict, cause="beyond the limit", reached="more than 300")
+    check(verdict, module="2", operation="mul", value=1000.0, index=(0, 0))
     assert npt.trace(model, torch.ones(2, 4), limit=1e6) is None
     assert npt.trace(model, torch.ones(2, 4)) is None
-
-
-def test_with_a_limit_what_was_there_before_is_told_as_such() -> None:
-    verdict = npt.trace(Scale(1.0), torch.full((2, 4), 3.0), limit=2.0)
-    assert verdict is not None and (verdict.cause, verdict.phase) == ("beyond the limit", "data")
-    assert "input held 3 before anything was computed" in verdict.explanation
 
 
 class Scale(nn.Module):
@@ -1030,10 +737,8 @@ class Scale(nn.Module):
 
 
 def test_with_a_limit_a_hidden_nan_is_no_fault_and_another_one_is() -> None:
-    assert (
-        traced(net(lambda x: torch.where(x == x, x, (x.detach() - x.detach()) / 0)), limit=1e6)
-        is None
-    )
+    hidden = net(lambda x: torch.where(x == x, x, (x.detach() - x.detach()) / 0))
+    assert traced(hidden, limit=1e6) is None
     assert fault(net(log_of_zero), limit=1e6).operation == "log"
 
 
@@ -1043,16 +748,8 @@ def test_growth_is_told_half_of_the_way_in_orders_of_magnitude(factor) -> None:
     verdict = npt.trace(model, torch.ones(2, 4), run=lambda: model(torch.ones(2, 4)).sum())
     # 100^20 is the first that fp32 cannot hold, 100^10 the first past the root of the largest that
     # went in.
-    assert verdict is not None and (verdict.module, verdict.cause) == ("19", "exploding product")
+    check(verdict, module="19", cause="exploding product")
     assert " in mul in 9 at [0, 0] of [2, 4]: 1e+20, test_trace.py" in verdict.grew
-
-
-def test_a_sudden_jump_is_told_where_it_was() -> None:
-    model = nn.Sequential(
-        Scale(2.0), net(torch.sin), nn.Sequential(Scale(1e20)), net(lambda x: x), Step(torch.square)
-    )
-    verdict = fault(model)
-    assert verdict.operation == "pow" and " in mul in 2.0 " in verdict.grew
 
 
 def test_what_was_large_before_anything_was_computed_is_the_cause() -> None:
@@ -1060,21 +757,15 @@ def test_what_was_large_before_anything_was_computed_is_the_cause() -> None:
     with torch.no_grad():
         model[0].weight[1, 1] = -1e25
     verdict = fault(model)
-    assert (
-        verdict.cause == "corrupt weight"
-        and verdict.grew == "0.weight[1, 1] was -1e+25 before anything was computed"
-    )
+    grew = "0.weight[1, 1] was -1e+25 before anything was computed"
+    check(verdict, cause="corrupt weight", grew=grew)
     large = X.clone()
     large[1, 2] = 3e25
     verdict = fault(net(torch.square), large)
-    assert (
-        verdict.cause == "corrupt input"
-        and verdict.grew == "input[1, 2] was 3e+25 before anything was computed"
-    )
+    check(verdict, cause="corrupt input", grew="input[1, 2] was 3e+25 before anything was computed")
 
 
 # --- memory
-# --------------------------------------------------------------------------------------------------
 
 
 def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:
@@ -1091,17 +782,3 @@ def test_harmless_bad_numbers_of_a_large_model_are_not_held() -> None:
     model = nn.Sequential(*(net(function) for _ in range(20)), net(log_of_zero))
     assert fault(model).operation == "log"
     assert largest <= 2
-
-
-def test_code_of_a_library_alone_is_shown_and_not_its_callers() -> None:
-    verdict = npt.trace(nn.Sequential(nn.Linear(4, 4)), torch.full((2, 4), NAN))
-    assert (
-        verdict is not None
-        and verdict.source.startswith("linear.py")
-        and "F.linear(" in verdict.source
-    )
-
-
-def test_lazy_modules_are_made_by_their_first_pass() -> None:
-    model = nn.Sequential(nn.LazyLinear(4), Step(log_of_zero))
-    assert fault(model).operation == "log"

@@ -100,8 +100,3 @@ def test_json_has_a_word_for_every_number(value, word) -> None:
     read = json.loads(json.dumps(verdict.as_dict(), allow_nan=False))
     assert read["value"] == read["operands"][0]["value"] == word
     assert read["index"] == [1, 2] and read["layer"] == 5 and read["row"] == 1
-
-
-def test_equal_verdicts_are_equal_unless_a_number_is_not() -> None:
-    assert replace(VERDICT, value=1.0) == replace(VERDICT, value=1.0)
-    assert replace(VERDICT, value=1.0) != replace(VERDICT, value=2.0)

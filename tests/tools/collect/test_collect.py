@@ -24,28 +24,17 @@ from npt.data.batch import Sample
 from npt.data.encoding import Counts
 from npt.data.samples import cut
 from npt.data.source import open_source
-from npt.errors import ConfigError, DataError, ModelError, NumericalError
+from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import compare_prompts
 from npt.tools.collect.collect import collect
 
 NEW = 5
 CONFIG = DataConfig(max_length=40)
-RECORDS = [
-    {"id": f"p{i}", "prompt": text}
-    for i, text in enumerate(
-        (
-            "import os",
-            "class Stack:\n",
-            "def f(x):\n    return",
-            "for i in",
-            "x = [",
-            "if __name__ ==",
-            "    self.",
-            "raise Value",
-            "# The",
-        )
-    )
-]
+PROMPTS = (
+    "import os|class Stack:\n|def f(x):\n    return|for i in|x = [|if __name__ ==|    self."
+    "|raise Value|# The"
+)
+RECORDS = [{"id": f"p{i}", "prompt": text} for i, text in enumerate(PROMPTS.split("|"))]
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +70,8 @@ def close(base):
 
 
 def gather(model, tokenizer, path: Path, records: Any = RECORDS, **settings: Any):
-    return collect(
-        model,
-        tokenizer,
-        records,
-        path,
-        **{
-            "data_config": CONFIG,
-            "max_new_tokens": NEW,
-            "batch_size": 2,
-            "num_prompts": None,
-            **settings,
-        },
-    )
+    usual = {"max_new_tokens": NEW, "batch_size": 2, "num_prompts": None, "data_config": CONFIG}
+    return collect(model, tokenizer, records, path, **{**usual, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +93,8 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def content(path: Path) -> dict[str, bytes]:
-    parts = sorted(path.with_name(path.name + ".parts").iterdir())
-    return {"": path.read_bytes(), **{part.name: part.read_bytes() for part in parts}}
+def content(path: Path) -> tuple[bytes, bytes]:
+    return path.read_bytes(), path.with_name(path.name + ".journal").read_bytes()
 
 
 def logits(model, ids: list[int], mode: str) -> torch.Tensor:
@@ -141,66 +118,47 @@ def written(model, ids: list[int], count: int, mode: str) -> list[int]:
 def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) -> None:
     result = gather(student, tokenizer, tmp_path / "failures.jsonl", batch_size=4)
     found = {record["id"]: record for record in lines(tmp_path / "failures.jsonl")}
-    sums = dict.fromkeys(("tokens", "kl", "acceptance", "top1"), 0.0)
-    for record in RECORDS:
-        ids = tokenizer(record["prompt"])["input_ids"]
+    hashes = (npt.base_hash(student), adapter_hash(student))
+    tokens, sums = 0, dict.fromkeys(("kl", "acceptance", "top1"), 0.0)
+    for prompt in RECORDS:
+        ids = tokenizer(prompt["prompt"])["input_ids"]
         teacher = written(student, ids, NEW, "teacher")
         log_p, log_q = (
             logits(student, ids + teacher, mode)[len(ids) - 1 : -1].log_softmax(-1)
             for mode in ("teacher", "student")
         )
+        own = log_q.argmax(-1).tolist()
+        agreed = [a == b for a, b in zip(own, teacher, strict=True)]
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         acceptance = torch.minimum(log_p, log_q).exp().sum(-1)
-        own = log_q.argmax(-1).tolist()
-        for name, value in (
-            ("tokens", len(teacher)),
-            ("kl", kl.sum()),
-            ("acceptance", acceptance.sum()),
-        ):
-            sums[name] += float(value)
-        sums["top1"] += sum(a == b for a, b in zip(own, teacher, strict=True))
-        position = next(
-            (i for i, (a, b) in enumerate(zip(own, teacher, strict=True)) if a != b), None
-        )
-        if position is None:
-            assert f"{record['id']}@0" not in found
+        tokens += len(teacher)
+        for name, value in (("kl", kl), ("acceptance", acceptance), ("top1", torch.tensor(agreed))):
+            sums[name] += float(value.sum())
+        record = found.pop(f"{prompt['id']}@0", None)
+        assert (record is None) == all(agreed)
+        if record is None:
             continue
-        record = found.pop(f"{record['id']}@0")
-        student_ids = [
-            *teacher[:position],
-            *written(student, ids + teacher[:position], NEW - position, "student"),
+        at = agreed.index(False)
+        rest = written(student, ids + teacher[:at], NEW - at, "student")
+        texts = (teacher, [*teacher[:at], *rest])
+        assert (record["position"], record["tokens"]) == (at, len(teacher))
+        assert (record["teacher_token"], record["student_token"]) == (teacher[at], own[at])
+        assert [record["completion"], record["student"]] == [
+            tokenizer.decode(text, skip_special_tokens=True) for text in texts
         ]
-        assert (record["position"], record["teacher_token"], record["student_token"]) == (
-            position,
-            teacher[position],
-            own[position],
-        )
-        assert record["completion"] == tokenizer.decode(teacher, skip_special_tokens=True)
-        assert record["student"] == tokenizer.decode(student_ids, skip_special_tokens=True)
-        assert student_ids[position] == own[position]
+        assert rest[0] == own[at] and (record["base_hash"], record["adapter_hash"]) == hashes
         # fp32 logits of padded rows against fp64 softmax of unpadded ones.
-        for name, value in (
-            ("kl", kl.mean()),
-            ("kl_at", kl[position]),
-            ("acceptance", acceptance.mean()),
-        ):
+        expected = {"kl": kl.mean(), "kl_at": kl[at]}
+        expected |= {"acceptance": acceptance.mean(), "acceptance_at": acceptance[at]}
+        for name, value in expected.items():
             assert record[name] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
-        assert record["acceptance_at"] == pytest.approx(float(acceptance[position]), rel=1e-3)
-        assert record["tokens"] == len(teacher)
-        assert (record["base_hash"], record["adapter_hash"]) == (
-            npt.base_hash(student),
-            adapter_hash(student),
-        )
     assert found == {}
     figures = result.as_dict()
-    assert (figures["prompts"], figures["tokens"], figures["disagreements"]) == (
-        9,
-        sums["tokens"],
-        len(lines(tmp_path / "failures.jsonl")),
-    )
-    for name in ("kl", "acceptance", "top1"):
-        assert figures[name] == pytest.approx(sums[name] / sums["tokens"], rel=1e-3)
-    assert figures["disagreements"] > 0 and figures["kl"] > 0.1  # the comparison is of something
+    assert (figures["prompts"], figures["tokens"]) == (9, tokens)
+    assert figures["disagreements"] == len(lines(tmp_path / "failures.jsonl")) > 0
+    for name, value in sums.items():
+        assert figures[name] == pytest.approx(value / tokens, rel=1e-3)
+    assert figures["kl"] > 0.1  # the comparison is of something
 
 
 def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, whole, tmp_path) -> None:
@@ -224,19 +182,6 @@ def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_
     assert figures["kl"] < 1e-9 and figures["acceptance"] == pytest.approx(1, rel=1e-6)
     # known, though none was written
     assert gather(close, tokenizer, tmp_path / "failures.jsonl").resumed == 9
-
-
-def test_a_tie_that_rounding_decides_is_no_disagreement(close, tokenizer, monkeypatch) -> None:
-    from npt.evaluation import greedy as module
-
-    prompts = [Sample("p", tuple(tokenizer("import os")["input_ids"]))]
-    (before,) = compare_prompts(close, prompts, NEW, frozenset({1}))
-    # The cached pass that wrote the text took the other of two equal tokens: one that the compared
-    # pass would not write.
-    other = (*before.completion[:3], before.completion[3] + 1)
-    monkeypatch.setattr(module, "continue_greedily", lambda *_: [list(other)])
-    (found,) = compare_prompts(close, prompts, NEW, frozenset({1}))
-    assert found.completion == other and found.position is None
 
 
 def test_a_student_that_would_end_writes_nothing_more(student, tokenizer, tmp_path) -> None:
@@ -408,7 +353,7 @@ def test_another_adapter_is_refused(student, tokenizer, tmp_path) -> None:
     before = adapter_hash(student)
     with torch.no_grad():
         next(iter(adapter_parameters(student).values()))[0, 0] += 1
-    told = f"begun with adapter {before[:12]}, this call has {adapter_hash(student)[:12]}"
+    told = f"begun with adapter {before}, this call has {adapter_hash(student)}"
     with pytest.raises(ConfigError, match=told):
         gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:2])
 
@@ -430,11 +375,6 @@ def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
         with pytest.raises(error, match=told):
             gather(student, tokenizer, path, **settings)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_without_adapters_is_refused(base, tokenizer, tmp_path) -> None:
-    with pytest.raises(ModelError, match=r"npt\.attach"):
-        gather(base, tokenizer, tmp_path / "failures.jsonl")
 
 
 def test_ids_outside_the_vocabulary_are_refused_and_named(student, tokenizer, tmp_path) -> None:

@@ -16,7 +16,6 @@ from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import Counts
 from npt.data.samples import cut
 from npt.data.source import open_source
-from npt.errors import DataError
 from npt.files import to_json
 from npt.tools.data_doctor.report import CLOSE, OPEN, DataReport, examine, print_report, show
 
@@ -76,21 +75,6 @@ def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
     assert (report.id_min, report.id_max, report.outside) == (min(ids), max(ids), 0)
 
 
-def test_streaming_changes_nothing(tmp_path, tokenizer):
-    write(tmp_path / "data.jsonl", *({"text": "x = 1\n" * i} for i in range(1, 30)))
-    kept, stream = (
-        examine(
-            DataConfig(
-                dataset_name=str(tmp_path / "data.jsonl"), max_length=16, streaming=streaming
-            ),
-            tokenizer,
-            VOCAB,
-        )
-        for streaming in (False, True)
-    )
-    assert kept == stream
-
-
 def test_the_first_records_alone_can_be_looked_at(tmp_path, tokenizer):
     config = write(tmp_path / "data.jsonl", *({"text": "x = 1\n" * i} for i in range(1, 80)))
     part = examine(config, tokenizer, VOCAB, max_records=50)
@@ -102,16 +86,6 @@ def test_the_first_records_alone_can_be_looked_at(tmp_path, tokenizer):
 
 # --- problems
 # --------------------------------------------------------------------------------------------------
-
-
-def test_sound_data_have_no_problem(tmp_path, tokenizer):
-    report = examine(
-        write(tmp_path / "data.jsonl", *({"text": f"x_{i} = {i * i}\n"} for i in range(60))),
-        tokenizer,
-        VOCAB,
-    )
-    assert report.problems == [] and report.trainable
-    assert "no problem found" in printed(report)
 
 
 def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
@@ -137,18 +111,6 @@ def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
         f"error: 5 broken places, the first at {path}, line 2: mend or remove what is"
         " listed" in printed(report)
     )
-
-
-def test_a_csv_record_is_located_by_its_line(tmp_path, tokenizer):
-    path = tmp_path / "data.csv"
-    path.write_text('b,text\n1,"two\nlines"\n\n2,fine\n3\n')
-    report = examine(DataConfig(dataset_name=str(path)), tokenizer, VOCAB)
-    (broken,) = report.broken
-    assert (broken.line, broken.column, report.counts.samples) == (
-        6,
-        None,
-        2,
-    ) and "'text'" in broken.problem
 
 
 def test_more_broken_lines_than_are_named_are_counted_in_print(tmp_path, tokenizer):
@@ -184,11 +146,6 @@ def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
     assert "no sample of two tokens or more" in problems(report) and not report.trainable
     assert (report.shortest, report.longest, report.id_min) == (0, 0, None)
     assert "no sample of two tokens or more" in printed(report)
-
-
-def test_a_data_set_that_is_not_there_is_an_error_of_its_own(tokenizer):
-    with pytest.raises(DataError, match=r"none\.jsonl"):
-        examine(DataConfig(dataset_name="none.jsonl"), tokenizer, VOCAB)
 
 
 # --- samples for reading

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from npt.tools.sweep.lab import Lab
+from npt.tools.sweep.run import Bases
 from npt.tools.sweep.spec import Trial, design_of
 
 
 @pytest.fixture(scope="session")
-def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens_file(tmp_path_factory) -> Path:
     """80 rows of 16 tokens of the small vocabulary; one in twenty is held out by its id."""
     source = random.Random(0)
     path = tmp_path_factory.mktemp("data") / "tokens.jsonl"
@@ -46,8 +46,8 @@ def small(llama_folder: Path, load_model: Any, tokens_file: Path) -> dict[str, A
 
 
 @pytest.fixture(scope="session")
-def lab() -> Lab:
-    return Lab("cpu")
+def bases() -> Bases:
+    return Bases("cpu")
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npt.cli.sweep import check_design
 from npt.errors import ConfigError, NotSupportedError
 from npt.presets import study_file
-from npt.tools.sweep.lab import check_design
-from npt.tools.sweep.settings import LEFT_OUT, Settings
-from npt.tools.sweep.spec import _fingerprint, design_of, read_design
+from npt.tools.sweep.spec import LEFT_OUT, Settings, design_of, read_design
 
 ROOT = Path(__file__).parents[3]
 SHORT = {"max_steps": 4, "use_quantization": True}
@@ -135,102 +135,53 @@ def test_a_bisection_checks_both_ends_and_is_a_trial_of_its_own() -> None:
         design(a={"bisect": {"low": 1e-3, "high": float("inf")}})
 
 
-def part(**content: Any) -> dict[str, Any]:
-    return {"parts": {"a": content}}
+# a row is YAML in braces, and words of the refusal
+REFUSED = r"""
+parts: {} => has no parts
+part: {} => unknown entry 'part'
+parts: {a: {grid: {learning_rat: [1]}}} => no setting 'learning_rat'; did you mean learning_rate?
+settings: {adapter_rnk: 4}, parts: {a: {}} => did you mean adapter_rank?
+parts: {a: {grid: {adapter_rank: [many]}}} => adapter_rank is 'many', expected int
+parts: {a: {grid: {learning_rate: [0.001, -1.0]}}} => learning_rate -1.0, seed 0: --learning_rate is
+parts: {a: {arms: {x: {safe_mode: true, mult_form: unbounded}}}} => arm x, seed 0: --mult_form
+parts: {a: {arms: {a;b: {}}}} => arm a;b is no name
+parts: {a: {arms: {? '' : {}}}} => is no name
+parts: {a: {grid: {learning_rate: 0.001}}} => write a list of values
+parts: {a: {grid: {learning_rate: [0.001, 1e-3]}}} => has a value twice
+parts: {a: {settings: {output_dir: x}}} => output_dir is no setting of a study
+settings: {seed: 1}, parts: {a: {}} => write seeds: [0, 1] instead
+seeds: 3, parts: {a: {}} => seeds is 3
+seeds: [2147483648], parts: {a: {}} => seeds is
+parts: {a: {random: {count: 3}}} => needs a count
+parts: {a: {random: {count: 3, over: {learning_rate: {low: 1, high: 0.1}}}}} => low and high
+parts: {a: {random: {count: 1, over: {lr: {low: 0, high: 1, log: true}}}}} => a range above 0
+parts: {a: {settings: {adapter_rank: .inf}}} => adapter_rank is inf, expected int
+parts: {a: {random: {count: 1, over: {adapter_rank: {low: 1, high: .inf}}}}} => expected int
+parts: {a: {bisect: {setting: [learning_rate], low: 0.001, high: 1.0}}} => there is no setting
+name: '', parts: {a: {}} => which no folder can be called
+name: ../x, parts: {a: {}} => name is '../x'
+name: .., parts: {a: {}} => name is '..'
+name: "a\nb", parts: {a: {}} => which no folder can be called
+parts: {a: {bisect: {setting: loss, low: nmse, high: mse}}} => write a setting that is a number
+"""
+ROWS = dict(line.split(" => ") for line in REFUSED.strip().splitlines())
 
 
-MANY = list(range(1, 500))
-BACKWARDS = {"learning_rate": {"low": 1, "high": 0.1}}
-AT_ZERO = {"learning_rate": {"low": 0, "high": 1, "log": True}}
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no parts": ({"parts": {}}, "has no parts"),
-    "unknown entry": ({"part": {}}, "unknown entry 'part'"),
-    "unknown setting": (
-        part(grid={"learning_rat": [1]}),
-        "no setting 'learning_rat'; did you mean learning_rate?",
-    ),
-    "unknown setting of all": (
-        {"settings": {"adapter_rnk": 4}, **part()},
-        "did you mean adapter_rank?",
-    ),
-    "wrong type": (part(grid={"adapter_rank": ["many"]}), "adapter_rank is 'many', expected int"),
-    "value that cannot work": (
-        part(grid={"learning_rate": [1e-3, -1.0]}),
-        "learning_rate -1.0, seed 0: --learning_rate is",
-    ),
-    "combination that cannot work": (
-        part(arms={"x": {"safe_mode": True, "mult_form": "unbounded"}}),
-        "arm x, seed 0: --mult_form unbounded means nothing without",
-    ),
-    "arm with a semicolon": (part(arms={"a;b": {}}), "arm a;b is no name"),
-    "arm without a name": (part(arms={"": {}}), "is no name"),
-    "no list": (part(grid={"learning_rate": 1e-3}), "write a list of values"),
-    "value twice": (part(grid={"learning_rate": [1e-3, "1e-3"]}), "has a value twice"),
-    "setting of a folder": (
-        part(settings={"output_dir": "x"}),
-        "output_dir is no setting of a study",
-    ),
-    "seed among the settings": ({"settings": {"seed": 1}, **part()}, "write seeds: [0, 1] instead"),
-    "seeds no list": ({"seeds": 3, **part()}, "seeds is 3"),
-    "seed too large": ({"seeds": [2**31], **part()}, "seeds is"),
-    "no length": ({"settings": {"max_steps": None}, **part()}, "--max_steps is unset"),
-    "too many": (
-        part(grid={"adapter_rank": MANY, "learning_rate": [i * 1e-6 for i in MANY]}),
-        "249,001",
-    ),
-    "draws of nothing": (part(random={"count": 3}), "needs a count"),
-    "range backwards": (part(random={"count": 3, "over": BACKWARDS}), "low and high"),
-    "range at zero": (part(random={"count": 1, "over": AT_ZERO}), "a range above 0"),
-    "infinite whole number": (
-        part(settings={"adapter_rank": float("inf")}),
-        "adapter_rank is inf, expected int",
-    ),
-    "infinite end of a range": (
-        part(random={"count": 1, "over": {"adapter_rank": {"low": 1, "high": float("inf")}}}),
-        "expected int",
-    ),
-    "bisection of a list": (
-        part(bisect={"setting": ["learning_rate"], "low": 1e-3, "high": 1.0}),
-        "write the name of one setting",
-    ),
-    "no name": ({"name": "", **part()}, "which no folder can be called"),
-    "name of a folder elsewhere": ({"name": "../x", **part()}, "name is '../x'"),
-    "name of the folder above": ({"name": "..", **part()}, "name is '..'"),
-    "name of several lines": ({"name": "a\nb", **part()}, "which no folder can be called"),
-    "name too long": ({"name": "a" * 201, **part()}, "name has 201 letters"),
-    "fault that its teacher would miss": (
-        part(settings={"fault_step": 2, "teacher_precision": "fp32"}),
-        "--fault_step does not go with --teacher_precision",
-    ),
-    "memory": (part(settings={"max_memory": "1GiB"}), "max_memory is no setting of a study"),
-    "share of refusals": (
-        part(settings={"max_refused_share": 0.5}),
-        "max_refused_share is no setting of a study",
-    ),
-    "bisection of a word": (
-        part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}),
-        "write a setting that is a number",
-    ),
-    "fault after the end": (part(settings={"fault_step": 4}), "--fault_step is 4 of 4 steps"),
-    "fault of no step": (
-        part(settings={"fault_scale": 10.0}),
-        "means nothing without --fault_step",
-    ),
-    "two number formats": (
-        part(settings={"use_quantization": False, "use_fp16": True, "compute_dtype": "bf16"}),
-        "drop one of the two",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_in_one_line_that_names_it(case: str) -> None:
-    content, said = REFUSED[case]
+@pytest.mark.parametrize("written", ROWS)
+def test_what_cannot_work_is_refused_in_one_line_that_names_it(written: str) -> None:
+    content = yaml.safe_load(f"{{{written}}}")
     content = {**content, "settings": {**SHORT, **content.get("settings", {})}}
     with pytest.raises(ConfigError) as caught:
         design_of(content, "study.yaml")
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert ROWS[written] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_slip_of_the_pen_is_no_million_trials_and_no_endless_name() -> None:
+    many = list(range(1, 500))
+    with pytest.raises(ConfigError, match="249,001"):
+        design(a={"grid": {"adapter_rank": many, "learning_rate": [i * 1e-6 for i in many]}})
+    with pytest.raises(ConfigError, match="use up to 200"):
+        design_of({"name": "a" * 201, "parts": {"a": {}}}, "study.yaml")
 
 
 @pytest.mark.parametrize(
@@ -254,15 +205,10 @@ def test_a_missing_file_is_named() -> None:
         read_design("nowhere.yaml")
 
 
-def test_a_changed_default_makes_another_trial() -> None:
-    resolved = Settings.of({**SHORT, "compute_dtype": "fp16"}, seed=3)
-    values = resolved.values()
-    assert (
-        values["adapter_rank"] == 16
-        and values["seed"] == 3
-        and not values.keys() & (LEFT_OUT.keys() - {"seed"})
-    )
-    assert _fingerprint(values) != _fingerprint({**values, "adapter_rank": 8})
+def test_settings_have_their_defaults_and_none_of_a_folder() -> None:
+    values = Settings.of({**SHORT, "compute_dtype": "bf16"}, seed=3).values()
+    assert (values["adapter_rank"], values["compute_dtype"], values["seed"]) == (16, "bf16", 3)
+    assert not values.keys() & (LEFT_OUT.keys() - {"seed"})
 
 
 def test_the_study_of_make_stability_has_its_hundred_runs() -> None:
@@ -270,7 +216,7 @@ def test_the_study_of_make_stability_has_its_hundred_runs() -> None:
     assert len(found.trials) >= 100
     forms = {trial.settings.adapter.mult_form for trial in found.trials}
     assert forms == {"sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"}
-    assert {trial.settings.probe.compute_dtype for trial in found.trials} >= {None, "bf16", "fp16"}
+    assert {trial.settings.base.compute_dtype for trial in found.trials} == {"fp32", "bf16"}
 
 
 def test_the_file_that_the_guide_prints_is_a_study(tmp_path) -> None:

@@ -51,13 +51,13 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path) -> str:
     """A file as the database, for what Optuna and not the database decides."""
     return f"sqlite:///{tmp_path / 'study.db'}"
 
 
 @pytest.fixture(params=["file", "server"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def url(request, tmp_path) -> Iterator[str]:
     """A database of the test's own: a file, and a schema of a server."""
     if request.param == "file":
         yield f"sqlite:///{tmp_path / 'study.db'}"
@@ -88,7 +88,7 @@ def wait_for(log: Path, lines: int, seconds: float = 60.0) -> list[str]:
     raise AssertionError(f"{log} did not get {lines} lines")
 
 
-def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None:
+def test_several_processes_do_every_trial_once(url: str, tmp_path) -> None:
     log, count = tmp_path / "log", 6
     processes = [worker(url, count, log) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
@@ -100,7 +100,7 @@ def test_several_processes_do_every_trial_once(url: str, tmp_path: Path) -> None
     assert rows.keys() == design.by_key.keys() and all(row["kl"] == 0.5 for row in rows.values())
 
 
-def test_the_trial_of_a_killed_worker_alone_is_run_again(url: str, tmp_path: Path) -> None:
+def test_the_trial_of_a_killed_worker_alone_is_run_again(url: str, tmp_path) -> None:
     log, count = tmp_path / "log", 2
     hanging = worker(url, count, log, "hang")
     (lost,) = (line.split()[0] for line in wait_for(log, 1))
@@ -110,13 +110,6 @@ def test_the_trial_of_a_killed_worker_alone_is_run_again(url: str, tmp_path: Pat
     taken = Counter(line.split()[0] for line in log.read_text().splitlines())
     assert taken.pop(lost) == 2 and set(taken.values()) == {1} and len(taken) == count - 1
     assert Storage(url, "work").progress(trials(count).by_key).finished == count
-
-
-def test_a_study_that_is_finished_is_not_begun_again(file: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    for _ in range(2):
-        assert worker(file, 1, log).wait() == 0
-    assert len(log.read_text().splitlines()) == 1
 
 
 def test_filling_a_study_twice_adds_what_is_new_alone(file: str) -> None:

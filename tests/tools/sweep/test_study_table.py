@@ -8,7 +8,7 @@ import pytest
 from made_study import design, result, table
 
 from npt.errors import ConfigError
-from npt.tools.sweep.table import CSV, read_table, rows_of, write_table
+from npt.tools.sweep.table import CSV, by_part, factors, read_table, rows_of, write_table
 
 
 def test_every_trial_has_its_row_in_the_designs_order() -> None:
@@ -26,7 +26,7 @@ def test_a_limit_is_in_the_column_of_its_setting() -> None:
         "learning_rate",
         "adapter_rank",
         "compute_dtype",
-        "fault_step",
+        "use_quantization",
         "seed",
     } <= rows[0].keys()
     assert rows[-1]["arms"] == "plain" and rows[-1]["learning_rate"] == 0.03
@@ -50,16 +50,18 @@ def test_a_study_of_which_nothing_has_run_has_a_table(tmp_path) -> None:
     assert {row["outcome"] for row in read_table(tmp_path)} == {None}
 
 
-def test_the_same_rows_give_the_same_bytes(tmp_path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_table(tmp_path / name, table())
-    assert (tmp_path / "a" / CSV).read_bytes() == (tmp_path / "b" / CSV).read_bytes()
-
-
 @pytest.mark.parametrize("content", [None, b"", b"no,table\n1,2\n", b"\xff\xfe"])
 def test_a_table_that_is_missing_or_broken_is_named(tmp_path, content) -> None:
     if content is not None:
         (tmp_path / CSV).write_bytes(content)
     with pytest.raises(ConfigError, match=r"trials\.csv cannot be read"):
         read_table(tmp_path)
+
+
+def test_a_part_has_its_rows_and_what_differs_in_it() -> None:
+    parts = by_part(table())
+    assert list(parts) == ["forms", "sizes", "formats", "limits"]
+    assert factors(parts["forms"]) == ["learning_rate", "mult_form"]
+    assert factors(parts["formats"]) == ["arms"]  # which decide the number format
+    both = by_part([{**table()[0], "parts": "a;b", "arms": "one;"}])
+    assert [row["arms"] for rows in both.values() for row in rows] == ["one", ""]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import npt
-from npt.tools.sweep.lab import check_design
+from npt.cli.sweep import check_design
 from npt.tools.sweep.spec import design_of
 
 

@@ -1,4 +1,4 @@
-"""Language models in which attention acts by modulating the MLP of its token. Needs torch and
+"""A language model in which attention acts by modulating the MLP of its token. Needs torch and
 transformers, nothing else.
 
 A decoder layer computes, from a token's state h and its attention output a =
@@ -14,37 +14,13 @@ Everything else, attention, caches and masks among it, is transformers' own mode
 family.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    SmolLM3ForCausalLM,
-    SmolLM3Model,
-)
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
-from .configuration_npt import (
-    NPTLlamaConfig,
-    NPTMistralConfig,
-    NPTQwen2Config,
-    NPTQwen3Config,
-    NPTSmolLM3Config,
-)
+from .configuration_npt import NPTLlamaConfig
 
 FORMS = {
     "half_sigmoid": lambda u: 0.5 * torch.sigmoid(u) + 0.5,
@@ -90,8 +66,8 @@ class NPTAdapter(nn.Module):
         """Move with the model and keep every number: `model.to(torch.bfloat16)` means the base."""
 
         def moved(tensor: Tensor) -> Tensor:
-            found = fn(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)
 
@@ -128,14 +104,10 @@ class NPTAdapter(nn.Module):
         return 1.0 + self.form["mult_bound"] * torch.tanh(0.5 * u) if other is None else other(u)
 
 
-class NPTLayer(nn.Module):
-    """The forward of a decoder layer in NPT form, with the modules of the family's own class."""
+class NPTLlamaDecoderLayer(LlamaDecoderLayer):
+    """The family's decoder layer, computing in NPT form."""
 
     npt: NPTAdapter
-    input_layernorm: Any
-    self_attn: Any
-    post_attention_layernorm: Any
-    mlp: Any
 
     def forward(
         self,
@@ -170,37 +142,25 @@ class NPTLayer(nn.Module):
         return stream + product("down", mlp.down_proj, mlp.act_fn(gate) * up)
 
 
-LAYERS = {
-    cls: type(f"NPT{cls.__name__}", (NPTLayer, cls), {})
-    for cls in (
-        LlamaDecoderLayer,
-        MistralDecoderLayer,
-        Qwen2DecoderLayer,
-        Qwen3DecoderLayer,
-        SmolLM3DecoderLayer,
-    )
-}
-globals().update({cls.__name__: cls for cls in LAYERS.values()})  # where pickle looks for them
-
-
 class NPTModel(PreTrainedModel):
     """The additions of an NPT model to its family's own class."""
 
+    config_class = NPTLlamaConfig
     _keep_in_fp32_modules_strict = ["npt"]  # noqa: RUF012 - as transformers has it
-    _no_split_modules = [cls.__name__ for pair in LAYERS.items() for cls in pair]  # noqa: RUF012
+    _no_split_modules = ["LlamaDecoderLayer", "NPTLlamaDecoderLayer"]  # noqa: RUF012
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         layers = self.base_model.layers
         for index in sorted({int(i) for i in (*config.npt["ranks"], *config.npt["rows"])}):
-            layers[index].__class__ = LAYERS[type(layers[index])]
+            layers[index].__class__ = NPTLlamaDecoderLayer
             layers[index].npt = NPTAdapter(config, index)
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        found = super().from_pretrained(*args, **kwargs)
-        model = found[0] if isinstance(found, tuple) else found
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, parameter in model.named_parameters():
             # Beside 4-bit weights transformers leaves the others as they are stored, whatever dtype
             # was asked for.
@@ -215,7 +175,7 @@ class NPTModel(PreTrainedModel):
                 # On such CPUs a 4-bit layer would compute in bf16 from its first forward on,
                 # whatever it was told.
                 module.support_avx512bf16_for_cpu = False
-        return found
+        return loaded
 
     def save_pretrained(self, *args, **kwargs):
         # the names are the original ones; of 4-bit weights transformers can do no other
@@ -224,40 +184,8 @@ class NPTModel(PreTrainedModel):
 
 
 class NPTLlamaModel(NPTModel, LlamaModel):
-    config_class = NPTLlamaConfig
+    pass
 
 
 class NPTLlamaForCausalLM(NPTModel, LlamaForCausalLM):
-    config_class = NPTLlamaConfig
-
-
-class NPTMistralModel(NPTModel, MistralModel):
-    config_class = NPTMistralConfig
-
-
-class NPTMistralForCausalLM(NPTModel, MistralForCausalLM):
-    config_class = NPTMistralConfig
-
-
-class NPTQwen2Model(NPTModel, Qwen2Model):
-    config_class = NPTQwen2Config
-
-
-class NPTQwen2ForCausalLM(NPTModel, Qwen2ForCausalLM):
-    config_class = NPTQwen2Config
-
-
-class NPTQwen3Model(NPTModel, Qwen3Model):
-    config_class = NPTQwen3Config
-
-
-class NPTQwen3ForCausalLM(NPTModel, Qwen3ForCausalLM):
-    config_class = NPTQwen3Config
-
-
-class NPTSmolLM3Model(NPTModel, SmolLM3Model):
-    config_class = NPTSmolLM3Config
-
-
-class NPTSmolLM3ForCausalLM(NPTModel, SmolLM3ForCausalLM):
-    config_class = NPTSmolLM3Config
+    pass

@@ -1,0 +1,217 @@
+"""The numbers of a tensor and the memory that they lie in: how bad they are, and notes on them.
+
+One storage may hold several tensors: rows of a buffer, all weights of a recurrent network. So a
+note holds for a stretch of a storage, every view of it finds the note, and it ends when the stretch
+is overwritten or freed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+N = TypeVar("N")
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_FP16_LOWEST = torch.finfo(torch.float16).min
+
+
+class Badness(IntEnum):
+    """FINE; SOFT: -Inf or numbers below the limit among good ones, perhaps a mask; HARD: NaN, +Inf
+    or numbers above the limit.
+    """
+
+    FINE = 0
+    SOFT = 1
+    HARD = 2
+
+
+def numbers(tensor: Tensor) -> Tensor | None:
+    """Return the strided floating-point or complex numbers of a tensor as a view (the values of a
+    sparse one), or None if it has none or only pretends to hold memory.
+    """
+    # packed 4-bit floats have no NaN
+    if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):
+        return None
+    pretends = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    if pretends or tensor.is_meta or tensor._is_zerotensor():
+        return None
+    values = _values(tensor).detach()
+    if values.layout in _COMPRESSED:
+        values = values.values()
+    return values if values.layout == torch.strided and values.numel() else None
+
+
+def extent(values: Tensor) -> tuple[float, float]:
+    """Return the lowest and highest of `numbers` (of the parts of complex ones), both NaN if one
+    is NaN. Waits for the device once.
+    """
+    low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
+    return low, high
+
+
+def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
+    """Judge a tensor of any dtype and layout in one pass; a finite number beyond `limit` is bad."""
+    values = numbers(tensor)
+    if values is None:
+        return Badness.FINE
+    low, high = extent(values)
+    if math.isnan(low) or high > limit or high == math.inf:
+        return Badness.HARD
+    return Badness.SOFT if low < -limit or low == -math.inf else Badness.FINE
+
+
+def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
+    """Return the index of the first bad element, if any; `soft` ones may be a mask."""
+    values = numbers(tensor)
+    if values is None:
+        return ()
+    parts = _reals(values)
+    bad = torch.isnan(parts) | (parts == math.inf) | (parts > limit)
+    if soft:
+        bad |= (parts == -math.inf) | (parts < -limit)
+    found = (bad.any(dim=-1) if values.is_complex() else bad).nonzero()
+    if not len(found):
+        return ()
+    index = tuple(found[0].tolist())
+    if tensor.layout == torch.sparse_coo:
+        return (*tensor.detach()._indices()[:, index[0]].tolist(), *index[1:])
+    return index
+
+
+def element(tensor: Tensor, index: tuple[int, ...]) -> float:
+    """Return one number; the larger part of a complex one."""
+    value = tensor.detach()[index]
+    return float(_reals(value).abs().max() if value.is_complex() else value)
+
+
+def absmax(tensor: Tensor) -> float:
+    """Return the size of the largest finite element, 0 if there is none."""
+    if tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex()):
+        plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
+        return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
+    values = numbers(tensor)
+    if values is None:
+        return 0.0
+    parts = _reals(values)
+    finite = parts[torch.isfinite(parts)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def count(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of NaN and of infinities."""
+    values = numbers(tensor)
+    if values is None:
+        return 0, 0
+    parts = _reals(values)
+    return int(torch.isnan(parts).sum()), int(torch.isinf(parts).sum())
+
+
+def looks_like_a_mask(tensor: Tensor) -> bool:
+    """Tell if the lowest number is one that masks are written with: -Inf, the end of a dtype, or
+    the only one except 0.
+    """
+    values = numbers(tensor)
+    if values is None:
+        return False
+    low, _ = extent(values)
+    known = low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
+    return known or bool(((values == low) | (values == 0)).all())
+
+
+def _reals(values: Tensor) -> Tensor:
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    # 8-bit floats have no reductions
+    return values.to(torch.float32) if values.dtype.itemsize == 1 else values
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The bytes of a storage from a tensor's first element to the end of its last. dense: the
+    tensor fills them all.
+    """
+
+    key: int
+    start: int
+    end: int
+    layout: tuple[int, ...]
+    dense: bool
+
+    def overlaps(self, other: Stretch) -> bool:
+        return self.key == other.key and self.start < other.end and other.start < self.end
+
+    def covers(self, other: Stretch) -> bool:
+        """Tell if writing here leaves nothing of the other."""
+        inside = self.dense and self.start <= other.start and other.end <= self.end
+        return self.key == other.key and (inside or self.layout == other.layout)
+
+
+def stretch_of(tensor: Tensor) -> Stretch | None:
+    """Return a tensor's stretch (of a sparse one, that of its values); None if it has no memory."""
+    tensor = _values(tensor)
+    try:
+        key = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+    if tensor.numel() == 0:
+        return None
+    size = tensor.dtype.itemsize
+    shape, strides = tuple(tensor.shape), [int(stride) for stride in tensor.stride()]
+    start = int(tensor.storage_offset()) * size
+    end = start + (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * size
+    return Stretch(key, start, end, (start, *shape, *strides), tensor.numel() * size == end - start)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 if it has no memory."""
+    here = stretch_of(tensor)
+    return 0 if here is None else here.key
+
+
+class Memory(Generic[N]):
+    """Notes by stretch of storage. The weak references keep a storage's identity from being given
+    to another one while it is noted.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, list[tuple[StorageWeakRef, Stretch, N]]] = {}
+
+    def of(self, tensor: Tensor) -> list[N]:
+        """Return the notes on memory that the tensor shares, the oldest first."""
+        here = stretch_of(tensor)
+        if here is None:
+            return []
+        return [note for _, known, note in self._live(here.key) if known.overlaps(here)]
+
+    def add(self, tensor: Tensor, note: N) -> None:
+        here = stretch_of(tensor)
+        if here is None:
+            return
+        notes = self._live(here.key)
+        if not any(other == note and known.covers(here) for _, known, other in notes):
+            storage = StorageWeakRef(_values(tensor).untyped_storage())
+            self._notes[here.key] = [*notes, (storage, here, note)]
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the notes on what writing to the tensor replaces."""
+        here = stretch_of(tensor)
+        if here is not None and here.key in self._notes:
+            left = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
+            self._notes[here.key] = left
+
+    def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
+        notes = self._notes.get(key, [])
+        return [] if notes and notes[0][0].expired() else notes

@@ -1,0 +1,243 @@
+"""An optimizer step that changes nothing unless its whole result is finite.
+
+Parameters and moments are copied, stepped, verified, and put back if one of them is not finite. On
+a CPU the flags are read at once. On a GPU reading a flag would make the host wait, so there a fused
+AdamW skips by its own `found_inf` and the old state is selected by `torch.where`. Both ways do the
+same arithmetic in the same order: their results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npt.distributed.processes import ProcessGroup
+from npt.guard.holdings import Holdings
+from npt.guard.outcome import Snapshot, first_bad
+
+EXACT = 2**24
+"""Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
+
+
+@dataclass
+class Update:
+    """The outcome of a guarded update.
+
+    applied: scalar bool on the device. holdings, snapshot: the state before, None if it is the
+    state now.
+    names, finite: of parameters and moments, and their flags. fingerprints: [processes] of the
+    state that the step left on each process, 0 if it is not finite. before: of a step that was
+    taken back, if flags are read at once, the largest number of each tensor of the state.
+    """
+
+    applied: Tensor
+    holdings: Holdings | None = None
+    snapshot: Snapshot | None = None
+    names: Sequence[str] = ()
+    finite: Tensor | None = None
+    fingerprints: Tensor | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+
+    def first_bad(self) -> str:
+        """Return the name of the first tensor that was not finite after the step."""
+        assert self.finite is not None
+        return self.names[self.finite.tolist().index(False)]
+
+
+class GuardedUpdate:
+    """Steps an optimizer, verifies, and restores.
+
+    Args:
+        parameters: the trainable tensors by name.
+        optimizer: over exactly these parameters.
+        late: never read a flag on the host; by default for a fused Adam or AdamW on CUDA.
+        undo: verify the state after the step, and copy it before, to put it back. Without, only
+            the gradient decides: half the memory of a step, and a step that fails is not undone.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        late: bool | None = None,
+        undo: bool = True,
+    ):
+        self.names = tuple(parameters)
+        self.parameters = tuple(parameters.values())
+        self.optimizer, self.undo = optimizer, undo
+        self.home = self.parameters[0].device
+        fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
+            group["fused"] for group in optimizer.param_groups
+        )
+        self.late = late if late is not None else fused and self.home.type == "cuda"
+        if self.late and not fused:
+            raise ValueError(
+                f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
+                " late=False"
+            )
+        if self.late and not optimizer.state:
+            self.make_moments()
+
+    def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Verify and restore further parameters too, which the optimizer has come to step."""
+        self.names += tuple(parameters)
+        self.parameters += tuple(parameters.values())
+
+    def __call__(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Update:
+        """Step if `go`, verify, and restore the old state if the new one is bad.
+
+        Args:
+            go: scalar bool on the home device.
+            rate: scalar, the learning rate; None leaves it to the optimizer's groups.
+            processes: all keep the step or none does; none if one is lost.
+
+        An error within the step, running out of memory or an interrupt, takes it back too.
+        """
+        if not self.late and not bool(go):
+            return Update(go)
+        if not self.undo:
+            self._step(go, rate)
+            return Update(go)
+        holdings = self.holdings()
+        update = Update(go, holdings, self.snapshot(holdings))
+        with self.undone_on_error(update):
+            self._step(go, rate)
+            good = self._verify(update, processes)
+            if self.late:
+                self._select(good, update.snapshot or {})
+                update.applied = go & good
+            else:
+                update.applied = good
+                if not bool(good):
+                    self.take_back(update)
+                    names, largest = self._largest()
+                    update.before = dict(zip(names, largest.tolist(), strict=True))
+        return update
+
+    @contextmanager
+    def undone_on_error(self, update: Update) -> Iterator[None]:
+        """Take the update back if an error ends what depends on it."""
+        try:
+            yield
+        except BaseException:
+            self.take_back(update)
+            raise
+
+    def take_back(self, update: Update) -> None:
+        """Put back the parameters, and all that the optimizer held, from before an update."""
+        if update.holdings is not None:
+            update.holdings.restore()
+        update.holdings = update.snapshot = None
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the settings of the optimizer's parameter groups, without the parameters."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def holdings(self) -> Holdings:
+        """Return copies of the parameters, and of all that the optimizer holds."""
+        return Holdings([self.optimizer], self.parameters)
+
+    def snapshot(self, holdings: Holdings | None = None) -> Snapshot:
+        """Return copies of parameters and optimizer state, on their devices."""
+        copies = self.holdings() if holdings is None else holdings
+        return {
+            name: (
+                copies.of(p),
+                {key: copies.of(value) for key, value in self.optimizer.state.get(p, {}).items()},
+            )
+            for name, p in zip(self.names, self.parameters, strict=True)
+        }
+
+    def _step(self, go: Tensor, rate: Tensor | None) -> None:
+        if rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate if self.late else float(rate)
+        if self.late:
+            self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+        self.optimizer.step()
+
+    def first_bad(self) -> str | None:
+        """Return the name of the first tensor of the state that is not finite, or None."""
+        names, largest = self._largest()
+        return first_bad(largest, names)
+
+    def checksum(self) -> int:
+        """Return the sum of every bit of parameters and moments, equal on equal processes."""
+        total = torch.zeros((), dtype=torch.int64, device=self.home)
+        for _, tensor in self.tensors():
+            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
+        return int(total)
+
+    def _verify(self, update: Update, processes: ProcessGroup) -> Tensor:
+        """Return a scalar bool: the state is finite, on every process, and the same on all."""
+        update.names, largest = self._largest()
+        update.finite = torch.isfinite(largest)
+        good = update.finite.all()
+        if processes.size == 1:
+            return good
+        # The largest number of each tensor, bit for bit: equal in any order of summation, never 0.
+        fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
+        prints = update.fingerprints = processes.each(torch.where(good, fingerprint, 0))
+        return (prints == prints[0]).all() & (prints[0] > 0)
+
+    def _largest(self) -> tuple[list[str], Tensor]:
+        """Return the largest number of each tensor of the state, and the tensors' names."""
+        named = [
+            (name, tensor)
+            for name, tensor in self.tensors()
+            if tensor.is_floating_point() and tensor.numel()
+        ]
+        return [name for name, _ in named], norms_of([t for _, t in named], order=float("inf"))
+
+    def _select(self, good: Tensor, snapshot: Snapshot) -> None:
+        """Keep the new state if `good`, else the snapshot, without reading the flag."""
+        for parameter, (value, state) in zip(self.parameters, snapshot.values(), strict=True):
+            now = self.optimizer.state[parameter]
+            pairs = [(now[key], old) for key, old in state.items() if isinstance(old, Tensor)]
+            for tensor, old in [*pairs, (parameter.detach(), value)]:
+                torch.where(good.to(tensor.device), tensor, old, out=tensor)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and their optimizer tensors, by name.
+
+        Moments come first: a broken moment breaks its weight in the same step, and the first
+        tensor found is the one that is reported.
+        """
+        named: list[tuple[str, Tensor]] = []
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    named.append((f"{key} of {name}", value))
+            named.append((name, parameter.detach()))
+        return named
+
+    def make_moments(self) -> None:
+        """Let a fused optimizer make its moments by a step that `found_inf` forbids."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.found_inf = torch.zeros_like(self.optimizer.found_inf)  # type: ignore[attr-defined]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def clip_scale(norm: Tensor, limit: float) -> Tensor:
+    """Return the factor that clips gradients of this norm, as torch's `clip_grad_norm_` has it."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norms [P]; NaN, Inf and overflowing squares of a tensor show in its norm."""
+    home = tensors[0].device
+    return torch.stack(
+        [norm.to(device=home, dtype=torch.float32) for norm in torch._foreach_norm(tensors, order)]
+    )

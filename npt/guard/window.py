@@ -1,0 +1,359 @@
+"""The gradient window: micro-batches in, one guarded optimizer step out.
+
+The promise: a window with a bad micro-batch leaves weights, moments and counts as if that
+micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
+changes nothing at all.
+
+Each micro-batch writes into scratch gradients (`gradients.py`). One flag says whether its loss
+and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on
+that flag, never by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of
+its survivors. Its norm is checked before clipping, because clipping spreads one NaN over every
+gradient and turns an overflowing norm silently into zeros.
+
+All decisions are device flags. On a CPU they are read at once. On a GPU they are copied to pinned
+memory and read one window late, or up to `IN_FLIGHT` windows late while they have not arrived; the
+learning rate follows the device's own count of applied steps. The limits of the spike guard come
+from steps whose results are known, so with it, and with several processes, results are read exactly
+one window late: nothing may depend on the clock.
+
+Several processes share a window (`shared.py`); after the step they compare the state it
+left, and a step that differs or is not finite on one of them is taken back on all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from npt.distributed.processes import ProcessGroup
+from npt.errors import ProcessError
+from npt.guard.gradients import FlatGradients
+from npt.guard.outcome import (
+    ClosedWindow,
+    LaunchedWindow,
+    MicroBatchFlags,
+    MicroBatchRecord,
+    Outcome,
+    Refusal,
+    Sums,
+    read_record,
+    refusal_of,
+    send_record,
+    sent,
+    stacked,
+)
+from npt.guard.shared import sum_over_processes, unreached_of
+from npt.guard.spikes import SpikeGuard
+from npt.guard.update import EXACT, GuardedUpdate, clip_scale, norms_of
+
+HISTORY = 256
+"""Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
+
+IN_FLIGHT = 3
+"""Windows whose results may be on their way before the host waits for one."""
+
+FAILED = 1000
+"""The code of a process that stops because of an error; other codes are signal numbers."""
+
+
+class GradientWindow:
+    """Collects micro-batches and commits them as one step.
+
+    Args:
+        update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
+        max_grad_norm: global norm to which the window's gradient is clipped.
+        rates: learning rate of each applied step; the last one stays. None: the optimizer's own.
+        spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
+        processes: share the windows; default this one alone.
+        track: leave parameters alone that no survivor's backward reached. Reads flags at once.
+        divisor: of the window's gradient; default the tokens of its survivors.
+
+    Attributes:
+        place: of the next micro-batch in the open window.
+        unscale: called once `.grad` is the sum of a window's survivors, of which there are some.
+    """
+
+    def __init__(
+        self,
+        update: GuardedUpdate,
+        max_grad_norm: float,
+        rates: Sequence[float] | None = None,
+        *,
+        spikes: SpikeGuard | None = None,
+        processes: ProcessGroup | None = None,
+        track: bool = False,
+        divisor: float | None = None,
+    ):
+        assert not (update.late and (track or rates is None)), "these need flags on the host"
+        self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
+        self.processes = processes if processes is not None else ProcessGroup()
+        self.history: deque[MicroBatchRecord] = deque(maxlen=HISTORY)
+        self.known_steps = 0  # applied steps, of the windows whose results were read
+        self.committed = 0  # windows so far: the index of the next one
+        self._home = update.home
+        self._rates = None
+        if rates is not None:
+            self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
+        self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
+        named = dict(zip(update.names, update.parameters, strict=True))
+        self.gradients = FlatGradients(named, track)
+        self.divisor = divisor
+        self.unscale: Callable[[], None] | None = None
+        self._closed: LaunchedWindow | None = None
+        self._ran: list[MicroBatchFlags] = []
+        self._refusals: list[Refusal] = []
+        self.applied: Tensor | None = None  # the last window's step, a scalar bool; None: no step
+        self.place = self._halt = 0
+        self._launched: deque[LaunchedWindow] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """Committed windows whose result is not known yet."""
+        return len(self._launched)
+
+    @property
+    def applied_steps(self) -> int:
+        """Applied steps by the device's own count, for which this waits."""
+        return int(self._steps)
+
+    def show(self) -> None:
+        """Let `.grad` be the sum of the open window so far, as between a plain loop's backwards."""
+        reached = frozenset[int]().union(*(m.reached or () for m in self._ran))
+        self.gradients.expose([i for i in range(len(self.gradients.names)) if i not in reached])
+
+    def begin(self) -> None:
+        """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
+        self.gradients.begin()
+
+    def add(self, sums: Sums, sample_ids: tuple[str, ...] = ()) -> Tensor:
+        """Count the micro-batch whose gradients are in `.grad`, if it is finite.
+
+        Returns:
+            Whether it counts, a scalar bool; nothing is read from the device.
+        """
+        norms = norms_of(self.gradients.scratch_views)
+        # Finite only if every norm is; also catches squares that overflow only in their sum.
+        norm = torch.linalg.vector_norm(norms)
+        flag = torch.isfinite(sums.loss.to(self._home)) & torch.isfinite(norm)
+        self.gradients.add(flag)
+        reached = None if self.gradients.reached is None else frozenset(self.gradients.reached)
+        self._ran.append(MicroBatchFlags(sums, flag, norms, self.place, sample_ids, reached))
+        self.place += 1
+        return flag
+
+    def refuse(self, detail: str, sample_ids: tuple[str, ...] = (), kind: str = "data") -> None:
+        """Count a micro-batch that was found bad before its gradients were made."""
+        process = self.processes.index
+        self._refusals.append(Refusal(kind, detail, self.place, sample_ids, process))
+        self.place += 1
+
+    def skip(self) -> None:
+        """Count a micro-batch that another process computes."""
+        self.place += 1
+
+    def halt(self, code: int) -> None:
+        """Make the open window and all later ones void, on every process.
+
+        The code is `FAILED`, or the number of a signal.
+        """
+        assert 0 < code < EXACT
+        self._halt = code
+
+    def clear(self) -> None:
+        """Forget the open window: its micro-batches have not happened."""
+        self.gradients.clear()
+        self._ran, self._refusals, self.place, self._closed = [], [], 0, None
+
+    def open_refusals(self) -> list[Refusal]:
+        """Return the refusals of the open window on this process, for which this waits."""
+        ran = [m for m in self._ran if not bool(m.flag)]
+        names, process = self.gradients.names, self.processes.index
+        found = [refusal_of(m, float(m.sums.loss), names, process) for m in ran]
+        return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
+
+    def close(self, fingerprint: int = 0) -> Tensor | None:
+        """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
+
+        Returns:
+            The norm before clipping, a scalar; None if no micro-batch ran.
+        """
+        assert self._closed is None, "the window is closed already"
+        window = self._closed = LaunchedWindow(
+            self.committed, self.place, self._ran, self._refusals, self._halt, fingerprint
+        )
+        if self.spikes is not None:
+            window.limits = self.spikes.limits
+            window.describe_spike = self.spikes.describe
+        if self.processes.size > 1 or (self._ran and not self._halt):
+            try:
+                window.closed = self._sum_up(window)
+            except BaseException:
+                self.clear()
+                raise
+        return None if window.closed is None else window.closed.norm
+
+    def commit(self, fingerprint: int = 0) -> list[Outcome]:
+        """Close the window, unless it is closed: one optimizer step from its survivors, or none.
+
+        Every process must call this equally often, with micro-batches or without, and with the same
+        fingerprint of the window's data, below `EXACT`.
+
+        Returns:
+            Results that have become known, oldest first: this window's, or with `late` flags those
+            of earlier windows, if any.
+
+        Raises:
+            ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
+                whose result was not known yet.
+        """
+        self._launched.append(self._launch(fingerprint))
+        return self._read(keep=self._unread())
+
+    def flush(self) -> list[Outcome]:
+        """Wait for every committed window; return the results not returned before."""
+        return self._read(keep=0)
+
+    def resume_at(self, steps: int) -> None:
+        """Count as if `steps` had been applied; moments and weights are the caller's to restore."""
+        assert not self._launched and not self._ran, "a window is open"
+        self._steps.fill_(steps)
+        self.known_steps = steps
+
+    def _launch(self, fingerprint: int) -> LaunchedWindow:
+        if self._closed is None:
+            self.close(fingerprint)
+        window = self._closed
+        assert window is not None
+        self.committed, self.applied = self.committed + 1, None
+        try:
+            if window.closed is not None:
+                self._step(window, window.closed)
+                self.applied, window.closed = window.update.applied, None
+        finally:
+            self.clear()
+        return window
+
+    def _sum_up(self, window: LaunchedWindow) -> ClosedWindow:
+        """Divide, check and clip the window's gradient: all on the device."""
+        home, ran, gradients = self._home, window.ran, self.gradients
+        flags = stacked([m.flag for m in ran], home, torch.bool)
+        losses = stacked([m.sums.loss.detach().to(home, torch.float32) for m in ran], home)
+        counts = sent([m.sums.tokens for m in ran], home)
+        tokens = torch.where(flags, counts, 0.0).sum()
+        loss_sum = torch.where(flags, losses, 0.0).sum()
+        unreached: list[int] = []
+        if gradients.reached is not None:
+            unreached = unreached_of(ran, len(gradients.parameters), self.processes, home)
+        gradients.expose(unreached)
+        window.reached = len(unreached) < len(gradients.parameters)
+        if self.unscale is not None and window.reached:
+            self.unscale()
+        across, allowed = flags.new_zeros(0), None
+        if self.processes.size > 1:
+            survivors = flags.sum()
+            refused = len(ran) - survivors + len(window.refusals)
+            own = [count.to(torch.float32) for count in (tokens, loss_sum, survivors, refused)]
+            codes = sent([window.halt, window.fingerprint], home)
+            (tokens, loss_sum), across, allowed = sum_over_processes(
+                gradients.sums, torch.stack(own), codes, self.processes
+            )
+        divisor = tokens.clamp_min(1.0)
+        if self.divisor is not None:
+            divisor = torch.full_like(tokens, self.divisor)
+        for flat in gradients.sums:
+            flat.div_(divisor.to(flat.device))
+        norm = self._clip(window)
+        loss = loss_sum / divisor
+        finite = torch.isfinite(norm)
+        spike = torch.zeros_like(finite)
+        if self.spikes is not None:
+            spike = self.spikes.exceeds(loss, norm)
+        go = (tokens > 0) & finite & ~spike
+        go = go if window.reached else torch.zeros_like(go)
+        go = go if allowed is None else go & allowed
+        return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
+
+    def _clip(self, window: LaunchedWindow) -> Tensor:
+        """Clip the window's gradient; return its norm before, a scalar in fp32."""
+        if self.gradients.reached is not None:
+            # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
+            reached = [p for p in self.gradients.clipped if p.grad is not None]
+            norm = get_total_norm([p.grad for p in reached if p.grad is not None])
+            if not bool(torch.isfinite(norm)):
+                window.norms = norms_of(self.gradients.sum_views)
+            clip_grads_with_norm_(reached, self.max_grad_norm, norm)
+            return norm.to(self._home, torch.float32)
+        window.norms = norms_of(self.gradients.sum_views)
+        norm = torch.linalg.vector_norm(window.norms)
+        for flat in self.gradients.sums:
+            flat.mul_(clip_scale(norm, self.max_grad_norm).to(flat.device))
+        return norm
+
+    def _step(self, window: LaunchedWindow, closed: ClosedWindow) -> None:
+        """Step, verify, restore, and send the record: all on the device."""
+        rate = None
+        if self._rates is not None:
+            # Not indexed by the step: indexing with a scalar tensor reads it.
+            step = self._steps.clamp(max=len(self._rates) - 1).view(1)
+            rate = self._rates.index_select(0, step).squeeze(0)
+        update = window.update = self.update(closed.go, rate, self.processes)
+        with self.update.undone_on_error(update):
+            steps = self._steps + update.applied
+            if window.norms is None and not self.update.late and not bool(update.applied):
+                scale = clip_scale(closed.norm, self.max_grad_norm)  # norms are from before it
+                window.norms = norms_of(self.gradients.sum_views) / scale
+            send_record(window, closed, steps, rate)
+        self._steps = steps
+
+    def _unread(self) -> int:
+        """Return how many of the newest results to leave unread."""
+        if not self.update.late:
+            return 0
+        if self.spikes is not None or self.processes.size > 1:
+            return 1
+        arrived = 0
+        for window in list(self._launched)[:-1]:
+            if window.arrived is not None and not window.arrived.query():
+                break
+            arrived += 1
+        return min(IN_FLIGHT, len(self._launched) - arrived)
+
+    def _read(self, keep: int) -> list[Outcome]:
+        """Return the results of all but the newest `keep` windows."""
+        results = []
+        while len(self._launched) > keep:
+            window, known = self._launched[0], self.processes.broken
+            try:
+                if window.arrived is not None:
+                    self.processes.wait_for(window.arrived)
+            except ProcessError:
+                self._take_back()
+                if known:
+                    break
+                raise
+            try:
+                result = read_record(
+                    window, self.gradients.names, self.known_steps, self.processes, self.history
+                )
+            except BaseException:
+                self._take_back()
+                raise
+            self._launched.popleft()
+            self.known_steps = result.steps
+            if result.applied and self.spikes is not None:
+                assert result.loss is not None and result.grad_norm is not None
+                self.spikes.accept(result.loss, result.grad_norm)
+            results.append(result)
+        return results
+
+    def _take_back(self) -> None:
+        """Restore the state before the oldest window whose result is not known."""
+        for window in reversed(self._launched):
+            if window.update is not None:
+                self.update.take_back(window.update)
+        self._launched.clear()
+        self._steps.fill_(self.known_steps)

@@ -1,0 +1,163 @@
+"""Every chart of a run's page: a file of its own, with numbers that are numbers and nothing outside
+its frame, whatever it is drawn of.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
+
+from npt.report import charts
+from npt.report.charts import Marks, Series, picture, scale
+from npt.report.page import page
+from npt.report.run import read_run
+
+DOT = {"color": charts.LINE, "fmt": "o"}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def check(svg: str) -> ET.Element:
+    """Assert that it is sound, and that its letters and marks lie within its frame."""
+    root = ET.fromstring(svg)
+    _, _, width, height = map(float, (root.get("viewBox") or "").split())
+    for element in root.iter():
+        for name, value in element.attrib.items():
+            assert not name.startswith("on")
+            assert not re.search(r"\b(nan|inf)\b", value, re.IGNORECASE), (element.tag, name, value)
+        if element.tag in (f"{SVG}text", f"{SVG}use"):
+            x, y = float(element.get("x", "0")), float(element.get("y", "0"))
+            assert -1 <= x <= width + 1 and -1 <= y <= height + 1, (element.tag, element.attrib)
+    return root
+
+
+def test_a_chart_is_a_file_with_the_colours_of_light_and_dark() -> None:
+    svg = charts.rows(["a"], [Marks("one", DOT, [1.0], [0.5])], "what", "a chart").svg
+    assert "var(--c0a58a8)" in svg and "prefers-color-scheme: dark" in svg
+    style = svg[svg.index("<style>") : svg.index("</style>")]
+    assert all(f"--{name}:" in style for name in re.findall(r"var\(--(\w+)\)", svg))
+    assert svg.count(charts.LINE) == 1  # where the variable gets it
+
+
+def test_charts_depend_on_their_numbers_and_on_no_users_settings() -> None:
+    import matplotlib
+
+    def drawn() -> str:
+        return charts.rows(["4"], [Marks("one", DOT, [0.1], [0.05])], "NMSE", "one layer").svg
+
+    first = drawn()
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False}):
+        assert drawn() == first
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+@pytest.mark.parametrize(
+    "name", ["</svg><script>alert(1)</script>", r"$\frac{1}$", "日本", "\ud800 half", "a\x00b"]
+)
+def test_texts_of_a_chart_are_text_whatever_they_are(name) -> None:
+    made = charts.rows([name], [Marks("one", DOT, [1.0], [0.1])], "what", name * 2)
+    assert not [e for e in check(made.svg).iter() if e.tag.endswith("script")]
+    assert unquote(made.address) == f"data:image/svg+xml,{made.svg}" and '"' not in made.address
+
+
+def test_a_number_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
+    with picture(180, "broken") as made:
+        axes = made.axes(20, 120)
+        series = Series("loss", [1, 2, 3, 4, 5], [1.0, 2.0, math.inf, 2.0, 1.0])
+        charts.paint_lines(axes, (1, 5), [series], "loss")
+        line, crosses = axes.lines
+        assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False]
+        assert list(crosses.get_xdata()) == [3]
+
+
+def test_a_spike_of_one_step_in_a_hundred_thousand_reaches_the_chart() -> None:
+    values = [1.0] * 100_000
+    values[54_321] = 900.0
+    with picture(180, "spiked") as made:
+        axes = made.axes(20, 120)
+        charts.paint_lines(axes, (1, 100_000), [Series("loss", range(1, 100_001), values)], "loss")
+        assert max(axes.lines[0].get_ydata()) == 900.0
+    assert len(made.svg) < 60_000
+
+
+@given(st.lists(st.floats(allow_infinity=False), min_size=1, max_size=2000))
+def test_thinning_keeps_the_extremes(values) -> None:
+    numbers = np.array(values)
+    kept = charts.thin(numbers)
+    assert len(kept) <= 2 * charts.STRETCHES and (np.diff(kept) > 0).all()
+    if np.isfinite(numbers).any():
+        assert np.nanmin(numbers[kept]) == np.nanmin(numbers)
+        assert np.nanmax(numbers[kept]) == np.nanmax(numbers)
+
+
+@pytest.mark.parametrize(
+    ("values", "log"),
+    [
+        ([2e-79, 1e287], None), ([-4e-320], False), ([5.83e-320, 5.84e-320], True),
+        ([1.0, 1.0000000000000002], True), ([-1.7e308, 1.7e308], None), ([0.01, 0.09], None),
+        ([5.0], None), ([0.0], None), ([0.0, 1e-12], None), ([3000, 3001], None),
+        ([7e20, 7.1e20], True), ([1e-8, 1.0], None),
+    ],
+)  # fmt: skip
+def test_a_scale_holds_its_numbers_and_has_a_few_ticks(values, log) -> None:
+    with picture(100, "a scale") as made:
+        axes = made.axes(0, 50)
+        logarithmic = scale(axes, "x", values, log)
+        low, high = axes.get_xlim()
+        held = charts.drawable(values)
+        held = np.maximum(held, charts.SMALLEST) if logarithmic else held
+        assert ((low <= held) & (held <= high)).all()
+        assert 1 <= len([tick for tick in axes.get_xticks() if low <= tick <= high]) <= 12
+
+
+ODD = [math.nan, 0.0, -0.0, 1e-300, 1e300, math.inf, math.nan, -1.7e308, -5.0, 2.0]
+"""Figures as files may have them."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ODD, [math.nan], [0.0, 0.0], [1e-300, 1e300], [1e300], [math.inf, math.nan], [-5.0, 2.0]],
+)
+@pytest.mark.parametrize("log", [False, True])
+def test_charts_are_sound_whatever_the_numbers(values, log) -> None:
+    steps = range(3, 3 + len(values))
+    with picture(180, "a line") as made:
+        span = (3, 2 + len(values))
+        charts.paint_lines(made.axes(20, 120), span, [Series("<nats>", steps, values)], "<nats>")
+    check(made.svg)
+    check(charts.heat(np.array([values]), ["x"], (0, len(values)), "a heat map", "step").svg)
+    names = ["x"] * len(values)
+    check(charts.rows(names, [Marks("one", DOT, values, values)], "x", "rows", log).svg)
+
+
+RUNS = {
+    "finished": {},
+    "one step": {"metrics": [metrics(1)], "modulation": modulation(1)},
+    "constant": {
+        "metrics": [metrics(s, loss=1.0, grad_norm=0.0, lr=0.0) for s in range(1, 9)],
+        "fidelity": fidelity(1.2),
+    },
+    "gave up": {
+        "events": [
+            event("start"),
+            *(refusal(13, detail='<svg onload="x">&') for _ in range(3)),
+            event("stopped", step=12, reason="x"),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_chart_of_a_runs_page_is_sound(tmp_path, kind) -> None:
+    folder = make_run(tmp_path / "run", **RUNS[kind])
+    images = Reader(page(read_run(folder), folder / "report.html")).of("img", class_="chart")
+    assert len(images) > 4
+    for image in images:
+        check(unquote(image["src"] or "").removeprefix("data:image/svg+xml,"))

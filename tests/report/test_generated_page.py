@@ -1,0 +1,86 @@
+"""The page of a text's modulation: every token can be seen, has a colour, and is escaped."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from made_runs import Reader, make_run, modulation
+
+from npt.report.generated import COLOURS, TOKENS
+from npt.report.generated import page as generated_page
+from npt.report.page import page
+from npt.report.run import read_run
+
+HOSTILE = "</script><script>alert(1)</script>"
+TOKENS_SHOWN = ["<s>", " the", "\n\n", "<script>", HOSTILE, "\u202e", "</td>", "&amp;", "\t", ""]
+
+
+def passage(tokens: list[str] | None = None, layers: int = 3, **changed: Any) -> dict[str, Any]:
+    """As `ModulationMap.as_dict` gives it."""
+    tokens = TOKENS_SHOWN if tokens is None else tokens
+    draw = random.Random(3)
+    return {
+        "tokens": tokens,
+        "layers": list(range(layers)),
+        "change": [[math.exp(draw.gauss(0, 1)) for _ in range(layers)] for _ in tokens],
+        "kl": [None, *(draw.random() for _ in tokens[1:])],
+        "teacher_first": [None, *tokens[1:]],
+        "student_first": [None, *tokens[1:]],
+        **changed,
+    }
+
+
+def made(*passages: dict[str, Any]) -> str:
+    titles = ("The teacher's text", "The student's text")
+    pairs = list(zip(titles, passages, strict=False))
+    return generated_page("Said", [("tokens", "3")], [("base", "tiny")], pairs)
+
+
+def test_every_token_is_escaped_and_can_be_seen() -> None:
+    reader = Reader(made(passage()))
+    assert not reader.of("script") and len(reader.of("br")) == 2  # of the token of two line ends
+    shown = reader.sections["text"]
+    for each in ("·the", "⏎⏎", "<script>", "⇥", "\\u202e", "∅", "&amp;"):
+        assert each in shown, each
+    assert not [a for _, names in reader.elements for a in names if a.startswith("on")]
+
+
+def test_each_token_has_a_colour_and_each_layer_a_cell() -> None:
+    reader = Reader(made(passage(layers=3)))
+    spans = reader.of("span", class_="token")
+    assert len(spans) == len(TOKENS_SHOWN) and len(reader.of("td")) == 3 * len(TOKENS_SHOWN)
+    assert {each["class"] for each in reader.of("td")} <= {f"h{i}" for i in range(COLOURS)}
+    assert "KL" in (spans[1]["title"] or "") and "teacher ·the" in (spans[1]["title"] or "")
+
+
+def test_the_prompt_and_the_parting_of_two_texts_are_marked() -> None:
+    one, other = passage(start=2, parts=4), passage(["a", "b", "c", "d"], start=2, parts=3)
+    reader = Reader(made(one, other))
+    assert len(reader.of("span", class_="p")) == 3  # one in each text, and the key
+    assert len(reader.of("span", class_="q")) == 5
+    assert "The teacher's text" in reader.text and "The student's text" in reader.text
+
+
+def test_numbers_that_are_not_finite_have_no_colour() -> None:
+    text = Reader(made(passage(["a", "b"], change=[[math.nan] * 3, [0.5, math.inf, math.nan]])))
+    assert [each["class"] for each in text.of("td")] == ["hn"] * 3 + ["h11", "hn", "hn"]
+    nothing = made(passage(["a"], change=[[math.nan] * 3]))
+    assert "no token with a finite number" in nothing
+
+
+def test_a_long_text_is_cut() -> None:
+    reader = Reader(made(passage(["a"] * (TOKENS + 5), layers=1)))
+    assert "5 more tokens are left out" in reader.text
+    assert len(reader.of("td")) == TOKENS
+
+
+@pytest.mark.usefixtures("plain_charts")
+def test_a_report_has_the_view_of_its_passage(tmp_path) -> None:
+    for name, more in (("plain", {}), ("shown", {"passage": passage()}), ("odd", {"passage": 3})):
+        folder = make_run(tmp_path / name, modulation={**modulation(12), **more})
+        reader = Reader(page(read_run(folder), folder / "report.html"))
+        assert ("Token by token" in reader.sections["modulation"]) == (name == "shown")
+        assert ("is not what a run writes" in reader.text) == (name == "odd")

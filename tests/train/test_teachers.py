@@ -1,0 +1,148 @@
+"""Runs with a teacher of its own, and bases that are not trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed_runs import Runs, lines, records
+
+import npt
+from npt.adapters.consolidate import Update, consolidate, unconsolidate
+from npt.adapters.converted import adapter_parameters
+from npt.base.attention import attention_name
+from npt.base.load import load_teacher
+from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
+from npt.postmortem.bundle import read_bundle
+from npt.postmortem.replay import replay
+from npt.postmortem.restore import restored
+from npt.stored import read_json
+from npt.train.trainer import Trainer
+
+
+@pytest.fixture
+def here(load_model: Any, tmp_path: Path) -> Runs:
+    return Runs(
+        load_model("nf4"),
+        tmp_path,
+        data=lambda: records(16),
+        settings={"batch_size": 2, "eval_samples": 2},
+    )
+
+
+def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any) -> Trainer:
+    return here.trainer(
+        folder, teacher=load_teacher(str(source), precision, device="cpu"), **changed
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder, precision) -> None:
+    adapter = {"rank": 8, "residual": "keep", "layers": "all"}
+    result = taught(
+        here, "run", precision, llama_folder, adapter=adapter, max_steps=40, num_epochs=20
+    ).train()
+    metrics = [line["loss_nmse"] for line in lines(result.folder, "metrics")]
+    assert sum(metrics[-8:]) < 0.9 * sum(metrics[:8])  # means of an epoch each
+    settings = read_json(result.folder / "run.json", ConfigError)["settings"]
+    assert settings["teacher_precision"] == precision and len(settings["teacher"]) == 64
+
+
+def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
+    adapter = {"rank": 2, "residual": "keep", "layers": "all"}
+    taught(here, "run", "fp32", llama_folder, adapter=adapter, max_steps=2).train()
+    with pytest.raises(
+        CheckpointError,
+        match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for [0-9a-f]{64}",
+    ):
+        taught(here, "run", "bf16", llama_folder, adapter=adapter, max_steps=4, resume="auto")
+    taught(here, "other", "fp32", llama_folder, max_steps=2).train()
+    with pytest.raises(
+        CheckpointError, match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for None"
+    ):
+        here.trainer("other", max_steps=4, resume="auto")
+
+
+def test_a_teacher_of_other_shapes_is_refused_with_both_values(here) -> None:
+    with pytest.raises(
+        ConfigError, match="the teacher has num_hidden_layers 8, the student's base 4"
+    ):
+        taught(here, "run", "fp32", "tiny", max_steps=1)
+
+
+def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
+    here, llama_folder, monkeypatch
+) -> None:
+    trainer = taught(
+        here,
+        "run",
+        "fp32",
+        llama_folder,
+        strategy="propagated",
+        max_steps=4,
+        max_consecutive_bad=1,
+        adapter={"rank": 4},
+    )
+    strategy, calls = trainer.setup.strategy, iter(range(100))
+
+    def broken(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            with torch.no_grad():
+                next(iter(adapter_parameters(here.model).values()))[0, 0] = float("nan")
+        return strategy(*arguments)
+
+    trainer.setup.strategy = broken
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (here.place / "run" / "postmortem").iterdir()
+    result = replay(str(bundle), model_name=str(llama_folder))
+    assert "propagated" in (bundle / "postmortem.json").read_text(encoding="utf-8")
+    assert "state" in str(result)
+
+
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_folder, own) -> None:
+    data = [*records(3), {"id": "outside", "input_ids": [5, 999, 7]}]
+    teacher = load_teacher(str(llama_folder), "fp32", device="cpu", attn_implementation=own)
+    trainer = here.trainer(
+        "run", data=lambda: data, teacher=teacher, max_steps=4, max_consecutive_bad=1, batch_size=1
+    )
+    with pytest.raises(TooManyRefusalsError):
+        trainer.train()
+    (bundle,) = (here.place / "run" / "postmortem").iterdir()
+    assert (
+        read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
+    )
+    with restored(read_bundle(bundle), model_name=str(llama_folder)) as found:
+        assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
+
+
+def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_model) -> None:
+    adapted = load_model(None)
+    npt.attach(adapted, npt.NPTConfig(rank=2))
+    for teacher, said in (
+        (adapted, "the teacher has adapters of its own"),
+        (load_model(None, use_fp16=True), "the teacher is stored in float16"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            here.trainer("run", teacher=teacher)
+
+
+def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
+    trainer = here.trainer("run")
+    update = Update({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
+    consolidate(here.model, update)
+    try:
+        with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
+            Trainer(
+                here.model,
+                trainer.setup.tokenizer,
+                records(16),
+                trainer.setup.config,
+                data_config=trainer.setup.data_config,
+                console=trainer.setup.console,
+            )
+    finally:
+        unconsolidate(here.model)
