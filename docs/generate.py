@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference/ from the code that they are about.
+"""Write the pages of docs/reference/ that are about code from that code.
 
 python docs/generate.py [--check]
 
@@ -22,9 +22,7 @@ import npt.guard  # noqa: E402
 from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
 from npt.cli.main import VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, hints_of  # noqa: E402
-from npt.errors import EXIT_STATUSES  # noqa: E402
 from npt.flags import ALIASES, RETIRED, is_rare, plain_type, shown_default  # noqa: E402
-from npt.runs import contents  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 COMMAND = "python docs/generate.py"
@@ -115,7 +113,7 @@ SETTINGS_CLASSES = ("npt.NPTConfig", "npt.TrainConfig", "npt.DataConfig")
 
 def pages() -> dict[str, str]:
     """Return each page's text by its name."""
-    return {"api.md": api_page(), "flags.md": flags_page(), "files.md": files_page()}
+    return {"api.md": api_page(), "flags.md": flags_page()}
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -281,38 +279,6 @@ def help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
 
 def one_line(text: str | None) -> str:
     return " ".join((text or "").split())
-
-
-def files_page() -> str:
-    lines = ["# Files and exit statuses", "", HEAD, ""]
-    parts = {
-        "The run folder": ("file", contents.RUN_FOLDER),
-        "Keys of metrics.jsonl": ("key", contents.METRICS),
-        "A checkpoint": ("file", contents.CHECKPOINT),
-        "A post-mortem": ("file", contents.POSTMORTEM),
-        "Exit statuses": ("status", EXIT_STATUSES),
-    }
-    notes = {
-        "Keys of metrics.jsonl": "A number that is not finite is written as null.",
-        "A checkpoint": "Safetensors and JSON: nothing that is loaded can run code.",
-        "A post-mortem": (
-            "A checkpoint's files, with adapters, moments and random state as the last window found"
-            " them, whatever their numbers; and two more."
-        ),
-        "Exit statuses": (
-            "Of `npt` and of `pretrain_npt_safe.py`. An error is one line that says what to do;"
-            " `--debug` shows its traceback."
-        ),
-    }
-    for title, (head, rows) in parts.items():
-        note = [notes[title], ""] if title in notes else []
-        lines += [f"## {title}", "", *note]
-        lines += table([head, "content" if head == "file" else "meaning"], quoted(rows))
-    return "\n".join(lines)
-
-
-def quoted(rows: Mapping[str, str]) -> Iterable[list[str]]:
-    return ([f"`{name}`", text] for name, text in rows.items())
 
 
 def stale() -> list[str]:

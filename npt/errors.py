@@ -13,18 +13,6 @@ from collections.abc import Iterable
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """All but tab and newline; with what turns the direction of text around."""
 
-EXIT_STATUSES = {
-    "0": "done",
-    "1": "an error of NPT's own, with its traceback; of `npt trace`: a fault was found",
-    "2": "wrong arguments, model or data, or not enough memory; one line says what to change",
-    "3": "stopped after too many refusals (a post-mortem was written), or as diverged",
-    "4": "the smoke test failed; nothing was written",
-    "5": "an adapter, a checkpoint or a post-mortem that cannot be used",
-    "6": "another process of the run was lost (if it failed: its status)",
-    "128+n": "stopped by signal n, everything saved",
-}
-"""The exit statuses of `npt` and `pretrain_npt_safe.py`."""
-
 
 def article(word: str) -> str:
     """Return `a` or `an`: an int, a str, an NPTLayer (spelt), a uint8, an 8-bit one."""

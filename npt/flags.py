@@ -54,8 +54,8 @@ RETIRED = {
         " fp32"
     ),
     "behaviour": (
-        "npt evaluate gives figures by position, --divergence_prompts says where greedy texts part,"
-        " npt generate --compare shows both texts, and --lm_eval measures long contexts"
+        "npt collect counts the prompts after which greedy texts part, npt generate --compare shows"
+        " both texts, and npt evaluate --lm_eval measures long contexts"
     ),
     "context_length": "--max_length says how many tokens npt evaluate reads at once",
     "assisted": "give transformers' generate npt.student_view(model) as assistant_model",

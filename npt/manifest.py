@@ -37,18 +37,18 @@ def verify_checkpoint(folder: Path) -> None:
                 f"{path} does not add up: it says sha256 {_short(manifest.get('sha256'))} of its"
                 f" entries, they have {_own_sum(files)[:12]}"
             )
-        found = _files(folder)
-        missing, extra = set(files) - set(found), set(found) - set(files)
+        present = _files(folder)
+        missing, extra = files.keys() - present.keys(), present.keys() - files.keys()
         for kind, names in (("lacks", missing), ("holds the extra file", extra)):
             if names:
                 raise CheckpointError(f"{folder} {kind} {shown(min(names))} ({len(names)} such)")
         for name, sums in files.items():
-            now = _sums(found[name])
+            now = _sums(present[name])
             if now != sums:
-                said = sums if isinstance(sums, dict) else {}
+                entry = sums if isinstance(sums, dict) else {}
                 raise CheckpointError(
-                    f"{found[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
-                    f" manifest says {_short(said.get('sha256'))} of {shown(said.get('bytes'))}"
+                    f"{present[name]}: sha256 {now['sha256'][:12]} of {now['bytes']} bytes, the"
+                    f" manifest says {_short(entry.get('sha256'))} of {shown(entry.get('bytes'))}"
                 )
     except (OSError, RecursionError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error

@@ -19,7 +19,6 @@ import npt
 import npt.diagnostics
 import npt.errors
 import npt.guard
-from npt.runs import contents
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -151,20 +150,23 @@ class TestReference:
         listed = [name for _, names in module("generate").API.values() for name in names]
         assert sorted(listed) == sorted(name for name, _ in PUBLIC), "API of docs/generate.py"
 
-    def test_every_exit_status_is_listed(self) -> None:
+    def test_exit_statuses_and_files_of_a_run_are_listed(self) -> None:
+        page = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+        names = {
+            part.splitlines()[0]: set(re.findall(r"^\| `([^`]+)`", part, re.M))
+            for part in page.split("\n## ")
+        }
         errors = (value for value in vars(npt.errors).values() if inspect.isclass(value))
         statuses = {str(e.exit_status) for e in errors if hasattr(e, "exit_status")}
-        assert statuses <= npt.errors.EXIT_STATUSES.keys()
-
-    def test_the_files_of_a_run_are_listed(self) -> None:
+        assert statuses <= names["Exit statuses"]
         folder = ROOT / "tests" / "assets" / "before"
-        known = {name.partition("/")[0] for name in contents.RUN_FOLDER}
-        assert {path.name for path in (folder / "run").iterdir()} <= known
-        checkpoint = {name.partition("/")[0] for name in contents.CHECKPOINT}
+        files = {name.partition("/")[0] for name in names["The run folder"]}
+        assert {path.name for path in (folder / "run").iterdir()} <= files
+        checkpoint = {name.partition("/")[0] for name in names["A checkpoint"]}
         assert {path.name for path in (folder / "step-00000002").iterdir()} == checkpoint
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
         keys = {re.sub(r"\.\d+\.", ".<i>.", key) for key in yaml.safe_load(lines.split("\n")[0])}
-        assert keys <= contents.METRICS.keys()
+        assert keys <= names["Keys of metrics.jsonl"]
 
 
 class TestHook:

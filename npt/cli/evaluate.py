@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
+from npt.cli.arguments import add_number, add_student, load_student, print_json, with_base
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -17,14 +17,7 @@ from npt.flags import build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
-NEW_TOKENS = 64
-"""Default length of a greedy continuation."""
-
-NEEDS = {
-    "max_new_tokens": "divergence_prompts",
-    "lm_eval_tasks_path": "lm_eval",
-    "lm_eval_limit": "lm_eval",
-}
+NEEDS = {"lm_eval_tasks_path": "lm_eval", "lm_eval_limit": "lm_eval"}
 """Flags that mean nothing without another."""
 
 
@@ -66,15 +59,7 @@ def evaluate(given: dict[str, Any]) -> int:
         reference, further["attribution_memory"] = _reference(base, samples_of, given, console)
     model, tokenizer, _, other_base = load_student(base, given, console)
     samples, heldout = samples_of(model, tokenizer)
-    fidelity = npt.evaluate(
-        model,
-        tokenizer,
-        samples,
-        batch_size=size,
-        divergence_prompts=given["divergence_prompts"],
-        max_new_tokens=given["max_new_tokens"] or NEW_TOKENS,
-        unquantized=reference,
-    )
+    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=size, unquantized=reference)
     if tasks is not None:
         path, most = given["lm_eval_tasks_path"], given["lm_eval_limit"]
         further["lm_eval"] = lm_eval(
@@ -143,15 +128,6 @@ def _reference(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "eval_samples", "samples to evaluate on", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
-    add_number(
-        parser,
-        "divergence_prompts",
-        "continue the beginnings of so many samples greedily, and see where the student parts from"
-        " its teacher",
-        0,
-        natural,
-    )
-    add_number(parser, "max_new_tokens", f"of such a continuation (default: {NEW_TOKENS})")
     parser.add_argument(
         "--attribution",
         nargs="?",

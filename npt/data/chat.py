@@ -1,4 +1,6 @@
-"""Conversations through a tokenizer's chat template.
+"""Conversations through a tokenizer's chat template: `messages`, or a prompt that is a list.
+
+The last answer whose `weight` is not 0 is the completion, everything before it the prompt.
 
 Templates may write today's date (Llama 3.2, SmolLM3 and Granite do), so that the tokens of the same
 record are others tomorrow. Here a tokenizer's date is fixed: when it writes first, or to that of a
@@ -7,23 +9,24 @@ run or a file that is continued.
 
 from __future__ import annotations
 
+import json
+import string
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any
 
-from npt.data.time_limit import time_limit
+from npt.data.source import Record
+from npt.errors import DataError, first_line
 
-RENDER_SECONDS = 30
-"""Longer than any template takes, which are programs that come with a model's files."""
+AFTER = "messages after the last answer left out"
+WEIGHT = "weight"  # key of a message: 0 if it is not to be trained
+
+NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
+"""Roles whose messages are no answers."""
 
 _DATE = "_npt_date"
 _CLOCK = "strftime_now"  # transformers' function for templates, which take plain data otherwise
-
-_DIRECTIVES = [
-    *(f"%{letter}" for letter in "aAbBcdDeFGgHIjmMpRSTuUVwWxXyYzZ"),
-    *(f"%-{letter}" for letter in "deHIjmMSy"),
-]
 
 # It takes the function's place. What ends in braces keeps a newline that the template begins with.
 _MACRO = (
@@ -42,26 +45,25 @@ def has_template(tokenizer: Any) -> bool:
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
     """Return the messages as the template writes them; `to_answer` opens the assistant's turn.
 
-    Templates raise whatever their authors wrote into them, and TimeLimitError after
-    `RENDER_SECONDS`.
+    Templates raise whatever their authors wrote into them.
     """
     dated: dict[str, Any] = {}
     if _CLOCK in str(tokenizer.chat_template):
         written = _MACRO + tokenizer.get_chat_template()
         dated = {"chat_template": written, "npt_date": _by_directive(date_of(tokenizer))}
-    with time_limit(RENDER_SECONDS):
-        return str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=to_answer, tokenize=False, **dated
-            )
+    return str(
+        tokenizer.apply_chat_template(
+            messages, add_generation_prompt=to_answer, tokenize=False, **dated
         )
+    )
 
 
 @cache
 def _by_directive(date: str) -> dict[str, str]:
     """Return what each directive of strftime writes at a date; every record asks for all of it."""
     at = datetime.fromisoformat(date)
-    return {directive: at.strftime(directive) for directive in _DIRECTIVES}
+    directives = (f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters)
+    return {directive: at.strftime(directive) for directive in directives}
 
 
 def date_of(tokenizer: Any) -> str:
@@ -74,3 +76,89 @@ def date_of(tokenizer: Any) -> str:
 def fix_date(tokenizer: Any, date: str) -> None:
     """Let the tokenizer's template write this date from now on."""
     setattr(tokenizer, _DATE, date)
+
+
+def prompt_and_answer(
+    name: str, record: Record, column: str, answer_column: str | None
+) -> tuple[list[Any], list[Any], int]:
+    """Return the messages before the last answer to train, those of it, and the number after."""
+    prompt: list[Any] = list(record[column])
+    after, answer = 0, None
+    if answer_column is None:
+        answers = [
+            number
+            for number, message in enumerate(prompt)
+            if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
+        ]
+        # the last one that is to be trained, if any is
+        answers = [number for number in answers if prompt[number].get(WEIGHT) != 0] or answers
+        last = answers[-1] if answers else len(prompt) - 1
+        after = max(0, len(prompt) - last - 1)
+        prompt, answer = prompt[:last], prompt[last : last + 1]
+    elif isinstance(record.get(answer_column), list):
+        answer = list(record[answer_column])
+    elif isinstance(record.get(answer_column), str):
+        answer = [{"role": "assistant", "content": record[answer_column]}]
+    for where, messages in ((column, prompt), (answer_column or column, answer)):
+        if messages is None or not all(map(_is_message, messages)):
+            wanted = '{"role": "user", "content": ...}'
+            raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
+    assert answer is not None
+    return prompt, answer, after
+
+
+def _is_message(entry: Any) -> bool:
+    """Return whether an entry is a message: one that calls functions may lack a content."""
+    written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
+    return written and "role" in entry
+
+
+def why_skipped(prompt: list[Any], answer: list[Any]) -> str | None:
+    """Return why nothing of a conversation can be trained, or None."""
+    last = answer[-1] if answer else {"role": "user"}
+    if last.get(WEIGHT) == 0:
+        return "answer of weight 0"
+    silent = not str(last.get("content") or "").strip() and not last.get("tool_calls")
+    if last["role"] in NO_ANSWER or silent:
+        return "empty completion"
+    return None if prompt else "answer to nothing"  # which no template writes
+
+
+def written(
+    name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]
+) -> tuple[str, str, str]:
+    """Return a conversation's prompt and answer as the chat template writes them, start and end
+    tokens included, and what is said in it, which does not depend on the day.
+
+    Raises:
+        DataError: there is no template, or it cannot serve.
+    """
+    if not has_template(tokenizer):
+        raise DataError(
+            f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
+            " and completion texts"
+        )
+    prompt, answer = ([_without_nulls(m) for m in messages] for messages in (prompt, answer))
+    try:
+        start = render(tokenizer, prompt, to_answer=True)
+        whole = render(tokenizer, [*prompt, *answer], to_answer=False)
+    except Exception as error:  # templates raise what their authors wrote into them
+        message = f"the chat template refuses it: {first_line(error)[:200]}; mend the record"
+        raise DataError(f"record {name}: {message}") from error
+    if not whole.startswith(start):
+        raise DataError(
+            f"record {name}: the chat template writes the prompt differently with an answer after"
+            " it, so the answer's tokens cannot be told; use prompt and completion texts"
+        )
+    said = json.dumps([prompt, answer], sort_keys=True, default=str)
+    return start, whole[len(start) :], said
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as a template should see it: without its weight, and without keys that are
+    null because other messages of its table have them."""
+    return {
+        key: value
+        for key, value in message.items()
+        if key == "content" or (key != WEIGHT and value is not None)
+    }

@@ -1,19 +1,27 @@
 """Records to token ids.
 
-Ids are prompt, completion and end token; labels are -100 on the prompt, whose last token predicts
-the completion's first. The two are tokenised separately, as in generation.
+    {"text": ...}                                            every token is a target
+    {"prompt": ..., "completion": ...}                       or columns of other names
+    {"messages": [{"role": "user", "content": ...}, ...]}    by the tokenizer's chat template
+    {"input_ids": [...]}                                     perhaps with labels and a mask
+
+A prompt may be a list of messages. Ids are prompt, completion and end token; labels are -100 on the
+prompt, whose last token predicts the completion's first. The two are tokenised separately, as in
+generation.
 """
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
-from npt.data.content import FORMS, PIECE, Content, Form, filled
+from npt.data.chat import AFTER, prompt_and_answer, why_skipped, written
+from npt.data.content import PIECE, filled
 from npt.data.continuation import (
     bare_tokens,
     begins_with_space,
@@ -23,20 +31,25 @@ from npt.data.continuation import (
 from npt.data.source import Record
 from npt.errors import DataError, kind_of
 
-_FLAGS = (), ("--text_column",), ("--prompt_column", "--completion_column")
+PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+_IDS = ("input_ids", "labels", "attention_mask")
 _COLUMNS_NAMED = 32
+_INT64_MAX = 2**63 - 1
 
 TEXT_AT_ONCE = 1 << 20
-"""Characters that a tokenizer is given at once, of one text or of several. It takes some 200 bytes
-for each, and ends the process if it does not get them."""
+"""Characters that a tokenizer is given at once, of several texts. It takes some 200 bytes each."""
 
 
 @dataclass
 class Counts:
     """Counts of what became of the records, over every pass.
 
-    skipped: records, or windows of given ids, by reason. cut_prompts, cut_completions: samples that
-    lost tokens to `max_length`. unused: records by columns that nothing is made of."""
+    Attributes:
+        cut_prompts, cut_completions: samples that lost tokens to `max_length`.
+        skipped: records, or windows of given ids, by reason.
+        noted: messages by what became of them.
+        unused: records by columns that nothing is made of.
+    """
 
     records: int = 0
     samples: int = 0
@@ -50,26 +63,49 @@ class Counts:
     def as_dict(self) -> dict[str, Any]:
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
 
-    def add(self, record: Record, content: Content) -> None:
-        """Count a record, and the columns that nothing is made of."""
+    def add(self, record: Record, used: Sequence[str]) -> None:
+        """Count a record, and its columns that nothing is made of."""
         self.records += 1
-        self.noted.update(content.noted)
-        used = {*content.columns, *content.used, "id", PIECE}
-        filled = [k for k, v in record.items() if k not in used and v not in (None, "", [], {})]
-        for name in (*content.unused, *map(str, filled)):
-            known = name in self.unused or len(self.unused) < _COLUMNS_NAMED
-            self.unused[name if known else "others"] += 1
+        for column, value in record.items():
+            if column not in (*used, "id", PIECE) and value not in (None, "", [], {}):
+                name = str(column)
+                named = name in self.unused or len(self.unused) < _COLUMNS_NAMED
+                self.unused[name if named else "others"] += 1
 
 
 class Encoded(NamedTuple):
-    """A record's tokens. prompt: how many leading ones are no targets; None for a text. said: as
-    of `Content`."""
+    """A record's tokens.
+
+    Attributes:
+        prompt: how many leading ones are no targets; None for a text.
+        said: what a conversation says, if its tokens may be others tomorrow.
+    """
 
     name: str
     ids: list[int]
     prompt: int | None = None
     labels: list[int] | None = None
     said: str | None = None
+
+
+class _Content(NamedTuple):
+    """The trainable part of a record: texts (one, or a prompt and its completion), or ids.
+
+    Attributes:
+        used: columns that it is made of.
+        opened, closed: add a start token, an end token.
+        skipped: why it is left out.
+    """
+
+    used: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    ids: list[int] | None = None
+    labels: list[int] | None = None
+    opened: bool = True
+    closed: bool = True
+    skipped: str | None = None
+    said: str | None = None
+    after: int = 0
 
 
 class Encoder:
@@ -82,83 +118,89 @@ class Encoder:
         """Return the tokens of records that come with their number in the data; empty ones are
         counted and left out. A record with nothing to train on in it is a DataError."""
         read = [self._read(number, record) for number, record in chunk]
-        every = [text for _, _, texts in read for text in texts]
-        tokens, encoded = self._tokens_of(every), []
-        for (_, record), (name, content, texts) in zip(chunk, read, strict=True):
-            counts.add(record, content)
-            ids, tokens = tokens[: len(texts)], tokens[len(texts) :]
+        tokens = iter(self._tokens_of([text for _, content in read for text in content.texts]))
+        encoded = []
+        for (_, record), (name, content) in zip(chunk, read, strict=True):
+            counts.add(record, content.used)
+            if content.after:
+                counts.noted[AFTER] += content.after
             if content.ids is not None:
                 encoded.append(Encoded(name, content.ids, labels=content.labels))
                 continue
-            skipped = content.skipped
-            joined = None if skipped else self._join(name, content, texts, ids)
+            joined = self._join(name, content, [next(tokens) for _ in content.texts])
             if joined is None:
-                empty = "empty completion" if len(texts) == 2 else "empty text"
-                counts.skipped[skipped or empty] += 1
+                empty = "empty completion" if len(content.texts) == 2 else "empty text"
+                counts.skipped[content.skipped or empty] += 1
             else:
                 encoded.append(joined)
         return encoded
 
     def _tokens_of(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of each text; the tokenizer is given TEXT_AT_ONCE characters a call."""
-        tokens: list[list[int]] = []
-        group: list[str] = []
-        for text in (*texts, None):
-            full = text is None or sum(map(len, group)) + len(text) > TEXT_AT_ONCE
-            if full and group:
-                found = self.tokenizer(group, verbose=False, add_special_tokens=False)["input_ids"]
-                tokens, group = tokens + list(map(list, found)), []
-            if text is not None and len(text) > TEXT_AT_ONCE:
-                tokens.append(self._in_pieces(text))
-            elif text is not None:
-                group.append(text)
-        return tokens
+        if sum(map(len, texts)) > TEXT_AT_ONCE:
+            return [bare_tokens(self.tokenizer, text) for text in texts]
+        if not texts:
+            return []
+        ids = self.tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"]
+        return list(map(list, ids))
 
-    def _in_pieces(self, text: str, before: str | None = None, follows: bool = False) -> list[int]:
-        """Return the tokens of a text piece by piece; if it follows, of what follows `before`."""
-        ids: list[int] = []
-        for piece in _pieces(text):
-            if follows and self._begins_with_space:
-                ids += continuation_tokens(self.tokenizer, before, piece)
-            else:
-                ids += bare_tokens(self.tokenizer, piece)
-            before, follows = None, True
-        return ids
-
-    def _read(self, number: int, record: Record) -> tuple[str, Content, list[str]]:
-        """Return a record's name, its content and the texts of that."""
+    def _read(self, number: int, record: Record) -> tuple[str, _Content]:
+        """Return a record's name and content."""
+        config = self._config
         if not isinstance(record, Mapping):
-            wanted = f"{{{self._config.text_column!r}: ...}}"
+            wanted = f"{{{config.text_column!r}: ...}}"
             raise DataError(f"record {number} is {kind_of(record)}, not a mapping like {wanted}")
-        given = record.get("id")
-        name = str(number if given is None else given)
+        name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
-        form = _form_of(columns)
-        if form is FORMS["text"] and self._config.text_column not in columns:
-            columns, form = record, _form_of(record)  # the error names what is null
-        if self._config.prompt_column is not None and "input_ids" not in columns:
-            form = FORMS["prompt and completion"]
-        content = form.read(name, columns, self.tokenizer, self._config)
-        flags = _FLAGS[len(content.columns)]
-        texts = [text_of(name, record, *of) for of in zip(content.columns, flags, strict=True)]
-        return name, content, [*content.texts, *texts]
+        if "input_ids" in columns:
+            return name, _given_ids(name, columns)
+        column = prompt_column(columns, config)
+        answer = config.completion_column
+        if config.prompt_column is None:
+            answer = COMPLETION if column == PROMPT else None
+        if column is None:
+            text = text_of(name, record, config.text_column, "--text_column")
+            first, last = record.get(PIECE, (True, True))
+            return name, _Content((config.text_column,), (text,), opened=first, closed=last)
+        if isinstance(columns.get(column), list):
+            return name, self._conversation(name, columns, column, answer)
+        prompt = text_of(name, record, column, "--prompt_column")
+        if answer is None:
+            raise DataError(
+                f"record {name}: {column!r} is no list of messages; name the answer's field with"
+                " --completion_column"
+            )
+        completion = text_of(name, record, answer, "--completion_column")
+        return name, _Content((column, answer), (prompt, completion))
 
-    def _join(
-        self, name: str, content: Content, texts: list[str], tokens: list[list[int]]
-    ) -> Encoded | None:
+    def _conversation(
+        self, name: str, record: Record, column: str, answer_column: str | None
+    ) -> _Content:
+        prompt, answer, after = prompt_and_answer(name, record, column, answer_column)
+        used = (column,) if answer_column is None else (column, answer_column)
+        skipped = why_skipped(prompt, answer)
+        if skipped is not None:
+            return _Content(used, skipped=skipped, after=after)
+        *texts, said = written(name, self.tokenizer, prompt, answer)
+        for what, text in zip(("prompt", "answer"), texts, strict=True):
+            _check_characters(name, what, text)
+        return _Content(used, tuple(texts), opened=False, closed=False, said=said, after=after)
+
+    def _join(self, name: str, content: _Content, tokens: list[list[int]]) -> Encoded | None:
         """Return start token, prompt, completion or text, and end token; None if it is empty."""
+        if content.skipped is not None:
+            return None
         *prompt, last = tokens
         if (prompt or not content.opened) and self._begins_with_space:
-            before = texts[0] if prompt and len(texts[0]) <= TEXT_AT_ONCE else None
-            last = self._in_pieces(texts[-1], before, follows=True)
+            before = content.texts[0] if prompt else None
+            last = continuation_tokens(self.tokenizer, before, content.texts[-1])
         # a text of spaces is a text, a completion of spaces is none
-        if not last or (prompt and not texts[-1].strip()):
+        if not last or (prompt and not content.texts[-1].strip()):
             return None
         front = (self._opening if content.opened else []) + (prompt[0] if prompt else [])
         end = self.tokenizer.eos_token_id
         close = [end] if content.closed and end is not None and last[-1] != end else []
-        ids, given = front + last + close, len(front) if prompt else None
-        return Encoded(name, ids, given, said=content.said)
+        masked = len(front) if prompt else None
+        return Encoded(name, front + last + close, masked, said=content.said)
 
     @cached_property
     def _begins_with_space(self) -> bool:
@@ -169,45 +211,67 @@ class Encoder:
         return opening_tokens(self.tokenizer)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yield pieces of at most TEXT_AT_ONCE characters, cut after a line end, else before a space,
-    else anywhere."""
-    start = 0
-    while len(text) - start > TEXT_AT_ONCE:
-        most = start + TEXT_AT_ONCE
-        ends = text.rfind("\n", start, most) + 1, text.rfind(" ", start + 1, most), most
-        end = next(end for end in ends if end > start)
-        yield text[start:end]
-        start = end
-    yield text[start:]
+def prompt_column(record: Record, config: DataConfig) -> str | None:
+    """Return the column of a record's prompt or conversation; None of a text."""
+    if config.prompt_column is not None or config.text_column in record:
+        return config.prompt_column
+    if PROMPT in record and COMPLETION in record:
+        return PROMPT
+    return MESSAGES if isinstance(record.get(MESSAGES), list) else None
 
 
-def _form_of(record: Record) -> Form:
-    return next(form for form in FORMS.values() if form.columns <= record.keys())
-
-
-def text_of(name: str, record: Record, column: str, flag: str) -> str:
+def text_of(name: str, record: Record, column: str, flags: str) -> str:
     """Return the text in a column, whole; else raise with what the record has."""
     text = record.get(column)
     if not isinstance(text, str):
         # `id` is what readers call a record by
         have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
         what = "has no" if column not in record else f"has {kind_of(text)} as"
-        raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flag}")
-    check_characters(name, repr(column), text)
+        raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flags}")
+    _check_characters(name, repr(column), text)
     return text
 
 
-def check_characters(name: str, what: str, text: str) -> None:
+def _check_characters(name: str, what: str, text: str) -> None:
     """Refuse half a character, which JSON allows and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = f"character {error.start} ({error.reason})"
-        raise DataError(f"record {name}: {what} is broken at {place}; mend it there") from error
+        where = f"character {error.start} ({error.reason})"
+        raise DataError(f"record {name}: {what} is broken at {where}; mend it there") from error
 
 
-def plain_text(name: str, record: Record, tokenizer: Any, config: DataConfig) -> Content:
-    """Read a text, or a piece of one."""
-    first, last = record.get(PIECE, (True, True))
-    return Content((config.text_column,), opened=first, closed=last)
+def _given_ids(name: str, record: Record) -> _Content:
+    """Read token ids, with labels or without; padding that came with them stays out."""
+    filled_in = ("input_ids", *(key for key in _IDS[1:] if record.get(key) is not None))
+    lists = {key: _integers(name, key, record[key]) for key in filled_in}
+    ids = lists["input_ids"]
+    labels, mask = lists.get("labels"), lists.get("attention_mask")
+    for what, values in (("an attention_mask", mask), ("labels", labels)):
+        if values is not None and len(values) != len(ids):
+            raise DataError(
+                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
+                " belong together"
+            )
+    other = next((value for value in mask or () if value not in (0, 1)), None)
+    if other is not None:
+        raise DataError(
+            f"record {name} has {other} in its attention_mask, expected 0 (padding) or 1 (a token);"
+            " give packed documents as records of their own"
+        )
+    if mask is not None:
+        keep = [i for i, real in enumerate(mask) if real]
+        ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]
+    return _Content(_IDS, ids=ids, labels=labels)
+
+
+def _integers(name: str, key: str, values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    whole = isinstance(values, list | tuple) and all(
+        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values
+    )
+    if not whole or any(abs(i) > _INT64_MAX for i in values):
+        raise DataError(
+            f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
+        )
+    return [int(i) for i in values]

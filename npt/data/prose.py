@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from npt.config import DataConfig
-from npt.data.readers import check_split, is_heldout, library, source_files
+from npt.data.readers import is_heldout, library, source_files
 from npt.data.source import Record
 from npt.errors import DataError
 
@@ -41,9 +41,8 @@ def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the documents of one split: topics, then modules, each by name.
 
     Raises:
-        DataError: no such split, or a Python without topics.
+        DataError: a Python without topics.
     """
-    check_split(split)
     root = library() if root is None else root
 
     def chosen(name: str) -> bool:
@@ -65,17 +64,17 @@ def _topics(path: Path) -> dict[str, str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assigned = next(node for node in tree.body if isinstance(node, ast.Assign))
         topics: dict[str, str] = ast.literal_eval(assigned.value)
-        found, seen = dict[str, str](), set[str]()
-        for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
-            new = [p for p in _paragraphs(topics[name]) if p not in seen]
-            seen.update(p for p in new if len(p) >= REPEATED)
-            found[name] = "\n\n".join(new)
-        return found
     except (OSError, StopIteration, SyntaxError, ValueError) as error:
         raise DataError(
             f"{path} holds no topics: this Python comes without them; pass --dataset_name FILE"
             " instead of builtin-prose"
         ) from error
+    shortened, seen = dict[str, str](), set[str]()
+    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
+        new = [p for p in _paragraphs(topics[name]) if p not in seen]
+        seen.update(p for p in new if len(p) >= REPEATED)
+        shortened[name] = "\n\n".join(new)
+    return shortened
 
 
 def _docstrings(source: str) -> str:

@@ -15,20 +15,17 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from npt.config import DataConfig
 from npt.data.content import PIECE
-from npt.data.lines import LineFormat
 from npt.data.source import READERS, FileError, Record, not_utf8, unreadable
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
 """Characters of a record of a text file; a longer file is cut at line ends into one document."""
 
-SPLITS = ("train", "heldout")
 _HELDOUT_ONE_IN = 20
 _EXCLUDED = {"test", "tests", "idle_test", "__pycache__", "_vendor", "ensurepip"}
 _EXCLUDED |= {"site-packages", "dist-packages"}
@@ -36,42 +33,106 @@ _EXCLUDED |= {"site-packages", "dist-packages"}
 csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise, in every reader of the process
 
 
-def _csv_rows(path: Path, file: BinaryIO, line: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield rows (RFC 4180) that are not blank; fields are text."""
-    at = [0, line]  # byte and line at which the next row starts
+class Lines(Iterator[Record]):
+    """One pass over a file of lines: a record that cannot be read raises, and the next call reads
+    on.
+
+    Attributes:
+        line: of the latest record.
+        blank_lines: passed so far.
+    """
+
+    def __init__(self, path: Path, rows: Callable[..., Any], record: Callable[..., Record]):
+        self.path, self.line, self.blank_lines = path, 0, 0
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self._rows, self._record = rows(path, self._file), record
+
+    def __next__(self) -> Record:
+        try:
+            while (row := next(self._rows))[1] is None:
+                self.blank_lines += 1
+        except BaseException:
+            self._file.close()
+            raise
+        self.line = row[0]
+        return {"id": f"{self.path.name}:{self.line}", **self._record(self.path, *row)}
+
+
+def read_json_lines(path: Path, config: DataConfig) -> Lines:
+    """Return the objects of a file of JSON lines."""
+    return Lines(path, _json_rows, _json_record)
+
+
+def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    for number, raw in enumerate(file, start=1):
+        yield number, raw if raw.strip() else None
+
+
+def _json_record(path: Path, line: int, raw: bytes) -> Record:
+    try:
+        record = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, line, error) from error
+    except (ValueError, RecursionError) as error:
+        column, what = None, str(error)
+        if isinstance(error, json.JSONDecodeError):
+            # a line that ends too early is broken at its end, not after it
+            column, what = min(error.pos, len(error.doc.rstrip())) + 1, error.msg
+        message = f": not JSON ({what}); each line must be one JSON object"
+        raise FileError(path, message, line, column, at=1) from error
+    if not isinstance(record, dict):
+        message = f': {kind_of(record)}, not an object like {{"text": ...}}'
+        raise FileError(path, message, line, at=1)
+    return record
+
+
+def read_csv(path: Path, config: DataConfig) -> Lines:
+    """Return the rows of a CSV file (RFC 4180) by the header's names; fields are text."""
+    return Lines(path, _csv_rows, _csv_record)
+
+
+def _csv_rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
+    """Yield line, names and fields of each row that is not blank."""
+    read = 0
 
     def decoded() -> Iterator[str]:
+        nonlocal read
         for raw in file:
+            read += 1
             try:
-                text = raw.decode("utf-8-sig" if at[1] == 1 else "utf-8")
+                yield raw.decode("utf-8-sig" if read == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise not_utf8(path, at[1], error) from error
-            at[:] = at[0] + len(raw), at[1] + 1
-            yield text
+                raise not_utf8(path, read, error) from error
 
     rows = csv.reader(decoded(), strict=True)
+    names: list[str] | None = None
     while True:
-        offset, number = at
+        number = read + 1
         try:
             row = next(rows, None)
         except csv.Error as error:
             raise FileError(path, f": not CSV ({error}); mend it there", number) from error
         if row is None:
             return
-        if row:
-            yield offset, number, row
+        if names is None:
+            names = row
+        elif row:
+            yield number, (names, row)
 
 
-def _csv_record(path: Path, line: int, row: list[str], names: list[str]) -> Record:
-    """Return a row by the header's names; a shorter one lacks the last of them."""
-    if len(row) > len(names):
-        said = f": {len(row)} fields, but the header names {len(names)}"
-        said += '; put a field that holds commas between "'
-        raise FileError(path, said, line, at=len(names) + 1)
-    return {"id": f"{path.name}:{line}", **dict(zip(names, row, strict=False))}
-
-
-CSV = LineFormat(_csv_rows, _csv_record, header=True)
+def _csv_record(path: Path, line: int, row: tuple[list[str], list[str]]) -> Record:
+    """Return a row by name; a shorter one lacks the last columns."""
+    names, values = row
+    if len(values) > len(names):
+        message = (
+            f": {len(values)} fields, but the header names {len(names)}; put a field that holds"
+            ' commas between "'
+        )
+        raise FileError(path, message, line, at=len(names) + 1)
+    return dict(zip(names, values, strict=False))
 
 
 def read_text(path: Path, config: DataConfig) -> Iterator[Record]:
@@ -107,18 +168,22 @@ def read_json(path: Path, config: DataConfig) -> list[Record]:
     except UnicodeDecodeError as error:
         raise next(lines_not_utf8(path)) from error
     except (ValueError, RecursionError) as error:
-        found = error if isinstance(error, json.JSONDecodeError) else None
-        said = f": not JSON ({found.msg if found else error}); mend it there, or name the file"
-        said += " .jsonl if each of its lines is an object"
-        place = (found.lineno, found.colno) if found else (None, None)
-        raise FileError(path, said, *place) from error
+        line = column = None
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            line, column, what = error.lineno, error.colno, error.msg
+        message = (
+            f": not JSON ({what}); mend it there, or name the file .jsonl if each of its lines is"
+            " an object"
+        )
+        raise FileError(path, message, line, column) from error
+    wanted = 'like {"text": ...}'
     if not isinstance(values, list):
-        said = f' holds {kind_of(values)}; it must be a list of objects like {{"text": ...}}'
-        raise FileError(path, said)
+        raise FileError(path, f" holds {kind_of(values)}; it must be a list of objects {wanted}")
     for number, value in enumerate(values):
         if not isinstance(value, dict):
-            said = f', entry {number}: {kind_of(value)}, not an object like {{"text": ...}}'
-            raise FileError(path, said)
+            message = f", entry {number}: {kind_of(value)}, not an object {wanted}"
+            raise FileError(path, message)
     return [{"id": f"{path.name}:{number}", **value} for number, value in enumerate(values)]
 
 
@@ -143,9 +208,8 @@ def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
         what = first_line(error.__cause__ or error)[:300]
         return FileError(path, f" cannot be read as Parquet: {what}; mend the file")
 
-    with _raising(fault):
-        records = _load("parquet", config, data_files=glob.escape(str(path)), split="train")
-    return _Stream(records, fault) if config.streaming else records
+    files = glob.escape(str(path))
+    return _loaded("parquet", config, fault, fault, data_files=files, split="train")
 
 
 def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
@@ -161,27 +225,23 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
         said = f"the data set {name!r} broke off: {first_line(error)[:300]}"
         return DataError(f"{said}; check the network, or download it and pass the files")
 
-    with _raising(at_start):
-        records = _load(name, config, name=config.dataset_config, split=split)
-    return _Stream(records, later) if config.streaming else records
-
-
-def _load(path: str, config: DataConfig, **options: Any) -> Any:
-    import datasets
-
-    return datasets.load_dataset(path, streaming=config.streaming, **options)
+    return _loaded(name, config, at_start, later, name=config.dataset_config, split=split)
 
 
 Fault = Callable[[Exception], DataError]
+"""`datasets` raises errors of dozens of classes."""
 
 
-@contextmanager
-def _raising(fault: Fault) -> Iterator[None]:
-    """Raise errors of `datasets`, of dozens of classes, as a fault of ours."""
+def _loaded(
+    path: str, config: DataConfig, at_start: Fault, later: Fault, **options: Any
+) -> Iterable[Record]:
+    import datasets
+
     try:
-        yield
+        records = datasets.load_dataset(path, streaming=config.streaming, **options)
     except Exception as error:
-        raise fault(error) from error
+        raise at_start(error) from error
+    return _Stream(records, later) if config.streaming else records
 
 
 class _Stream:
@@ -191,8 +251,10 @@ class _Stream:
         self._records, self._fault = records, fault
 
     def __iter__(self) -> Iterator[Record]:
-        with _raising(self._fault):
+        try:
             yield from self._records
+        except Exception as error:
+            raise self._fault(error) from error
 
     def skip(self, count: int) -> _Stream:
         """Return the records after the first `count`, without reading those."""
@@ -212,12 +274,6 @@ def is_heldout(name: str, one_in: int = _HELDOUT_ONE_IN) -> bool:
     return int.from_bytes(digest[:4], "big") % one_in == 0
 
 
-def check_split(split: str) -> None:
-    """Refuse a split that the built-in texts do not have."""
-    if split not in SPLITS:
-        raise DataError(f"built-in text has no split {split!r}; choose one of {', '.join(SPLITS)}")
-
-
 def library() -> Path:
     """Return the folder of this machine's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
@@ -225,16 +281,15 @@ def library() -> Path:
 
 def builtin_files(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield (relative POSIX path, text) of one split, in path order."""
-    check_split(split)
     root = library() if root is None else root
-    found = False
-    for found_file in source_files(root, lambda path: is_heldout(path) == (split == "heldout")):
-        found = True
-        yield found_file
-    if not found:
+    files = source_files(root, lambda path: is_heldout(path) == (split == "heldout"))
+    first = next(files, None)
+    if first is None:
         raise DataError(
             f"no Python source below {root}; pass --dataset_name FILE instead of the built-in text"
         )
+    yield first
+    yield from files
 
 
 def source_files(root: Path, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:

@@ -1,11 +1,11 @@
-"""Words for what became of the records that were read, in words."""
+"""What became of the records that were read, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from npt.data.chat import AFTER
 from npt.data.encoding import Counts
-from npt.data.record_forms import AFTER, UNWRITTEN
 from npt.errors import DataError
 
 
@@ -13,7 +13,7 @@ def lost(counts: Counts) -> str:
     """Return what was cut or left out, in words; empty if nothing was."""
     cut = {"prompts": counts.cut_prompts, "completions": counts.cut_completions}
     parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
-    parts += [f"{counts.noted[w]:,} {w}" for w in (AFTER, UNWRITTEN) if counts.noted[w]]
+    parts += [f"{counts.noted[AFTER]:,} {AFTER}"] if counts.noted[AFTER] else []
     parts += [f"{count:,} skipped ({why})" for why, count in sorted(counts.skipped.items())]
     return ", ".join(parts)
 

@@ -1,4 +1,6 @@
-"""Join the processes that a launcher started: `accelerate launch`, `torchrun`, MPI or srun."""
+"""Join the processes that a launcher started: torchrun, `accelerate launch` or any that sets
+torch's variables.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,7 @@ from npt.errors import ConfigError, ProcessError
 TIMEOUT = 600.0
 """Seconds that a process waits for the others before it gives up."""
 
-# Launchers' names for one number: torchrun's first (accelerate uses them too), then MPI's and
-# srun's. SLURM_NTASKS is left out: a shell that salloc opened and a batch script have it too.
-_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-
-_REMEDY = "start the processes with accelerate launch or torchrun"
+_VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_processes(
@@ -44,24 +40,22 @@ def join_processes(
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         return ProcessGroup(dist.get_rank(), dist.get_world_size(), torch.device(device))
     environment = os.environ if environment is None else environment
-    size = _number(environment, _SIZE, 1)
-    if size < 2:
+    if environment.get("WORLD_SIZE", "1") == "1":
         _warn_of_one(environment)
         return ProcessGroup()
-    index = _number(environment, _RANK, None)
-    if not 0 <= index < size:
-        raise ConfigError(f"{_RANK[0]} is {index} of {_SIZE[0]} {size}; {_REMEDY}")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in environment:
-            counted = next(n for n in _SIZE if n in environment)
-            remedy = _REMEDY
-            if counted.startswith("SLURM"):
-                remedy = (
-                    "export MASTER_ADDR (a node of the job) and MASTER_PORT (a free port) before"
-                    f" srun, or {_REMEDY}; for unrelated processes, export WORLD_SIZE=1"
-                )
-            raise ConfigError(f"{counted} is {size}, but {name} is not set; {remedy}")
-    device = _own_device(environment, _number(environment, _LOCAL_RANK, index))
+    missing = [name for name in _VARIABLES if name not in environment]
+    try:
+        size, index = int(environment["WORLD_SIZE"]), int(environment.get("RANK", "-1"))
+        local_rank = int(environment.get("LOCAL_RANK", index))
+    except ValueError as error:
+        raise ConfigError(f"WORLD_SIZE, RANK and LOCAL_RANK are whole numbers: {error}") from error
+    if missing or not 0 <= index < size:
+        lacks = f"{missing[0]} is not set" if missing else f"RANK is {index}"
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, but {lacks}; start the processes with torchrun or accelerate"
+            " launch"
+        )
+    device = _own_device(environment, local_rank)
     limit = timedelta(seconds=timeout)
     try:
         store, index, size = next(dist.rendezvous("env://", index, size, timeout=limit))
@@ -82,28 +76,13 @@ def join_processes(
 
 def _warn_of_one(environment: Mapping[str, str]) -> None:
     started = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= set(environment)
-    if started and not any(name in environment for name in _SIZE):
+    if started and "WORLD_SIZE" not in environment:
         warnings.warn(
             "accelerate launch started one process, though it was set up for several: without GPUs"
             " it takes `accelerate launch --multi_gpu --num_processes N`, or torchrun"
             " --nproc_per_node N",
             stacklevel=3,
         )
-
-
-def _number(environment: Mapping[str, str], names: tuple[str, ...], default: int | None) -> int:
-    """Return the whole number in the first of these variables that is set."""
-    found = next((name for name in names if name in environment), None)
-    if found is None:
-        if default is None:
-            raise ConfigError(f"{_SIZE[0]} is set, but {names[0]} is not; {_REMEDY}")
-        return default
-    try:
-        return int(environment[found])
-    except ValueError as error:
-        raise ConfigError(
-            f"{found} is {environment[found]!r}, expected a whole number; the launcher sets it"
-        ) from error
 
 
 def _own_device(environment: Mapping[str, str], local_rank: int) -> torch.device:
@@ -130,21 +109,19 @@ def _check_devices(store: dist.Store, process: int, size: int, device: torch.dev
     """Refuse processes that share a GPU or mix GPUs with CPUs, alike on every process."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"npt/device/{process}", json.dumps([socket.gethostname(), uuid]))
-    found: dict[str, int] = {}
-    first = ""
+    users: dict[str, int] = {}
     for other in range(size):
         host, uuid = json.loads(store.get(f"npt/device/{other}"))
-        first = uuid if other == 0 else first
-        if bool(uuid) != bool(first):
-            with_gpu, without = (0, other) if first else (other, 0)
+        if users and bool(uuid) == ("" in users):
+            with_gpu, without = (other, 0) if uuid else (0, other)
             raise ConfigError(
                 f"process {with_gpu} computes on a GPU and process {without} finds none that it can"
                 " use; give every process a GPU, or set NPT_DEVICE=cpu for all of them"
             )
-        if uuid and uuid in found:
+        if uuid and uuid in users:
             raise ConfigError(
-                f"process {found[uuid]} and process {other} would share the GPU {uuid} of {host};"
+                f"process {users[uuid]} and process {other} would share the GPU {uuid} of {host};"
                 " start one process for each GPU, or show each process its own with"
                 " CUDA_VISIBLE_DEVICES"
             )
-        found[uuid] = other
+        users[uuid] = other

@@ -30,8 +30,16 @@ E = TypeVar("E", bound=BaseException)
 class ProcessGroup:
     """The processes of a run, seen from one of them; by default it is alone, which costs nothing.
 
-    index: of this process, from 0. device: that it computes on. owned: `close` destroys torch's
-    process group. Exchanges raise ProcessError if another process has ended or does not come.
+    Exchanges raise ProcessError if another process has ended or does not come.
+
+    Args:
+        index: of this process, from 0.
+        device: that it computes on.
+        owned: `close` destroys torch's process group.
+
+    Attributes:
+        broken: a process was lost, or this one has left: nothing can be exchanged any more.
+        before_sums: called before every exchange; a sharded base hands out layers there.
     """
 
     def __init__(
@@ -44,11 +52,9 @@ class ProcessGroup:
     ):
         self.index, self.size, self.device = index, size, device
         self.broken = False
-        """A process was lost, or this one has left: nothing can be exchanged any more."""
         self.before_sums: Callable[[], None] | None = None
-        """Called before every exchange; a sharded base hands out layers there."""
         self._owned = owned
-        self._known: BaseException | None = None
+        self._met: BaseException | None = None
         self._loss: ProcessError | None = None
 
     @property
@@ -105,27 +111,24 @@ class ProcessGroup:
         its error is a ProcessError there."""
         if self.size == 1:
             return act()
-        told: dict[str, Any] = {}
-        value, failure = None, None
+        value, failure, message = None, None, {}
         if self.main:
             try:
                 value = act()
-                told = {"value": value}
+                message = {"value": value}
             except Exception as error:
-                failure, told = error, reason_of(error)
-        said = self.gather_json(told)[0]
-        if failure is not None:
-            raise self.everywhere(failure)
-        if "value" not in said:
-            raise self.everywhere(_failed(0, said))
-        return value if self.main else said["value"]  # type: ignore[return-value]
+                failure, message = error, reason_of(error)
+        message = self.gather_json(message)[0]
+        if failure is not None or "value" not in message:
+            raise self.everywhere(_failed(0, message) if failure is None else failure)
+        return value if self.main else message["value"]  # type: ignore[return-value]
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError on all processes if a value, by its name, is not the same on all."""
-        everyone = self.gather_json(values)
-        for process, theirs in enumerate(everyone):
-            for name in everyone[0] | theirs:
-                one, other = everyone[0].get(name), theirs.get(name)
+        first, *others = self.gather_json(values)
+        for process, theirs in enumerate(others, start=1):
+            for name in first | theirs:
+                one, other = first.get(name), theirs.get(name)
                 if one != other:
                     one, other = ("unset" if value is None else value for value in (one, other))
                     raise self.everywhere(
@@ -142,12 +145,12 @@ class ProcessGroup:
 
     def everywhere(self, error: E) -> E:
         """Return an error that every process raises at this point, so nobody must be told of it."""
-        self._known = error
+        self._met = error
         return error
 
     def met_by_all(self, error: BaseException) -> bool:
         """Return whether every process met this error and all can still exchange messages."""
-        return self.size == 1 or (error is self._known and not self.broken)
+        return self.size == 1 or (error is self._met and not self.broken)
 
     @contextmanager
     def member(self) -> Iterator[None]:

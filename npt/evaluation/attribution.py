@@ -8,7 +8,6 @@ states stay on the host, and of the model only its head is kept.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapters_disabled
-from npt.data.batch import PAD_ID, Sample, batches
-from npt.evaluation.metrics import check_ids, evaluating, final_states, predicting
+from npt.data.batch import Sample, batches
+from npt.evaluation.metrics import checked_batches, evaluating, final_states, predicting
 from npt.random_state import kept_random_state
 
 UNQUANTIZED = "unquantized"
@@ -33,13 +32,15 @@ COMPARISONS = {
 
 @dataclass(frozen=True)
 class Reference:
-    """Outputs of an unquantised base. states: of each sample, the states that its tokens are
-    predicted from, [P, D], on the host. head: lm_head. samples_hash: of the samples it ran on.
+    """Outputs of an unquantised base.
+
+    Attributes:
+        states: of each sample the states that its tokens are predicted from, [P, D], on the host.
+        head: lm_head.
     """
 
     states: tuple[Tensor, ...]
     head: nn.Module
-    samples_hash: str
 
     @property
     def state_bytes(self) -> int:
@@ -53,7 +54,7 @@ class Reference:
 @torch.no_grad()
 @kept_random_state()
 def reference_outputs(
-    model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8, pad_id: int = PAD_ID
+    model: PreTrainedModel, samples: Sequence[Sample], *, batch_size: int = 8
 ) -> Reference:
     """Run the unquantised base on the samples and keep the outputs to compare the others with.
 
@@ -64,18 +65,9 @@ def reference_outputs(
     Raises:
         DataError: token ids outside the vocabulary.
     """
-    device = next(model.parameters()).device
     states: list[Tensor] = []
     with evaluating(model), adapters_disabled(model):
-        for batch in batches(samples, batch_size, pad_id):
-            check_ids(batch, model, "evaluation data")
-            rows = final_states(model, batch.to(device)).cpu()
-            states += rows.split(predicting(batch).sum(dim=-1).tolist())
-    return Reference(tuple(states), model.lm_head, samples_hash(samples))
-
-
-def samples_hash(samples: Sequence[Sample]) -> str:
-    """Return a hash of ids and targets, by which a reference for other samples is noticed."""
-    return hashlib.sha256(
-        repr([(s.input_ids, s.labels, s.lengths) for s in samples]).encode()
-    ).hexdigest()
+        for batch in checked_batches(model, batches(samples, batch_size), "evaluation data"):
+            predicted = predicting(batch).sum(dim=-1).tolist()
+            states += final_states(model, batch).cpu().split(predicted)
+    return Reference(tuple(states), model.lm_head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,23 +14,16 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import attached_config
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
-from npt.data.batch import Batch, Sample, batches
+from npt.data.batch import Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
-from npt.evaluation.attribution import (
-    COMPARISONS,
-    UNQUANTIZED,
-    Reference,
-    reference_outputs,
-    samples_hash,
-)
-from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
-from npt.evaluation.layers import BatchErrors, LayerErrors
+from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, reference_outputs
+from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
     Pair,
-    check_ids,
+    checked_batches,
     compare_pairs,
     evaluating,
     figures,
@@ -43,7 +36,7 @@ from npt.random_state import kept_random_state
 
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
 
-
+_MODELS = ("teacher", "floor", "initial", "student")
 _Layers = dict[int, dict[str, float]]
 
 
@@ -51,12 +44,15 @@ _Layers = dict[int, dict[str, float]]
 class Fidelity:
     """Figures of each model, and of each layer.
 
-    layers: of converted layer i the NMSE, over all `layer_tokens`, fed the teacher's h, as
-    `nmse_<model>`, and of the model's own stream after it, as `free_running_<model>`; each with
-    its `_se`. unconverted_layers: the latter for unconverted layers after the first converted one.
-    divergence, attribution: if they were asked for. sources: the student's figures by source, if
-    the samples are of several. positions: its figures by how many tokens of the text lie before
-    the one that predicts, in octaves ("0-1", "2-3", "4-7", ...) that two samples or more reach.
+    Attributes:
+        teacher, floor, student: the base, the layers without attention, the student.
+        initial: the student before training.
+        layers: of each converted layer the NMSE over all `layer_tokens`, fed the teacher's h
+            (`nmse_<model>`) and of the model's own stream (`free_running_<model>`), with `_se`.
+        unconverted_layers: the latter of unconverted layers after the first converted one.
+        layer_tokens: valid tokens.
+        attribution: `COMPARISONS`, if an unquantised base was given.
+        sources: the student's figures by source, if the samples are of several.
     """
 
     teacher: Figures
@@ -66,10 +62,8 @@ class Fidelity:
     layers: _Layers = field(default_factory=dict)
     unconverted_layers: _Layers = field(default_factory=dict)
     layer_tokens: int | None = None
-    divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
     sources: dict[str, Figures] = field(default_factory=dict)
-    positions: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def aim(self) -> Figures:
@@ -80,55 +74,34 @@ class Fidelity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `fidelity.json`."""
-        found: dict[str, Any] = {}
-        for name in ("teacher", "floor", "initial", "student"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name).as_dict()
-        found["layers"] = {str(index): values for index, values in self.layers.items()}
-        if self.unconverted_layers:
-            found["unconverted_layers"] = {
-                str(index): values for index, values in self.unconverted_layers.items()
-            }
-        if self.layer_tokens is not None:
-            found["layer_tokens"] = self.layer_tokens
-        if self.divergence is not None:
-            found["divergence"] = self.divergence.as_dict()
-        for name in ("attribution", "sources", "positions"):
-            if getattr(self, name):
-                found[name] = {key: f.as_dict() for key, f in getattr(self, name).items()}
-        return found
+        names = (*_MODELS, *(f.name for f in fields(self) if f.name not in _MODELS))
+        values = {name: _plain(getattr(self, name)) for name in names}
+        return {name: value for name, value in values.items() if name == "layers" or value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
         """Return the figures of an `as_dict`, now or of an earlier version, through JSON or not;
         null becomes NaN.
         """
-        found = {
-            name: Figures.from_dict(values[name])
-            for name in ("teacher", "floor", "student", "initial")
-            if values.get(name)
-        }
-        if not {"teacher", "floor", "student"} <= found.keys():
+        models = {m: Figures.from_dict(values[m]) for m in _MODELS if values.get(m)}
+        if not {"teacher", "floor", "student"} <= models.keys():
             raise ValueError(
                 f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
             )
-        parted = values.get("divergence")
 
         def by_name(kind: str) -> dict[str, Figures]:
             return {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
 
         return cls(
-            found["teacher"],
-            found["floor"],
-            found["student"],
-            found.get("initial"),
-            _layers(values["layers"]),
-            _layers(values.get("unconverted_layers", {})),
-            values.get("layer_tokens"),
-            Divergence(**nan_for_null(parted)) if parted else None,
-            by_name("attribution"),
-            by_name("sources"),
-            by_name("positions"),
+            models["teacher"],
+            models["floor"],
+            models["student"],
+            models.get("initial"),
+            layers=_layers(values["layers"]),
+            unconverted_layers=_layers(values.get("unconverted_layers", {})),
+            layer_tokens=values.get("layer_tokens"),
+            attribution=by_name("attribution"),
+            sources=by_name("sources"),
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
@@ -137,15 +110,15 @@ class Fidelity:
         """
 
         def both(now: _Layers, before: _Layers) -> _Layers:
-            added = {
-                index: {
+            return {
+                index: values
+                | {
                     key.replace("_student", "_initial"): value
-                    for key, value in values.items()
+                    for key, value in before.get(index, {}).items()
                     if "_student" in key
                 }
-                for index, values in before.items()
+                for index, values in now.items()
             }
-            return {index: values | added.get(index, {}) for index, values in now.items()}
 
         return replace(
             self,
@@ -167,8 +140,6 @@ def evaluate(
     completion_column: str | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
-    divergence_prompts: int = 0,
-    max_new_tokens: int = 64,
     unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
     sources: Sequence[str] | None = None,
@@ -186,25 +157,16 @@ def evaluate(
         data: records, or samples already cut. Of prompts with completions only the completions'
             tokens are predicted; the layers' NMSE is over all tokens.
         max_length: tokens of a sample, when `data` are records.
-        text_column: field of a record.
-        prompt_column: likewise.
-        completion_column: likewise.
+        text_column, prompt_column, completion_column: fields of a record.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
-        divergence_prompts: continue the beginnings of so many samples greedily and see where the
-            student parts from its teacher.
-        max_new_tokens: of such a continuation.
         unquantized: the base before quantisation, to attribute the loss, or the outputs that
-            `attribution.reference_outputs` kept of it, which need it in memory no longer.
+            `attribution.reference_outputs` kept of it for these samples, which need it no longer.
         between: called before every batch; what it raises ends the evaluation.
-        sources: of each sample the name of its source, to have the student's figures on each
-            source as well.
+        sources: of each sample the name of its source, for figures by source.
 
     Raises:
-        DataError: no tokens to evaluate on, token ids outside the vocabulary, or a reference for
-            other samples.
-        ConfigError: continuations that leave no room for a prompt.
-        NumericalError: logits of greedy continuations that are not finite.
+        DataError: no tokens to evaluate on, or token ids outside the vocabulary.
         ModelError: no adapters are attached.
     """
     attached_config(model)
@@ -215,78 +177,63 @@ def evaluate(
         completion_column=completion_column,
     )
     samples = _samples(data, tokenizer, config, max_samples)
-    prompts = []
-    if divergence_prompts:
-        positions = getattr(model.config, "max_position_embeddings", None)
-        prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, positions)
     if unquantized is not None and not isinstance(unquantized, Reference):
         unquantized = reference_outputs(unquantized, samples, batch_size=batch_size)
-    if unquantized is not None and unquantized.samples_hash != samples_hash(samples):
-        raise DataError(
-            "the unquantised base was run on other samples; pass attribution.reference_outputs the"
-            " samples that are evaluated on"
-        )
-    device = next(model.parameters()).device
+    if unquantized is not None and len(unquantized.states) != len(samples):
+        raise DataError("the unquantised base was run on other samples than are evaluated on")
     comparisons = COMPARISONS if unquantized is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
-    octaves: dict[int, list[Tensor]] = {}
-    layer_errors = LayerErrors()
-    parted = None
+    layer_errors = LayerErrors(model)
     done = 0
-    scored: list[int] = []
+    scored: list[int] = []  # the samples in which something is predicted
     with torch.no_grad(), evaluating(model):
-        for batch in batches(samples, batch_size):
-            if between is not None:
-                between()
-            check_ids(batch, model, "evaluation data")
-            batch = batch.to(device)
-            hidden = _compare_layers(model, batch, layer_errors)
+        every = batches(samples, batch_size)
+        for batch in checked_batches(model, every, "evaluation data", between):
+            hidden: dict[str, Tensor] = {}
+            for mode in MODES:
+                with layer_errors.watching(batch, mode):
+                    hidden[mode] = final_states(model, batch)
+            layer_errors.add(batch)
             heads = dict.fromkeys(hidden, model.lm_head)
+            size = len(batch.input_ids)
             if unquantized is not None:
-                rows = unquantized.states[done : done + len(batch.input_ids)]
-                hidden[UNQUANTIZED] = torch.cat(rows).to(device)
+                states = torch.cat(unquantized.states[done : done + size])
+                hidden[UNQUANTIZED] = states.to(batch.input_ids.device)
                 heads[UNQUANTIZED] = unquantized.head
-            scored += [done + row for row in _compare(model, batch, hidden, heads, sums, octaves)]
-            done += len(batch.input_ids)
-        if prompts:
-            parted = measure_divergence(
-                model,
-                prompts,
-                end_ids(model, tokenizer),
-                max_new_tokens=max_new_tokens,
-                batch_size=batch_size,
-                between=between,
-            )
+            predicted = predicting(batch)
+            rows, targets = predicted.nonzero()[:, 0], batch.labels[:, 1:][predicted]
+            per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
+            for pair, columns in per_token.items():
+                sums[pair].append(per_sample_sums(columns, rows, size))
+            scored += [done + row for row in sorted(set(rows.tolist()))]
+            done += size
     if not scored:
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
     per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
-    found = {pair: figures(parts) for pair, parts in per_sample.items()}
+    measured = {pair: figures(parts) for pair, parts in per_sample.items()}
     layers = layer_errors.figures()
-    converted = {i: values for i, values in layers.items() if "nmse_student" in values}
     by_source: dict[str, list[int]] = {}
-    if sources is not None:
-        for row, number in enumerate(scored):
-            by_source.setdefault(sources[number], []).append(row)
+    for row, number in enumerate(scored if sources is not None else ()):
+        by_source.setdefault(sources[number], []).append(row)  # type: ignore[index]
     return Fidelity(
-        found["teacher", "teacher"],
-        found["floor", "teacher"],
-        found["student", "teacher"],
-        layers=converted,
-        unconverted_layers={i: v for i, v in layers.items() if i not in converted},
+        *(measured[mode, "teacher"] for mode in MODES),
+        layers={i: values for i, values in layers.items() if "nmse_student" in values},
+        unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
         layer_tokens=layer_errors.tokens,
-        divergence=parted,
-        attribution={name: found[pair] for name, pair in comparisons.items()},
+        attribution={name: measured[pair] for name, pair in comparisons.items()},
         sources={
             name: figures(per_sample["student", "teacher"][rows])
             for name, rows in by_source.items()
         },
-        positions={
-            f"{2**octave if octave else 0}-{2 ** (octave + 1) - 1}": figures(torch.cat(parts))
-            for octave, parts in sorted(octaves.items())
-            if sum(map(len, parts)) > 1  # one sample has no standard error
-        },
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return figures as JSON has them."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value.as_dict() if hasattr(value, "as_dict") else value
 
 
 def _layers(values: Mapping[str, Mapping[str, Any]]) -> _Layers:
@@ -298,50 +245,10 @@ def _samples(
 ) -> list[Sample]:
     items = iter(data)
     first = list(itertools.islice(items, 1))
-    rest: Iterable[Any] = itertools.chain(first, items)
+    every: Iterable[Any] = itertools.chain(first, items)
     if not (first and isinstance(first[0], Sample)):
-        rest = cut(rest, tokenizer, config)
-    samples = list(itertools.islice(rest, limit))
+        every = cut(every, tokenizer, config)
+    samples = list(itertools.islice(every, limit))
     if not samples:
         raise DataError("no text of two tokens or more to evaluate on; check the data")
     return samples
-
-
-def _compare_layers(
-    model: PreTrainedModel, batch: Batch, layer_errors: LayerErrors
-) -> dict[str, Tensor]:
-    """Run each model on one batch; return its final states, and add the errors of its layers."""
-    errors = BatchErrors(model, batch)
-    hidden: dict[str, Tensor] = {}
-    for mode in MODES:
-        with errors.watching(mode):
-            hidden[mode] = final_states(model, batch)
-    layer_errors.add(errors, batch)
-    return hidden
-
-
-def _compare(
-    model: PreTrainedModel,
-    batch: Batch,
-    hidden: Mapping[str, Tensor],
-    heads: Mapping[str, torch.nn.Module],
-    sums: dict[Pair, list[Tensor]],
-    octaves: dict[int, list[Tensor]],
-) -> list[int]:
-    """Add the per-sample sums of one batch, the student's by octave of position as well; return the
-    rows in which something is predicted.
-    """
-    predicted = predicting(batch)
-    rows, columns = predicted.nonzero(as_tuple=True)
-    per_pair = compare_pairs(
-        hidden, heads, batch.labels[:, 1:][predicted], model.config.vocab_size, list(sums)
-    )
-    for pair, per_token in per_pair.items():
-        sums[pair].append(per_sample_sums(per_token, rows, len(predicted)))
-    student = per_pair["student", "teacher"]
-    octave = batch.position_ids[rows, columns].clamp(min=1).to(torch.float64).frexp().exponent - 1
-    for index in octave.unique().tolist():
-        inside = octave == index
-        found = per_sample_sums(student[inside], rows[inside], len(predicted))
-        octaves.setdefault(index, []).append(found)
-    return sorted(set(rows.tolist()))

@@ -18,9 +18,14 @@ MORE_DIGITS = 4
 
 @dataclass(frozen=True)
 class Figure:
-    """name: in words, with the unit unless that follows the number. short: for a table's narrow
-    column. digits: after the point. percent: it is a share. ideal: the teacher's against itself;
-    None if that depends on the text.
+    """A figure of fidelity, and its form.
+
+    Attributes:
+        name: in words, with the unit unless that follows the number.
+        short: for a table's narrow column.
+        digits: after the point.
+        percent: it is a share.
+        ideal: the teacher's against itself; None if that depends on the text.
     """
 
     name: str
@@ -34,22 +39,16 @@ class Figure:
         if not math.isfinite(value):
             return "not finite"
         scale, unit = (100.0, "%") if self.percent else (1.0, "")
-        digits, tail = self._digits(value, scale), ""
+        digits, most, tail = self.digits, self.digits + MORE_DIGITS, ""
+        if self.ideal is not None and abs(value - self.ideal) >= NO_ERROR:
+            ideal = scale * self.ideal
+            told = (n for n in range(digits, most) if f"{scale * value:.{n}f}" != f"{ideal:.{n}f}")
+            digits = next(told, most)
         if math.isfinite(error) and error >= NO_ERROR:
-            shown = range(digits, self.digits + MORE_DIGITS)
-            digits = next((n for n in shown if float(f"{scale * error:.{n}f}")), digits)
+            told = (n for n in range(digits, most) if float(f"{scale * error:.{n}f}"))
+            digits = next(told, digits)
             tail = f" ± {scale * error:.{digits}f}"
         return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
-
-    def _digits(self, value: float, scale: float) -> int:
-        """Return as many digits as another figure than the teacher's needs to read otherwise."""
-        if self.ideal is None or abs(value - self.ideal) < NO_ERROR:
-            return self.digits
-        shown = range(self.digits, self.digits + MORE_DIGITS)
-        return next(
-            (n for n in shown if f"{scale * value:.{n}f}" != f"{scale * self.ideal:.{n}f}"),
-            self.digits + MORE_DIGITS,
-        )
 
 
 FIGURES: dict[str, Figure] = {
@@ -70,15 +69,13 @@ def percent(share: float, digits: int = 1) -> str:
     """
     if not math.isfinite(share):
         return "not finite"
-    digits = next(
-        (n for n in range(digits, digits + MORE_DIGITS) if _is_told(share, n)), digits + MORE_DIGITS
-    )
-    least = 10.0**-digits
-    if _is_told(share, digits):
+
+    def told(digits: int) -> bool:
+        return share in (0.0, 1.0) or abs(float(f"{100 * share:.{digits}f}")) not in (0.0, 100.0)
+
+    most = digits + MORE_DIGITS
+    digits = next((n for n in range(digits, most) if told(n)), most)
+    if told(digits):
         return f"{100 * share:.{digits}f}%".replace("-", "−")
+    least = 10.0**-digits
     return f"<{least:.{digits}f}%" if share < 0.5 else f">{100 - least:.{digits}f}%"
-
-
-def _is_told(share: float, digits: int) -> bool:
-    """Return whether so many digits tell a share from none and from all."""
-    return share in (0.0, 1.0) or abs(float(f"{100 * share:.{digits}f}")) not in (0.0, 100.0)

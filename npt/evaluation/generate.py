@@ -26,8 +26,7 @@ from npt.evaluation.greedy import end_ids
 Show = Callable[[str], None]
 
 _CONTEXT = 8
-"""Tokens decoded again before those that follow them, at least: special ones are no text."""
-
+"""Tokens decoded again before those that follow them: special ones are no text."""
 
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by far less are not finite in fp32."""
@@ -37,8 +36,10 @@ LEAST_TEMPERATURE = 1e-6
 class Decoding:
     """The choice of tokens.
 
-    temperature: 0 for the most likely token, else logits are divided by it and a token is drawn.
-    top_p: of the most likely tokens that together have this probability. seed: of the draws.
+    Attributes:
+        temperature: 0 for the most likely token, else logits are divided by it and one is drawn.
+        top_p: of the most likely tokens that together have this probability.
+        seed: of the draws.
     """
 
     max_new_tokens: int = 64
@@ -47,22 +48,25 @@ class Decoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        drawn = LEAST_TEMPERATURE <= self.temperature < math.inf
-        if self.temperature != 0 and not drawn:
-            raise ConfigError(
-                f"--temperature is {self.temperature}; it must be 0 (the most likely token) or a"
-                f" finite number of at least {LEAST_TEMPERATURE:g}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top_p is {self.top_p}; it is a share above 0, at most 1")
+        finite = LEAST_TEMPERATURE <= self.temperature < math.inf
+        for name, fits, bound in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "it must be at least 1"),
+            (
+                "temperature",
+                self.temperature == 0 or finite,
+                "it must be 0 (the most likely token) or a finite number of at least"
+                f" {LEAST_TEMPERATURE:g}",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "it is a share above 0, at most 1"),
+            ("seed", 0 <= self.seed <= SEED_MAX, f"it must be from 0 to {SEED_MAX}"),
+        ):
+            if not fits:
+                raise ConfigError(f"--{name} is {getattr(self, name)}; {bound}")
         if self.top_p < 1 and not self.temperature:
             raise ConfigError(
-                f"--top_p {self.top_p} means nothing without drawing; add --temperature, or drop it"
+                f"--top_p {self.top_p} has no effect without --temperature: add --temperature or"
+                " remove --top_p"
             )
-        if not 0 <= self.seed <= SEED_MAX:
-            raise ConfigError(f"--seed is {self.seed}; it must be from 0 to {SEED_MAX}")
 
     @property
     def greedy(self) -> bool:
@@ -86,8 +90,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Written:
-    """ids: the new tokens. text: theirs after the prompt, without special tokens. seconds: of
-    wall-clock time. ended: by an end token, not by the limit.
+    """A continuation.
+
+    Attributes:
+        ids: the new tokens.
+        text: theirs after the prompt, without special tokens.
+        seconds: of wall-clock time.
+        ended: by an end token, not by the limit.
     """
 
     ids: tuple[int, ...]
@@ -119,10 +128,8 @@ class NoNaN(LogitsProcessor):
 
 
 class Streamer(TextStreamer):
-    """Shows text as soon as it is words; a token may be a part of a character only.
-
-    Tokens are decoded together with the last ones that were shown: by themselves they would lose
-    the space that they begin with.
+    """Shows text as soon as it is words. Tokens are decoded together with the last ones that were
+    shown: by themselves they would lose the space that they begin with.
     """
 
     def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
@@ -137,15 +144,13 @@ class Streamer(TextStreamer):
             self._continue_after(shown)
 
     def _continue_after(self, ids: list[int]) -> None:
-        """Keep as few of these as end in whole characters: one that was cut in two may spoil all
-        that follow it.
-        """
-        size = _CONTEXT
-        text = self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
-        while "\ufffd" in text and size < len(ids):
+        size = _CONTEXT  # a character that was cut in two may spoil all that follows it
+        while "\ufffd" in (text := self._decoded(ids[-size:])) and size < len(ids):
             size *= 2
-            text = self.tokenizer.decode(ids[-size:], **self.decode_kwargs)
         self.token_cache, self.print_len = ids[-size:], len(text)
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, **self.decode_kwargs))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._show(text)
@@ -156,33 +161,15 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     has one and `chat` is set, else the text itself.
 
     Raises:
-        DataError: no token comes of it, or the template refuses it.
-    """
-    chat = chat and has_template(tokenizer)
-    text = prompt_text(tokenizer, text, chat=chat)
-    ids = bare_tokens(tokenizer, text) if chat else prompt_tokens(tokenizer, text)
-    if not ids:
-        raise DataError(
-            "the prompt has no token; write something, or use a tokenizer with a start token"
-        )
-    return ids
-
-
-def prompt_text(tokenizer: Any, text: str, *, chat: bool) -> str:
-    """Return a text as the user's turn in the tokenizer's chat template if `chat` is set, else as
-    it is.
-
-    Raises:
-        DataError: it is no text, or the template refuses it.
+        DataError: no token comes of it, it is no text, or the template refuses it.
     """
     try:
         text.encode()
-    # terminals pass bytes that are no text as halves of characters
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError as error:  # bytes that are no text come as halves of characters
         raise DataError(
             f"the prompt is broken at character {error.start} ({error.reason}); mend it there"
         ) from error
-    if chat:
+    if chat and has_template(tokenizer):
         try:
             text = render(tokenizer, [{"role": "user", "content": text}], to_answer=True)
         except Exception as error:  # templates raise what their authors wrote into them
@@ -190,7 +177,14 @@ def prompt_text(tokenizer: Any, text: str, *, chat: bool) -> str:
                 f"the chat template refuses the prompt: {str(error)[:200]}; add --raw to leave the"
                 " template aside"
             ) from error
-    return text
+        ids = bare_tokens(tokenizer, text)
+    else:
+        ids = prompt_tokens(tokenizer, text)
+    if not ids:
+        raise DataError(
+            "the prompt has no token; write something, or use a tokenizer with a start token"
+        )
+    return ids
 
 
 def write(
@@ -231,7 +225,7 @@ def write(
     started = time.perf_counter()
     with _quiet(), torch.random.fork_rng(devices=cuda), cast_once(model.get_output_embeddings()):
         torch.manual_seed(decoding.seed)
-        found = model.generate(
+        whole = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             eos_token_id=ends or None,
@@ -240,7 +234,7 @@ def write(
             streamer=Streamer(tokenizer, show, prompt) if show is not None else None,
             **decoding.arguments(),
         )
-    new = found[0, len(prompt) :].tolist()
+    new = whole[0, len(prompt) :].tolist()
     seconds = time.perf_counter() - started
     text = continuation_text(tokenizer, prompt, new)
     return Written(tuple(new), text, seconds, bool(new) and new[-1] in ends)

@@ -10,22 +10,12 @@ The teacher continues each prompt; on its tokens the student is asked, position 
 its own. Up to the first position at which that differs the two texts are the same, so this is
 where the student, left to itself, would part from its teacher: one forward of the student instead
 of a second text.
-
-Not every text parts. A text that agrees up to the limit on new tokens is *censored*: it parts
-later, if at all. So a mean position over the others would be biased low, and none is given.
-Reported are the mean number of tokens before the parting or the limit, which is a lower bound; the
-median by the product-limit estimator, which takes censoring into account (Kaplan and Meier, 1958),
-if half of the texts part; and partings per token, which are the rate under which most texts of any
-length would be seen to part.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,12 +26,8 @@ from npt.adapters.layer import Mode
 from npt.adapters.stream import MASKED, model_inputs
 from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
-from npt.distill.logit_losses import LOGIT_CHUNK
-from npt.errors import ConfigError, NumericalError
-from npt.evaluation.metrics import check_ids, compare_tokens, final_states, mean_and_error
-
-PROMPT_TOKENS = 32
-"""Leading tokens of a text that serve as a prompt, at most."""
+from npt.errors import NumericalError
+from npt.evaluation.metrics import check_ids, compare_tokens, final_states, most_likely
 
 
 @torch.no_grad()
@@ -64,10 +50,9 @@ def continue_greedily(
     if not prompts:
         return []
     device = next(model.parameters()).device
-    batch = _padded(prompts)
-    apart = batch.padded and model.config._attn_implementation in MASKED
-    inputs = model_inputs(model, (_with_padding_apart(batch) if apart else batch).to(device))
-    mask, positions = batch.attention_mask.to(device), inputs["position_ids"]
+    batch, mask = _padded(prompts, model.config._attn_implementation in MASKED)
+    inputs = model_inputs(model, batch.to(device))
+    mask, positions = mask.to(device), inputs["position_ids"]
     open_rows = {row for row, limit in enumerate(limits) if limit > 0}
     added: list[list[int]] = [[] for _ in prompts]
     cache = None
@@ -95,44 +80,41 @@ def continue_greedily(
     return added
 
 
-def _padded(prompts: Sequence[Sequence[int]]) -> Batch:
-    """Return the prompts in one batch, padded on the left by their own first tokens, so that the
-    embedding of the pad token does not matter.
+def _padded(prompts: Sequence[Sequence[int]], apart: bool) -> tuple[Batch, Tensor]:
+    """Return the prompts padded on the left by their own first tokens, so that the embedding of the
+    pad token does not matter, and their mask. With `apart` padding is a document of its own: it
+    sees itself, and nothing else sees it.
     """
     width = max(len(prompt) for prompt in prompts)
-    ids = [[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return batch_from_tensors(torch.tensor(ids), torch.tensor(mask))
-
-
-def _with_padding_apart(batch: Batch) -> Batch:
-    """Return the batch with its padding as a document of its own: it sees itself, and nothing else
-    sees it.
-    """
-    every = torch.ones_like(batch.attention_mask)
-    return replace(
-        batch_from_tensors(batch.input_ids, every),
-        documents=batch.attention_mask,
-        position_ids=batch.position_ids,
-    )
+    ids = torch.tensor([[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts])
+    columns = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    batch = batch_from_tensors(ids, torch.tensor(columns))
+    mask = batch.attention_mask
+    if apart and batch.padded:
+        every = batch_from_tensors(ids, torch.ones_like(mask))
+        batch = replace(every, documents=mask, position_ids=batch.position_ids)
+    return batch, mask
 
 
 def end_ids(model: PreTrainedModel, tokenizer: object) -> frozenset[int]:
     """Return the ids that end a text: the tokenizer's, and those of the model's generation
     settings, which know more.
     """
-    found: list[object] = [getattr(tokenizer, "eos_token_id", None)]
     further = getattr(model.generation_config, "eos_token_id", None)
-    found += further if isinstance(further, list | tuple) else [further]
-    return frozenset(i for i in found if isinstance(i, int))
+    further = further if isinstance(further, list | tuple) else [further]
+    ids = (getattr(tokenizer, "eos_token_id", None), *further)
+    return frozenset(i for i in ids if isinstance(i, int))
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Student against teacher on the teacher's continuation of one prompt.
 
-    completion: the teacher's tokens, C of them. figures: [C, len(COLUMNS)], per token. position:
-    index of the first token at which the student leaves, if any. student_token: its own there.
+    Attributes:
+        completion: the teacher's tokens, C of them.
+        figures: [C, len(COLUMNS)], per token.
+        position: index of the first token at which the student leaves, if any.
+        student_token: its own there.
     """
 
     prompt: Sample
@@ -172,28 +154,28 @@ def compare_prompts(
     head, size = model.lm_head, model.config.vocab_size
     with cast_once(head):
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
-        written = {mode: _argmax(states, head, size) for mode, states in hidden.items()}
+        written = {mode: most_likely(states, head, size) for mode, states in hidden.items()}
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
     lengths = [len(new) for new in added]
-    parts = zip(
+    comparisons = []
+    for prompt, new, per_token, leaving, of_student in zip(
         prompts,
         added,
         figures.split(lengths),
         leaves.split(lengths),
         written["student"].cpu().split(lengths),
         strict=True,
-    )
-    found = []
-    for prompt, new, per_token, leaving, own in parts:
+    ):
         if not torch.isfinite(per_token).all():
             raise NumericalError(
                 f"the student's logits after {prompt.id} are not finite; npt trace --adapter finds"
                 " the operation"
             )
         position = next(iter(leaving.nonzero()[:, 0].tolist()), None)
-        token = None if position is None else int(own[position])
-        found.append(Comparison(prompt, tuple(new), per_token.double().cpu(), position, token))
-    return found
+        token = None if position is None else int(of_student[position])
+        comparison = Comparison(prompt, tuple(new), per_token.double().cpu(), position, token)
+        comparisons.append(comparison)
+    return comparisons
 
 
 def completion_states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
@@ -203,120 +185,3 @@ def completion_states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
     with adapter_mode(model, mode):
         return final_states(model, batch)
-
-
-def _argmax(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
-    with cast_once(head):
-        parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
-        return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
-    prompts, of the figure before it.
-
-    prompts, parted: how many, and how many of their texts part within `max_new_tokens`. censored:
-    still the same at that limit. ended: the same up to an end token. tokens: of the teacher's
-    texts. agreed: mean number of tokens that are the same before the parting, the limit or the end;
-    a lower bound. median: of the number of tokens before the parting, by the product-limit
-    estimator; NaN if fewer than half part. rate: partings per token that was compared.
-    """
-
-    prompts: int
-    max_new_tokens: int
-    parted: int
-    censored: int
-    ended: int
-    tokens: int
-    agreed: float
-    agreed_se: float
-    median: float
-    rate: float
-    rate_se: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def divergence(compared: Sequence[Comparison], max_new_tokens: int) -> Divergence:
-    """Return the figures of at least one comparison, made with this limit on new tokens."""
-    before = [len(c.completion) if c.position is None else c.position for c in compared]
-    parted = torch.tensor([float(c.position is not None) for c in compared], dtype=torch.float64)
-    agreed = torch.tensor(before, dtype=torch.float64)
-    censored = sum(c.position is None and len(c.completion) == max_new_tokens for c in compared)
-    mean, error = mean_and_error(agreed, torch.ones_like(agreed))
-    # the token at which two texts part was compared as well
-    rate, rate_error = mean_and_error(parted, agreed + parted)
-    return Divergence(
-        prompts=len(compared),
-        max_new_tokens=max_new_tokens,
-        parted=int(parted.sum()),
-        censored=censored,
-        ended=len(compared) - int(parted.sum()) - censored,
-        tokens=sum(len(c.completion) for c in compared),
-        agreed=mean,
-        agreed_se=error,
-        median=_median(
-            [(n, c.position is not None) for n, c in zip(before, compared, strict=True)]
-        ),
-        rate=rate,
-        rate_se=rate_error,
-    )
-
-
-def _median(observed: Sequence[tuple[int, bool]]) -> float:
-    """Return the first number of tokens by which half have parted, of pairs (tokens that agree,
-    whether the texts part there); NaN if none.
-    """
-    surviving = 1.0
-    for tokens in sorted({n for n, parts in observed if parts}):
-        at_risk = sum(n > tokens or (n == tokens and parts) for n, parts in observed)
-        surviving *= 1 - sum(parts and n == tokens for n, parts in observed) / at_risk
-        if surviving <= 0.5:
-            return float(tokens)
-    return math.nan
-
-
-def parting_prompts(
-    samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
-) -> list[Sample]:
-    """Return prompts of the first `count` samples: the text before a completion, or the leading
-    tokens of the first document. They lose their beginning to fit the model's positions.
-
-    Raises:
-        ConfigError: no room for a prompt.
-    """
-    room = PROMPT_TOKENS + max_new_tokens if positions is None else positions - max_new_tokens
-    if max_new_tokens < 1 or room < 1:
-        raise ConfigError(
-            f"--max_new_tokens is {max_new_tokens}; it must be at least 1 and below the model's"
-            f" {positions} positions"
-        )
-    prompts = []
-    for sample in samples[:count]:
-        ids = sample.input_ids if sample.lengths is None else sample.input_ids[: sample.lengths[0]]
-        labels = (sample.labels or ())[: len(ids)]
-        given = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))
-        length = given if 0 < given < len(ids) else max(1, min(len(ids) // 2, PROMPT_TOKENS))
-        prompts.append(Sample(sample.id, ids[:length][-room:]))
-    return prompts
-
-
-def measure_divergence(
-    model: PreTrainedModel,
-    prompts: Sequence[Sample],
-    ends: frozenset[int],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    between: Callable[[], None] | None = None,
-) -> Divergence:
-    """Continue the prompts and compare, `between` being called before every batch."""
-    compared: list[Comparison] = []
-    for start in range(0, len(prompts), batch_size):
-        if between is not None:
-            between()
-        batch = prompts[start : start + batch_size]
-        compared += compare_prompts(model, batch, max_new_tokens, ends)
-    return divergence(compared, max_new_tokens)

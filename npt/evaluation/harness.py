@@ -15,16 +15,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import attached_config
-from npt.data.continuation import opening_tokens, prompt_tokens
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.evaluate import MODES
 from npt.evaluation.metrics import evaluating
 from npt.evaluation.view import mode_view
-from npt.extras import install_command
+from npt.extras import require
 
 Results = dict[str, dict[str, dict[str, float]]]
 """Of each model, of each task: metrics by name, their standard errors as `<metric>_se`, NaN where
@@ -47,32 +45,21 @@ def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> An
     if not tasks:
         raise ConfigError("--lm_eval names no task; write names with commas between them")
     if tasks_path is not None and not Path(tasks_path).is_dir():
-        raise ConfigError(
-            f"--lm_eval_tasks_path {tasks_path} is no folder; name the one that holds the YAML"
-            " tasks"
-        )
-    try:
-        manager = import_module("lm_eval.tasks").TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            f"--lm_eval needs lm-evaluation-harness ({error}); install it with:"
-            f" {install_command('eval')}"
-        ) from error
+        raise ConfigError(f"--lm_eval_tasks_path {tasks_path} is no folder of YAML tasks")
+    require("lm_eval", "--lm_eval")
+    path = None if tasks_path is None else str(tasks_path)
     with _quiet():
-        found = manager(
-            include_path=None if tasks_path is None else str(tasks_path),
-            include_defaults=tasks_path is None,
+        manager = import_module("lm_eval.tasks").TaskManager(
+            include_path=path, include_defaults=path is None
         )
-    unknown = [task for task in tasks if task not in found.all_tasks]
+    unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        where, known = "lm-evaluation-harness", ""
-        if tasks_path is not None:
-            where, known = str(tasks_path), ", ".join(found.all_tasks[:20]) or "none"
-            known = f"; there are: {known}"
+        there = f"; there are: {', '.join(manager.all_tasks[:20]) or 'none'}" if path else ""
         raise ConfigError(
-            f"--lm_eval names the task {unknown[0]!r}, which {where} does not have{known}"
+            f"--lm_eval names the task {unknown[0]!r}, which {path or 'lm-evaluation-harness'} does"
+            f" not have{there}"
         )
-    return found
+    return manager
 
 
 def lm_eval(
@@ -92,14 +79,16 @@ def lm_eval(
         limit: documents of each task, at most.
 
     Raises:
-        ConfigError: as `find_tasks`, or a tokenizer that ends every text and cannot be changed.
+        ConfigError: as `find_tasks`.
         DataError: a task's data cannot be read.
     """
     attached_config(model)
     manager = find_tasks(tasks, tasks_path)
     evaluate = import_module("lm_eval.evaluator").simple_evaluate
     adapter = import_module("lm_eval.models.huggingface").HFLM
-    tokenizer = _for_prompts(tokenizer, model.config.vocab_size)
+    tokenizer = copy.deepcopy(tokenizer)  # the harness changes it, and has its padding looked up
+    if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
+        tokenizer.pad_token = None
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     found: Results = {}
     taught: dict[str, list[int]] = {}
@@ -125,32 +114,6 @@ def lm_eval(
                 # the teacher is the first mode
                 found[mode][task] |= _flips(chosen, taught.setdefault(task, chosen))
     return found
-
-
-def _for_prompts(tokenizer: Any, vocab_size: int) -> Any:
-    """Return a copy of the tokenizer for the harness, which changes it, has its padding looked up
-    and takes what it writes around a text for the beginning of a prompt.
-
-    Raises:
-        ConfigError: it ends every text, and cannot be changed.
-    """
-    own = copy.deepcopy(tokenizer)
-    if (own.pad_token_id or 0) >= vocab_size:
-        own.pad_token = None
-    if list(own("a")["input_ids"]) == prompt_tokens(own, "a"):
-        return own
-    starts = own.convert_ids_to_tokens(opening_tokens(own))
-    try:
-        own.backend_tokenizer.post_processor = TemplateProcessing(
-            single=[*starts, "$A"],
-            special_tokens=list(zip(starts, opening_tokens(own), strict=True)),
-        )
-    except AttributeError as error:  # one that is written in Python
-        raise ConfigError(
-            "--lm_eval needs prompts, and the tokenizer puts an end token after every text; save it"
-            " with add_eos_token=False"
-        ) from error
-    return own
 
 
 def _answers(run: dict[str, Any]) -> dict[str, list[int]]:

@@ -28,23 +28,11 @@ def evaluation_samples(
     if own is not None:
         samples = spread(within(cut(own, tokenizer, config), vocab_size), count)
     else:
-        samples = held_out(records, tokenizer, config, count, vocab_size)
+        held = (s for s in cut(records, tokenizer, config) if s.heldout)
+        samples = list(itertools.islice(within(held, vocab_size), count))
     if samples:
         return samples, True
     return list(itertools.islice(within(cut(records, tokenizer, config), vocab_size), count)), False
-
-
-def held_out(
-    records: Iterable[Record],
-    tokenizer: Any,
-    config: DataConfig,
-    limit: int,
-    vocab_size: int | None = None,
-) -> list[Sample]:
-    """Return the first `limit` held-out samples, those that `Samples` leaves out."""
-    samples = (sample for sample in cut(records, tokenizer, config) if sample.heldout)
-    found = samples if vocab_size is None else within(samples, vocab_size)
-    return list(itertools.islice(found, limit))
 
 
 def spread(samples: Iterable[Sample], count: int) -> list[Sample]:

@@ -27,99 +27,80 @@ Key = tuple[int, str]
 """(layer, figure)."""
 
 
-class BatchErrors:
-    """NMSE of one batch's tokens by layer: pass the teacher through `watching` first, then floor
-    and student.
+class LayerErrors:
+    """NMSE by layer: of every batch pass the teacher through `watching` first, then floor and
+    student, and `add` it.
 
-    Until the batch is done the teacher's states after every layer from the first converted one on
+    Until a batch is added the teacher's states after every layer from the first converted one on
     are kept: N * D values a layer.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: Batch):
-        self._model, self._batch = model, batch
-        self._layers: list[Any] = list(decoder_layers(model))
-        self._first = next(
-            index for index, layer in enumerate(self._layers) if isinstance(layer, NPTLayer)
-        )
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        layers: list[Any] = list(decoder_layers(model))
+        first = next(index for index, layer in enumerate(layers) if isinstance(layer, NPTLayer))
+        self._layers = list(enumerate(layers))[first:]
         self._targets: dict[int, Tensor] = {}
         self._per_token: dict[Key, Tensor] = {}
+        self._sums: dict[Key, list[Tensor]] = {}
+        self._counts: list[Tensor] = []
 
     @contextmanager
-    def watching(self, mode: Mode) -> Iterator[None]:
-        """Let the model compute `mode`, and compare its layers."""
+    def watching(self, batch: Batch, mode: Mode) -> Iterator[None]:
+        """Let the model compute `mode` on a batch, and compare its layers."""
         with adapter_mode(self._model, mode), ExitStack() as stack:
-            for index, layer in enumerate(self._layers[self._first :], self._first):
+            for index, layer in self._layers:
                 if mode == "teacher":
-                    self._watch_teacher(index, layer, stack)
+                    self._watch_teacher(batch, index, layer, stack)
                 else:
-                    self._watch_stream(index, layer, mode, stack)
+                    self._watch_stream(batch, index, layer, mode, stack)
             yield
 
-    def _watch_teacher(self, index: int, layer: Any, stack: ExitStack) -> None:
+    def _watch_teacher(self, batch: Batch, index: int, layer: Any, stack: ExitStack) -> None:
         attention: list[Tensor] = []
 
-        def forced(
-            _module: Any, args: tuple[Tensor, ...], named: dict[str, Any], output: Tensor
-        ) -> None:
-            t = self._targets[index] = self._rows(output)
+        def forced(_: Any, args: tuple[Tensor, ...], named: dict[str, Any], output: Tensor) -> None:
+            t = self._targets[index] = _rows(batch, output)
             if not isinstance(layer, NPTLayer):
                 return
             hidden = args[0] if args else named["hidden_states"]
-            h, a = self._rows(hidden).to(t.device), self._rows(attention.pop())
+            h, a = _rows(batch, hidden).to(t.device), _rows(batch, attention.pop())
             try:
                 with whole(layer):
                     for mode in COMPARED:
                         layer.npt.mode = mode
-                        self._per_token[index, f"nmse_{mode}"] = nmse_per_token(
-                            student_output(layer, h, a)[0], t
-                        )
+                        error = nmse_per_token(student_output(layer, h, a)[0], t)
+                        self._per_token[index, f"nmse_{mode}"] = error
             finally:
                 layer.npt.mode = "teacher"
 
         if isinstance(layer, NPTLayer):
-            stack.callback(
-                layer.self_attn.register_forward_hook(
-                    lambda _module, _inputs, output: attention.append(output[0])
-                ).remove
-            )
+            keep = layer.self_attn.register_forward_hook(lambda *call: attention.append(call[2][0]))
+            stack.callback(keep.remove)
         stack.callback(layer.register_forward_hook(forced, with_kwargs=True).remove)
 
-    def _watch_stream(self, index: int, layer: Any, mode: Mode, stack: ExitStack) -> None:
+    def _watch_stream(
+        self, batch: Batch, index: int, layer: Any, mode: Mode, stack: ExitStack
+    ) -> None:
         def compare(_module: Any, _inputs: Any, output: Tensor) -> None:
-            self._per_token[index, f"free_running_{mode}"] = nmse_per_token(
-                self._rows(output), self._targets[index]
-            )
+            error = nmse_per_token(_rows(batch, output), self._targets[index])
+            self._per_token[index, f"free_running_{mode}"] = error
 
         stack.callback(layer.register_forward_hook(compare).remove)
 
-    def _rows(self, states: Tensor) -> Tensor:
-        """Return the valid tokens' rows of [B, T, D] states: [N, D]."""
-        valid = self._batch.valid_index.to(states.device)
-        return states.reshape(-1, states.shape[-1]).index_select(0, valid)
-
-    def per_sample(self) -> dict[Key, Tensor]:
-        """Return sums over each row's valid tokens: [B] fp64 on the host."""
-        count, length = self._batch.input_ids.shape
-        row = self._batch.valid_index.cpu() // length
-        device = self._batch.input_ids.device
+    def add(self, batch: Batch) -> None:
+        """Sum a batch's errors by sample, in fp64 on the host, and drop its states."""
+        count, length = batch.input_ids.shape
+        device = batch.input_ids.device
         # one wait for all
         table = torch.stack([values.to(device) for values in self._per_token.values()])
         sums = torch.zeros(len(table), count, dtype=torch.float64)
-        sums.index_add_(1, row, table.to("cpu", torch.float64))
-        return dict(zip(self._per_token, sums, strict=True))
-
-
-class LayerErrors:
-    """Per-sample sums of all batches, and the means per token that come of them."""
-
-    def __init__(self) -> None:
-        self._sums: dict[Key, list[Tensor]] = {}
-        self._counts: list[Tensor] = []
-
-    def add(self, errors: BatchErrors, batch: Batch) -> None:
-        for key, sums in errors.per_sample().items():
-            self._sums.setdefault(key, []).append(sums)
+        rows = batch.valid_index.cpu() // length
+        sums.index_add_(1, rows, table.to("cpu", torch.float64))
+        for key, of_batch in zip(self._per_token, sums, strict=True):
+            self._sums.setdefault(key, []).append(of_batch)
         self._counts.append(batch.attention_mask.sum(dim=-1).to("cpu", torch.float64))
+        self._targets, self._per_token = {}, {}
 
     @property
     def tokens(self) -> int:
@@ -130,8 +111,14 @@ class LayerErrors:
         samples as `<name>_se`.
         """
         counts = torch.cat(self._counts)
-        found: dict[int, dict[str, float]] = {}
+        layers: dict[int, dict[str, float]] = {}
         for (index, name), parts in sorted(self._sums.items(), key=lambda item: item[0][0]):
-            layer = found.setdefault(index, {})
+            layer = layers.setdefault(index, {})
             layer[name], layer[f"{name}_se"] = mean_and_error(torch.cat(parts), counts)
-        return found
+        return layers
+
+
+def _rows(batch: Batch, states: Tensor) -> Tensor:
+    """Return the valid tokens' rows of [B, T, D] states: [N, D]."""
+    valid = batch.valid_index.to(states.device)
+    return states.reshape(-1, states.shape[-1]).index_select(0, valid)

@@ -9,10 +9,10 @@ ratio estimator; Cochran, Sampling Techniques, 1977, ch. 6).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +33,16 @@ Pair = tuple[str, str]
 @dataclass(frozen=True)
 class Figures:
     """One model against the teacher on the same tokens; `_se` is the standard error of the figure
-    before it.
+    before it. Figures that a file of an earlier version lacks are NaN.
 
-    perplexity: exp of the mean negative log-likelihood of the text. perplexity_ratio: over the
-    teacher's, its error from paired differences. kl: KL(teacher || model), nats per token;
-    reverse_kl: KL(model || teacher). top1, top5: share of tokens on which the teacher's most likely
-    token is the model's, or among the model's five. acceptance: sum over the vocabulary of min(p,
-    q), the expected rate at which speculative sampling would accept the model's draft.
-
-    Figures that a file of an earlier version lacks are NaN.
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of the text.
+        perplexity_ratio: over the teacher's, its error from paired differences.
+        kl, reverse_kl: KL(teacher || model) and KL(model || teacher), nats per token.
+        acceptance: sum over the vocabulary of min(p, q), the expected rate at which speculative
+            sampling would accept the model's draft.
+        top1, top5: share of tokens on which the teacher's most likely token is the model's, or
+            among the model's five.
     """
 
     tokens: int
@@ -97,6 +98,21 @@ def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
         raise DataError(f"{data}: {fault}; is this the tokenizer of the model?")
 
 
+def checked_batches(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    data: str,
+    between: Callable[[], None] | None = None,
+) -> Iterator[Batch]:
+    """Yield batches on the model's device, checked; `between` is called before each."""
+    device = next(model.parameters()).device
+    for batch in batches:
+        if between is not None:
+            between()
+        check_ids(batch, model, data)
+        yield batch.to(device)
+
+
 def predicting(batch: Batch) -> Tensor:
     """Return [B, T - 1] bool: a valid token, followed by one to predict."""
     return (batch.labels[:, 1:] != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
@@ -117,13 +133,8 @@ def final_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return states[:, :-1][predicting(batch).to(states.device)]
 
 
-class _Predicted(NamedTuple):
-    """One model's prediction of N tokens. logs: log-probabilities, [N, V] fp32. first: the most
-    likely token, [N].
-    """
-
-    logs: Tensor
-    first: Tensor
+_Predicted = tuple[Tensor, Tensor]
+"""Log-probabilities of N tokens, [N, V] fp32, and the most likely ones, [N]."""
 
 
 def compare_pairs(
@@ -148,7 +159,7 @@ def compare_pairs(
             def predicted(name: str, chunk: slice = chunk) -> _Predicted:
                 # a model over several devices may have its head on another one
                 logits = heads[name](hidden[name][chunk]).to(targets.device, torch.float32)
-                return _Predicted(torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1))
+                return torch.log_softmax(logits, dim=-1), logits.argmax(dim=-1)
 
             references = dict.fromkeys(reference for _, reference in pairs)
             teachers = {name: predicted(name) for name in references}
@@ -158,13 +169,13 @@ def compare_pairs(
                     if pair[0] == name:
                         columns = _columns(of_model, teachers[pair[1]], targets[chunk])
                         parts[pair].append(columns)
-    return {pair: torch.cat(found) for pair, found in parts.items()}
+    return {pair: torch.cat(chunks) for pair, chunks in parts.items()}
 
 
 def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
-    log_q, log_p = model.logs, teacher.logs
+    (log_q, likeliest), (log_p, wanted) = model, teacher
     pick = targets.unsqueeze(-1)
-    first = log_q.gather(-1, teacher.first.unsqueeze(-1))
+    first = log_q.gather(-1, wanted.unsqueeze(-1))
     # Comparisons with NaN are false, so a count of larger ones would take it for agreement.
     known = ~(torch.isnan(first).squeeze(-1) | torch.isnan(log_p[:, 0]))
     return torch.stack(
@@ -173,7 +184,7 @@ def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
             -log_q.gather(-1, pick).squeeze(-1),
             kl_of_logs(log_p, log_q),
             kl_of_logs(log_q, log_p),
-            torch.where(known, (model.first == teacher.first).to(torch.float32), torch.nan),
+            torch.where(known, (likeliest == wanted).to(torch.float32), torch.nan),
             torch.where(known, ((log_q > first).sum(dim=-1) < 5).to(torch.float32), torch.nan),
             overlap_of(log_p.exp(), log_q.exp()),
             torch.ones_like(targets, dtype=torch.float32),
@@ -206,6 +217,13 @@ def compare_tokens(
     states = {"model": hidden, "teacher": teacher_hidden}
     pair = ("model", "teacher")
     return compare_pairs(states, heads, targets, vocab_size, [pair])[pair]
+
+
+def most_likely(hidden: Tensor, head: torch.nn.Module, vocab_size: int) -> Tensor:
+    """Return the most likely token after each of these states: [N, D] -> [N]."""
+    with cast_once(head):
+        parts = hidden.split(max(1, LOGIT_CHUNK // vocab_size))
+        return torch.cat([head(part).argmax(dim=-1).to(hidden.device) for part in parts])
 
 
 def per_sample_sums(per_token: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -9,7 +9,8 @@ are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from npt.adapters.stream import open_stream
 from npt.config import TARGETS
 from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import check_ids, evaluating
+from npt.evaluation.metrics import checked_batches, evaluating
 from npt.random_state import kept_random_state
 
 BINS = 40
@@ -35,14 +36,18 @@ SATURATED = 0.99
 end.
 """
 
+Stages = dict[str, Tensor | None]
+
 
 @dataclass(frozen=True)
 class TargetModulation:
     """One target of one layer; what its form does not have is None.
 
-    counts: finite multipliers in each of BINS equal parts of the range. saturated, bad: shares of
-    multipliers at their bounds, and not finite. mean, std: of the finite ones. add_rms: of the
-    additive term. product_rms: of what it is added to.
+    Attributes:
+        counts: finite multipliers in each of BINS equal parts of the range.
+        saturated, bad: shares of multipliers at their bounds, and not finite.
+        mean, std: of the finite ones.
+        add_rms, product_rms: of the additive term, and of what it is added to.
     """
 
     counts: list[int] | None
@@ -74,12 +79,6 @@ class Modulation:
     layers: dict[int, LayerModulation]
 
     @property
-    def edges(self) -> list[float]:
-        """Of the bins that multipliers are counted in, `BINS` + 1."""
-        bound = self.mult_bound
-        return [1 - bound + 2 * bound * i / BINS for i in range(BINS + 1)]
-
-    @property
     def saturated(self) -> tuple[float, str]:
         """The share of all multipliers at their bounds, and the layer and target with the most;
         targets of other widths weigh alike.
@@ -92,14 +91,12 @@ class Modulation:
         }
         if not shares:
             return 0.0, "no layer"
-        return sum(shares.values()) / len(shares), max(shares, key=lambda place: shares[place])
+        return sum(shares.values()) / len(shares), max(shares, key=lambda name: shares[name])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
-        return {
-            **asdict(self),
-            "layers": {str(index): asdict(layer) for index, layer in self.layers.items()},
-        }
+        layers = {str(index): asdict(layer) for index, layer in self.layers.items()}
+        return {**asdict(self), "layers": layers}
 
 
 @kept_random_state()
@@ -114,85 +111,89 @@ def measure_modulation(
     """
     config = attached_config(model)
     layers = npt_layers(model)
-    looks = {index: _Look(layer.npt) for index, layer in layers}
-    before = {index: layer.npt.observer for index, layer in layers}
+    sums = [_Sums(layer.npt) for _, layer in layers]
     tokens = 0
-    try:
-        for index, layer in layers:
-            layer.npt.observer = looks[index]
-        with torch.no_grad(), evaluating(model), adapter_mode(model, "student"):
-            for batch in batches:
-                if between is not None:
-                    between()
-                check_ids(batch, model, "modulation data")
-                batch = batch.to(next(model.parameters()).device)
-                for look in looks.values():
-                    look.valid = batch.valid_index
-                _pass(model, batch, layers[-1][0])
-                tokens += batch.tokens
-    finally:
-        for index, layer in layers:
-            layer.npt.observer = before[index]
+    with (
+        observed([(layer.npt, of) for (_, layer), of in zip(layers, sums, strict=True)]),
+        torch.no_grad(),
+        evaluating(model),
+        adapter_mode(model, "student"),
+    ):
+        for batch in checked_batches(model, batches, "modulation data", between):
+            for of_layer in sums:
+                of_layer.valid = batch.valid_index
+            stream = open_stream(model, batch)
+            hidden = stream.hidden
+            for layer in decoder_layers(model)[: layers[-1][0] + 1]:
+                here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
+                hidden = here.clean(layer(hidden, **here.context_of(layer)))
+            tokens += batch.tokens
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
     return Modulation(
         tokens,
         config.mult_bound,
         config.additive_scale,
-        {index: look.result(tokens) for index, look in looks.items()},
+        {index: of.result() for (index, _), of in zip(layers, sums, strict=True)},
     )
 
 
-def _pass(model: PreTrainedModel, batch: Batch, last: int) -> None:
-    """Run the stream through the layers up to the last one that is modulated."""
-    stream = open_stream(model, batch)
-    hidden = stream.hidden
-    for layer in decoder_layers(model)[: last + 1]:
-        here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
-        hidden = here.clean(layer(hidden, **here.context_of(layer)))
+@contextmanager
+def observed(
+    observers: Sequence[tuple[NPTAdapter, Callable[[Stages], None] | None]],
+) -> Iterator[None]:
+    """Show each adapter's stages to its observer."""
+    before = [adapter.observer for adapter, _ in observers]
+    try:
+        for adapter, observer in observers:
+            adapter.observer = observer
+        yield
+    finally:
+        for (adapter, _), observer in zip(observers, before, strict=True):
+            adapter.observer = observer
 
 
-class _Look:
-    """Sums of one layer's modulation, in fp64 on the layer's device: nothing waits for them."""
+class _Sums:
+    """Sums of one layer's modulation, in fp64 on the layer's device: nothing waits for them.
+
+    Attributes:
+        valid: [N], positions of the valid tokens of the current batch.
+    """
 
     def __init__(self, adapter: NPTAdapter):
         self.config = adapter.config
-        self.valid: Tensor | None = None  # [N], of the current batch
-        self._width = 0
-        self._sizes: dict[str, int] = {}  # elements of a target's products
-        # "stream": sum of squares. ("product", target): [2], sums of squares of the additive term
-        # and of what it is added to. ("m", target): [BINS + 4], as `_spread` gives them
-        self._sums: dict[Any, Tensor] = {}
+        self.valid: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}  # by "residual", target, or "m_<target>"
+        self._sizes: dict[str, int] = {}  # elements in them
 
-    def __call__(self, stages: dict[str, Tensor | None]) -> None:
+    def __call__(self, stages: Stages) -> None:
         stream = stages.get("stream")
         if stream is not None:
-            self._width = stream.shape[-1]
-            self._add("stream", _squares(self._rows(stream)))
-        for name, target in TARGETS.items():
-            product = stages.get(target.stage)
-            if product is not None and name in self.config.targets:
-                m, s = stages.get(f"m_{name}"), stages.get(f"s_{name}")
-                self._target(name, self._rows(product), m, s)
+            rows = self._rows(stream)
+            self._add("residual", _squares(rows), rows)
+        for name in self.config.targets:
+            product = stages.get(TARGETS[name].stage)
+            if product is None:
+                continue
+            rows, m, s = self._rows(product), stages.get(f"m_{name}"), stages.get(f"s_{name}")
+            added = torch.zeros((), dtype=torch.float64, device=rows.device)
+            if s is not None:
+                shift = self._rows(s)
+                added, rows = _squares(shift), rows - shift
+            self._add(name, torch.stack([added, _squares(rows)]), rows)
+            if m is not None:
+                multipliers = self._rows(m)
+                self._add(f"m_{name}", self._spread(multipliers), multipliers)
 
-    def _add(self, key: Any, part: Tensor) -> None:
+    def _add(self, key: str, part: Tensor, rows: Tensor) -> None:
         self._sums[key] = self._sums[key] + part if key in self._sums else part
+        self._sizes[key] = self._sizes.get(key, 0) + rows.numel()
 
     def _rows(self, states: Tensor) -> Tensor:
         """Return the valid tokens' rows of [B, T, O], as fp32: [N, O]."""
         assert self.valid is not None
         rows = states.reshape(-1, states.shape[-1])
         return rows.index_select(0, self.valid.to(states.device)).to(torch.float32)
-
-    def _target(self, target: str, product: Tensor, m: Tensor | None, s: Tensor | None) -> None:
-        self._sizes[target] = self._sizes.get(target, 0) + product.numel()
-        added = torch.zeros((), dtype=torch.float64, device=product.device)
-        if s is not None:
-            rows = self._rows(s)
-            added, product = _squares(rows), product - rows
-        self._add(("product", target), torch.stack([added, _squares(product)]))
-        if m is not None:
-            self._add(("m", target), self._spread(self._rows(m)))
 
     def _spread(self, m: Tensor) -> Tensor:
         """Return [BINS + 4] of [N, O] multipliers m: counts, saturated, bad, sum and sum of squares
@@ -202,8 +203,8 @@ class _Look:
         away = m - 1.0
         finite = torch.isfinite(away)
         away = torch.where(finite, away, 0.0)
-        place = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
-        counts = torch.bincount(torch.where(finite, place, BINS).flatten(), minlength=BINS + 1)
+        part = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
+        counts = torch.bincount(torch.where(finite, part, BINS).flatten(), minlength=BINS + 1)
         middle, half = multiplier_spread(self.config.mult_form, bound)
         saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
         sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
@@ -211,19 +212,19 @@ class _Look:
             [counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums]
         )
 
-    def result(self, tokens: int) -> LayerModulation:
-        """Return the layer's figures over `tokens` valid tokens."""
-        stream = math.sqrt(float(self._sums["stream"]) / (tokens * self._width))
-        targets = [target for target in TARGETS if target in self._sizes]
+    def result(self) -> LayerModulation:
+        """Return the layer's figures."""
+        stream = math.sqrt(float(self._sums["residual"]) / self._sizes["residual"])
+        targets = [target for target in TARGETS if target in self._sums]
         return LayerModulation(stream, {target: self._result(target) for target in targets})
 
     def _result(self, target: str) -> TargetModulation:
         n = self._sizes[target]
-        added, product = (math.sqrt(x / n) for x in self._sums["product", target].tolist())
+        added, product = (math.sqrt(x / n) for x in self._sums[target].tolist())
         add_rms = added if target in self.config.shifted else None
-        if ("m", target) not in self._sums:
+        if f"m_{target}" not in self._sums:
             return TargetModulation(None, None, None, None, None, add_rms, product)
-        *counts, saturated, bad, total, squares = self._sums["m", target].tolist()
+        *counts, saturated, bad, total, squares = self._sums[f"m_{target}"].tolist()
         finite = n - bad
         mean = total / finite if finite else math.nan
         std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan

@@ -1,5 +1,4 @@
-"""The figures of an evaluation for a terminal: models, layers, positions,
-attribution, greedy divergence.
+"""The figures of an evaluation for a terminal: models, layers, sources, attribution.
 
 A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
 """
@@ -7,7 +6,7 @@ A figure is a row and a model a column, so that all of it fits 80 columns, error
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,7 +17,6 @@ from rich.text import Text
 from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import FIGURES, NO_ERROR
-from npt.evaluation.greedy import Divergence
 from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
 
@@ -30,6 +28,12 @@ _COMPARISONS = {
     "unquantized_to_4bit": "unquantised to 4-bit",
     "4bit_to_npt": "4-bit to NPT",
     "unquantized_to_npt": "unquantised to NPT",
+}
+_NARROW: dict[str, Any] = {
+    "box": SIMPLE_HEAD,
+    "show_edge": False,
+    "pad_edge": False,
+    "collapse_padding": True,
 }
 
 
@@ -43,24 +47,18 @@ def print_fidelity(
     models = _models(fidelity, width >= WIDE)
     console.print(_figures_table(f"{title} (± standard error)", models, width))
     console.print(_layers_table(fidelity, width))
-    if fidelity.positions:
-        shown = ("perplexity", "perplexity_ratio", "kl")
-        title = "The student by position, the tokens before the one that predicts"
-        console.print(_student_table(title, "position", fidelity.positions, shown, width))
     if fidelity.sources:
         shown = ("perplexity_ratio", "kl", "top1")
-        title = "The student by source"
-        console.print(_student_table(title, "source", fidelity.sources, shown, width))
+        headings = ["tokens", *(FIGURES[name].short for name in shown)]
+        table = _table("The student by source", width, ["source"], headings)
+        for source, f in fidelity.sources.items():
+            label = Text(printable(source, one_line=True))
+            table.add_row(label, f"{f.tokens:,}", *(_figure(f, name) for name in shown))
+        console.print(table)
     if fidelity.attribution:
-        columns = [
-            (heading, fidelity.attribution[name])
-            for name, heading in _COMPARISONS.items()
-            if name in fidelity.attribution
-        ]
+        columns = [(_COMPARISONS[name], f) for name, f in fidelity.attribution.items()]
         title = "What quantisation costs, and what the conversion"
         console.print(_figures_table(title, columns, width))
-    if fidelity.divergence is not None:
-        console.print(Text(divergence_line(fidelity.divergence)))
 
 
 def print_scores(scores: Results, console: Console) -> None:
@@ -78,46 +76,23 @@ def print_scores(scores: Results, console: Console) -> None:
     console.print(table)
 
 
-def divergence_line(d: Divergence) -> str:
-    """Return a line about where greedy texts part, those that never did counted."""
-    ended = f", {d.ended} ended the same" if d.ended else ""
-    median = (
-        f"half have parted within {d.median:.0f} tokens"
-        if not math.isnan(d.median)
-        else "fewer than half part"
-    )
-    agreed, rate = _plus_minus(d.agreed, d.agreed_se, 1), _plus_minus(d.rate, d.rate_se, 4)
-    bound = " (at least: the limit cuts some off)" if d.censored else ""
-    return (
-        f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
-        f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}. {agreed} tokens"
-        f" agree on average{bound}; {median}; {rate} partings per token."
-    )
-
-
 def _models(fidelity: Fidelity, wide: bool) -> list[tuple[str, Figures]]:
     trained = fidelity.initial is not None
     # If attention stays in the residual stream, the model without modulation is the teacher itself.
     floor = "floor (adapters off)" if fidelity.floor.kl == 0 else "floor (attention dropped)"
-    named: Sequence[tuple[str, str, Figures | None]] = (
+    models: Sequence[tuple[str, str, Figures | None]] = (
         (floor, "floor", fidelity.floor),
         ("student before training", "before", fidelity.initial),
         ("student after training" if trained else "student", "student", fidelity.student),
         ("teacher (the base)", "teacher", fidelity.teacher),
     )
-    return [(long if wide else short, f) for long, short, f in named if f is not None]
+    return [(long if wide else short, f) for long, short, f in models if f is not None]
 
 
 def _table(title: str, width: int, names: Sequence[str | Column], numbers: Iterable[str]) -> Table:
     """Return a table with columns of names and of numbers, narrow without lines between them."""
-    narrow: dict[str, Any] = {
-        "box": SIMPLE_HEAD,
-        "show_edge": False,
-        "pad_edge": False,
-        "collapse_padding": True,
-    }
     columns = [*names, *(Column(heading, justify="right") for heading in numbers)]
-    shape = {} if width >= WIDE else narrow
+    shape = {} if width >= WIDE else _NARROW
     return Table(*columns, title=title, title_justify="left", **shape)
 
 
@@ -129,18 +104,6 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
     return table
 
 
-def _student_table(
-    title: str, of: str, parts: Mapping[str, Figures], shown: Sequence[str], width: int
-) -> Table:
-    """Return a table with a row for each part of the text: there may be many, with long names."""
-    headings = ["tokens", *(FIGURES[name].short for name in shown)]
-    table = _table(title, width, [of], headings)
-    for part, f in parts.items():
-        label = Text(printable(part, one_line=True))
-        table.add_row(label, f"{f.tokens:,}", *(_figure(f, name) for name in shown))
-    return table
-
-
 def _figure(figures: Figures, name: str) -> str:
     value = getattr(figures, name)
     if math.isnan(value) and math.isfinite(figures.kl):
@@ -149,18 +112,14 @@ def _figure(figures: Figures, name: str) -> str:
 
 
 def _layers_table(fidelity: Fidelity, width: int) -> Table:
-    headings = {"floor": "floor", "initial": "before", "student": "student"}
     layers = dict(sorted((fidelity.layers | fidelity.unconverted_layers).items()))
-    kinds = (("nmse", "forced"), ("free_running", "free"))
     columns = [
         (f"{kind}_{model}", f"{heading}, {how}")
-        for kind, how in kinds
-        for model, heading in headings.items()
+        for kind, how in (("nmse", "forced"), ("free_running", "free"))
+        for model, heading in (("floor", "floor"), ("initial", "before"), ("student", "student"))
         if any(f"{kind}_{model}" in values for values in layers.values())
     ]
-    title = (
-        "NMSE after each layer: fed the teacher's states (forced), and running on its own (free)"
-    )
+    title = "NMSE after each layer: fed the teacher's states (forced), running on its own (free)"
     index_column = Column("layer", justify="right", no_wrap=True)
     table = _table(title, width, [index_column], [heading for _, heading in columns])
     for index, values in layers.items():

@@ -21,8 +21,7 @@ from npt.adapters.layer import Mode
 
 def student_view(model: PreTrainedModel) -> Any:
     """Return the model as its student, for example as the draft model of its teacher:
-    `teacher_view(model).generate(..., assistant_model=student_view(model))`.
-    """
+    `teacher_view(model).generate(..., assistant_model=student_view(model))`."""
     return mode_view(model, "student")
 
 

@@ -83,8 +83,10 @@ _LOOP: dict[str, tuple[type, ...]] = {
 class State:
     """A checkpoint's content, checked against the model, so restoring it cannot fail halfway.
 
-    snapshot: adapters and optimizer state. spikes: the spike guard's history, if there is one.
-    random_states: by process.
+    Attributes:
+        snapshot: adapters and optimizer state.
+        spikes: the spike guard's history, if there is one.
+        random_states: by process.
     """
 
     step: int
@@ -173,27 +175,26 @@ class Checkpoint:
     def random_states(self) -> dict[int, dict[str, Tensor]]:
         """Return the random state of every process; CheckpointError if one is missing or odd."""
         path = self.folder / TENSORS
-        found = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
-        processes = range(len(found))
-        if not found or found != {str(process) for process in processes}:
+        processes = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
+        if not processes or processes != set(map(str, range(len(processes)))):
             raise CheckpointError(
-                f"{path} holds random states of the processes {shown(sorted(found))}, expected"
+                f"{path} holds random states of the processes {shown(sorted(processes))}, expected"
                 " those from 0 on"
             )
         return {
             process: _read_random_state(path, f"rng.{process}.", self.headers)
-            for process in processes
+            for process in range(len(processes))
         }
 
     def _spikes(self) -> tuple[list[float], list[float]] | None:
         path = self.folder / TENSORS
-        found = {name: h for name, h in self.headers.items() if name.startswith("spikes.")}
-        if not found:
+        headers = {name: h for name, h in self.headers.items() if name.startswith("spikes.")}
+        if not headers:
             return None
-        count = math.prod(next(iter(found.values()))[1])
-        check_tensors(path, found, dict.fromkeys(_SPIKES, (count,)), CheckpointError, "F64")
+        count = math.prod(next(iter(headers.values()))[1])
+        check_tensors(path, headers, dict.fromkeys(_SPIKES, (count,)), CheckpointError, "F64")
         if count > HISTORY:
-            has = described(found[_SPIKES[0]])
+            has = described(headers[_SPIKES[0]])
             raise CheckpointError(
                 f"{path}: {_SPIKES[0]} is {has}, expected F64 [{HISTORY}] at most"
             )
@@ -282,11 +283,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     try:
         [int(epoch) for epoch in record["refused_by_epoch"]]
-        known, position = checkpoint.position.as_dict(), record["position"]
-        odd = sorted(name for name in known | position if known.get(name) != position.get(name))
+        position, again = record["position"], checkpoint.position.as_dict()
+        odd = sorted(n for n in again | position if again.get(n) != position.get(n))
         if odd:
             raise ValueError(f"position has {', '.join(map(repr, odd))}")
-        _check_figures(checkpoint.initial)
+        figures = checkpoint.initial
+        models = (figures.teacher, figures.floor, figures.student)
+        numbers = [value for model in models for value in model.as_dict().values()]
+        for layer in figures.layers.values():
+            numbers += [layer["nmse_student"], *layer.values()]
+        if any(not isinstance(value, _NUMBER) for value in numbers if value is not None):
+            raise ValueError("a figure is no number")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: the position, figures or counts cannot be used: {shown(str(error))}; use"
@@ -340,17 +347,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _check_figures(figures: Fidelity) -> None:
-    numbers: list[Any] = []
-    for of_model in (figures.teacher, figures.floor, figures.student):
-        numbers += of_model.as_dict().values()
-    for layer in figures.layers.values():
-        numbers += [layer["nmse_student"], *layer.values()]
-    odd = [value for value in numbers if not isinstance(value, _NUMBER) and value is not None]
-    if odd:
-        raise ValueError(f"a figure is {odd[0]!r}")
-
-
 _RANDOM_BYTES = {"cpu": 5056, "cuda": 16}  # torch's Mersenne Twister; a seed and an offset
 
 
@@ -358,8 +354,8 @@ def _read_random_state(path: Path, prefix: str, headers: Mapping[str, Header]) -
     """Return the states that a file holds under `prefix`, as `random_state` gave them."""
     names = [name for name in headers if name.startswith(prefix)]
     for name in names:
-        known = re.fullmatch(r"cpu|cuda\.[0-9]{1,3}", name.removeprefix(prefix))
-        if not known or headers[name] != ("U8", (_RANDOM_BYTES[known[0].split(".")[0]],)):
+        device = re.fullmatch(r"(cpu)|(cuda)\.[0-9]{1,3}", name.removeprefix(prefix))
+        if not device or headers[name] != ("U8", (_RANDOM_BYTES[device[1] or device[2]],)):
             raise CheckpointError(
                 f"{path}: the tensor {shown(name)}, {described(headers[name])}, is no random state;"
                 " copy it again"

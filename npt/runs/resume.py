@@ -54,8 +54,11 @@ _OF_ONE_START = ("resume", "output_dir")
 class Resumed:
     """The checkpoint that a run resumes from; finding it has changed nothing.
 
-    checkpoint: None if a run starts anew. goes_on: `folder` is the checkpoint's own, not a new one.
-    broken: newer checkpoints that do not verify, and why. seen: names of all checkpoints.
+    Attributes:
+        checkpoint: None if a run starts anew.
+        goes_on: `folder` is the checkpoint's own, not a new one.
+        broken: newer checkpoints that do not verify, and why.
+        seen: names of all checkpoints.
     """
 
     folder: Path
@@ -73,7 +76,7 @@ def find_resumed(resume: str, output_dir: str | None) -> Resumed:
     """Return the checkpoint that `--resume` means: `auto` (the newest good one below `output_dir`),
     a run folder or a checkpoint. ConfigError or CheckpointError if there is none to resume."""
     try:
-        return _find(resume, output_dir)
+        return _find(resume, None if output_dir is None else Path(output_dir))
     except OSError as error:
         raise CheckpointError(
             f"--resume {resume}: {error.filename or 'it'} cannot be read: {error.strerror}; check"
@@ -81,34 +84,35 @@ def find_resumed(resume: str, output_dir: str | None) -> Resumed:
         ) from error
 
 
-def _find(resume: str, output_dir: str | None) -> Resumed:
+def _find(resume: str, to: Path | None) -> Resumed:
     if resume == AUTO:
-        if output_dir is None:
+        if to is None:
             raise ConfigError(
                 "--resume auto looks for checkpoints below --output_dir; name that folder"
             )
-        return _newest(Path(output_dir), Path(output_dir), required=False)
+        return _newest(to, to, required=False)
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint or run folder {resume}; check --resume")
     if (path / CHECKPOINTS).is_dir():
-        return _newest(path, path if output_dir is None else Path(output_dir), required=True)
+        return _newest(path, path if to is None else to, required=True)
     if not ((path / MANIFEST).exists() or path.name.startswith("step-")):
         raise CheckpointError(
             f"--resume {resume} is neither a checkpoint nor a run folder with checkpoints; name"
             " one, or auto"
         )
     above = path.resolve().parent
-    if above.name != CHECKPOINTS and output_dir is None:
+    of_run = above.name == CHECKPOINTS
+    if to is None and not of_run:
         raise ConfigError(
             f"the checkpoint {resume} lies in no run folder; name one to continue in with"
             " --output_dir"
         )
-    run = above.parent if output_dir is None else Path(output_dir)
-    goes_on = above.name == CHECKPOINTS and _same(run, above.parent)
+    run = above.parent if to is None else to
+    goes_on = of_run and _same(run, above.parent)
     if goes_on:
         tidy(run)
-    return _placed(run, read_checkpoint(path), goes_on, {})
+    return _resumed(run, read_checkpoint(path), goes_on, {})
 
 
 def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
@@ -129,17 +133,16 @@ def _newest(run: Path, to: Path, *, required: bool) -> Resumed:
             f"no checkpoint below {run} verifies: {'; '.join(broken.values()) or 'there is none'};"
             " start anew in another folder"
         )
-    return _placed(to, checkpoint, goes_on, broken)
+    return _resumed(to, checkpoint, goes_on, broken)
 
 
-def _placed(
+def _resumed(
     run: Path, checkpoint: Checkpoint | None, goes_on: bool, broken: Mapping[Path, str]
 ) -> Resumed:
     if not goes_on:
         check_free(run)
-        return Resumed(run, checkpoint, False, broken)
-    seen = tuple(path.name for path in checkpoints(run / CHECKPOINTS))
-    return Resumed(run, checkpoint, True, broken, seen)
+    seen = [path.name for path in checkpoints(run / CHECKPOINTS)] if goes_on else []
+    return Resumed(run, checkpoint, goes_on, broken, tuple(seen))
 
 
 def _same(one: Path, other: Path) -> bool:

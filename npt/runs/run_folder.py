@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -40,11 +39,11 @@ Json = dict[str, Any]
 class RunFolder:
     """The folder of one run: records, logs, checkpoints, the best and the final adapters.
 
-    One process writes it at a time. A line that the disk has no room for is lost and counted. A
-    folder that is removed or renamed during the run is made anew.
+    One process writes it at a time. A line that the disk has no room for is lost and counted.
 
-    path: made if missing, else empty; ConfigError if it cannot be written. resume_at: step at which
-    the run in this folder resumes; later metrics are removed.
+    Args:
+        path: made if missing, else empty; ConfigError if it cannot be written.
+        resume_at: step at which the run in this folder resumes; later metrics are removed.
     """
 
     def __init__(self, path: str | Path, resume_at: int | None = None):
@@ -52,7 +51,6 @@ class RunFolder:
         self.lines_lost = 0
         self._fresh = resume_at is None
         self._closed = False
-        self._run: Any = None
         if resume_at is None:
             check_free(self.path)
         try:
@@ -76,8 +74,6 @@ class RunFolder:
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file below the folder, atomically."""
-        if name == RUN:
-            self._run = value
         write_json(self.path / name, value)
 
     def metrics(self, values: dict[str, Any]) -> None:
@@ -92,39 +88,15 @@ class RunFolder:
         if self._closed:
             return
         try:
-            self._make_anew_if_gone()
             self._logs[log].write(to_json(values) + "\n")
         except OSError:  # a full disk must not end the run, nor hide why it ends
             self.lines_lost += 1
-
-    def _make_anew_if_gone(self) -> None:
-        """Make the folder anew if it was removed or renamed; raises OSError if it cannot be."""
-        with contextlib.suppress(FileNotFoundError):
-            there, held = os.stat(self.path), os.fstat(self._lock)
-            if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
-                return
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # another owner is no reason to end the run
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
-        for log in self._logs.values():
-            log.close()
-        os.close(self._lock)
-        self._lock, self._logs = lock, logs
-        if self._run is not None:
-            write_json(self.path / RUN, self._run)
-        said = (
-            "was removed or renamed during the run and has been made anew; its files are not here"
-        )
-        self.event("warning", message=f"{self.path} {said}")
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
         """Let `write` make a checkpoint, verify it, and remove older ones beyond `keep`.
 
         One that does not verify is set aside, and a CheckpointError.
         """
-        self._make_anew_if_gone()
         folder = self.path / CHECKPOINTS / step_name(step)
         write(folder)
         try:
@@ -141,7 +113,6 @@ class RunFolder:
 
     def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: Json) -> Path:
         """Write `best`: the adapters, and the figures that make them the best so far."""
-        self._make_anew_if_gone()
         folder = self.path / BEST
         with new_folder(folder) as temporary:
             save_adapter(model, temporary / ADAPTER, base=base)
@@ -150,7 +121,6 @@ class RunFolder:
 
     def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: Json) -> Path:
         """Write `adapter`: the last student, with its fidelity in the card."""
-        self._make_anew_if_gone()
         return save_adapter(model, self.path / ADAPTER, base=base, fidelity=fidelity)
 
     @property
@@ -219,14 +189,10 @@ class NullRunFolder(RunFolder):
     """The run folder of every process but process 0: nothing is written."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.lines_lost = 0
+        self.path, self.lines_lost = Path(path), 0
+        self._closed, self._fresh = True, False
 
     def write(self, name: str, value: Any) -> None: ...
-
-    def metrics(self, values: dict[str, Any]) -> None: ...
-
-    def event(self, event: str, /, **details: Any) -> None: ...
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
         raise AssertionError("process 0 saves")
@@ -242,10 +208,6 @@ class NullRunFolder(RunFolder):
 
     def save_final(self, model: PreTrainedModel, base: BaseIdentity, fidelity: Json) -> Path:
         return self.path / ADAPTER
-
-    def discard(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _locked(path: Path) -> int:

@@ -11,7 +11,6 @@ import math
 import os
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,9 +26,6 @@ from npt.extras import require
 from npt.random_state import kept_random_state
 from npt.runs.run_folder import REPORT, RUN
 from npt.stored import read_json
-
-LOST_AFTER = 20
-"""Calls that fail in a row before a tracker is dropped: each may have waited for a network."""
 
 _PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
@@ -61,9 +57,13 @@ class Trackers:
     One that cannot be started is a ConfigError. A call that fails later is a warning; the run
     continues with the same random numbers.
 
-    run: the id in Weights & Biases; a known one is continued. resume_at: the step that the run in
-    `folder` resumes from. TensorBoard forgets later steps; Weights & Biases keeps its first
-    figures, which differ only if settings changed.
+    Args:
+        run: the id in Weights & Biases; a known one is continued.
+        resume_at: the step that the run in `folder` resumes from. TensorBoard forgets later steps;
+            Weights & Biases keeps its first figures, which differ only if settings changed.
+
+    Attributes:
+        warn: called with a message about the first failure of a tracker.
     """
 
     def __init__(
@@ -76,9 +76,8 @@ class Trackers:
     ):
         self.folder = folder
         self.warn: Callable[[str], None] = lambda message: None
-        """Called with a message about the first of several failures in a row."""
         self._trackers: dict[str, Any] = {}
-        self._failed: Counter[str] = Counter()
+        self._failed: set[str] = set()
         names = check_trackers(config)
         if not names:
             return
@@ -114,19 +113,17 @@ class Trackers:
         TensorBoard starts only here: a run that never starts keeps an earlier run's steps.
         """
 
+        def start(tracker: Any) -> None:
+            tracker.start()
+            plain = (int, float, str)
+            tracker.store_init_configuration(
+                {k: v if isinstance(v, plain) else str(v) for k, v in values.items()}
+            )
+
         def store(tracker: Any) -> None:
             # what a sweep has chosen is locked
             locked = tracker.tracker.config.keys() if "WANDB_SWEEP_ID" in os.environ else ()
-            free = {name: value for name, value in values.items() if name not in locked}
-            tracker.store_init_configuration(free)
-
-        def start(tracker: Any) -> None:
-            tracker.start()
-            plain = {
-                name: value if isinstance(value, int | float | str) else str(value)
-                for name, value in values.items()
-            }
-            tracker.store_init_configuration(plain)
+            tracker.store_init_configuration({k: v for k, v in values.items() if k not in locked})
 
         self._tell(wandb=store, tensorboard=start)
 
@@ -138,10 +135,7 @@ class Trackers:
             if isinstance(value, int | float) and math.isfinite(value)
         }
 
-        def log(tracker: Any) -> None:
-            tracker.log(numbers, step=step)
-
-        self._tell(wandb=log, tensorboard=log)
+        self._tell(**dict.fromkeys(self._trackers, lambda tracker: tracker.log(numbers, step=step)))
 
     def alert(self, title: str, text: str) -> None:
         """Send an alert through Weights & Biases."""
@@ -165,17 +159,12 @@ class Trackers:
                 with undisturbed():
                     acts[name](self._trackers[name])
             except Exception as error:  # each tracker raises its own; none may end the run
-                self._failed[name] += 1
-                if self._failed[name] == 1:
+                if name not in self._failed:
+                    self._failed.add(name)
                     self.warn(
                         f"{name} failed: {first_line(error)}; the run continues, and {name} may"
                         " lack some of it"
                     )
-                if self._failed[name] == LOST_AFTER:
-                    del self._trackers[name]
-                    self.warn(f"{name} failed {LOST_AFTER} times in a row and is told no more")
-            else:
-                self._failed[name] = 0
 
 
 @contextmanager
@@ -193,11 +182,11 @@ def undisturbed() -> Iterator[None]:
 def known_run(folder: Path) -> str | None:
     """Return the id of this folder's run in Weights & Biases, or None."""
     try:
-        known = read_json(folder / RUN, CheckpointError).get("wandb_run")
+        run = read_json(folder / RUN, CheckpointError).get("wandb_run")
     except CheckpointError:
         return None
-    valid = isinstance(known, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", known)
-    return known if valid else None
+    valid = isinstance(run, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", run)
+    return run if valid else None
 
 
 def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:

@@ -20,7 +20,6 @@ from npt.data.batch import Batch
 from npt.distill import logit_losses
 from npt.distill.logit_losses import row_loss, through_head
 from npt.distill.own_stream import end_to_end
-from npt.evaluation import greedy as partings
 from npt.evaluation import metrics
 from npt.evaluation.greedy import continue_greedily
 from npt.evaluation.metrics import compare_tokens
@@ -101,14 +100,13 @@ def test_an_evaluation_batch_casts_each_head_once_to_equal_figures(monkeypatch) 
     head, (rows, taught, targets) = upcast_head(), states()
     whole = compare_tokens(rows.detach(), taught, targets, head, V)
     monkeypatch.setattr(metrics, "LOGIT_CHUNK", 3 * V)
-    monkeypatch.setattr(partings, "LOGIT_CHUNK", 3 * V)
     with Casts(head) as casts:
         found = compare_tokens(rows.detach(), taught, targets, head, V)
     assert casts.count == 1
     # sums over 96 words in blocks of another number of rows
     torch.testing.assert_close(found, whole)
     with Casts(head) as casts:
-        partings._argmax(taught, head, V)
+        metrics.most_likely(taught, head, V)
     assert casts.count == 1
 
 

@@ -197,7 +197,7 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(tmp_path / "run") == 2
     assert (
-        "WORLD_SIZE is set, but RANK is not; start the processes with accelerate launch or torchrun"
+        "WORLD_SIZE is 2, but RANK is not set; start the processes with torchrun or accelerate"
         in capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()

@@ -24,9 +24,7 @@ CALLING = (
 )
 """A template that reads keys as those of Llama 3.1 do: a null `tool_calls` is an error in it."""
 
-CHAT = CALLING.replace("'tool_calls' in m", "false")
 USER = {"role": "user", "content": "add 1 and 2"}
-TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "3"}]
 CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
 WRITTEN = 'add({"a": 1, "b": 2})</s>'
 
@@ -78,12 +76,6 @@ class TestCalls:
             prompt_record(0, record, calling, npt.DataConfig(), 512)["input_ids"]
         )
 
-    @pytest.mark.parametrize("content", [None, "", " \n"])
-    def test_a_call_that_the_template_leaves_out_is_no_answer(self, content) -> None:
-        counts, answer = Counts(), assistant(content, tool_calls=CALL)
-        assert trained({"messages": [USER, answer]}, tokenizer_of(CHAT), counts) == []
-        assert counts.skipped == {"empty completion": 1}
-
 
 class TestWeights:
     def test_an_answer_of_weight_zero_is_not_trained(self, calling) -> None:
@@ -97,17 +89,6 @@ class TestWeights:
         assert counts.skipped == {"answer of weight 0": 4} and not counts.unused
         assert "4 skipped (answer of weight 0)" in lost(counts)
 
-    def test_a_turn_has_a_weight_too(self, calling) -> None:
-        counts = Counts()
-        turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]
-        assert trained({"conversations": turns}, calling, counts) == []
-        assert counts.skipped == {"answer of weight 0": 1} and not counts.unused
-
-    def test_a_weight_that_changes_nothing_is_counted(self, calling) -> None:
-        counts = Counts()
-        assert trained({"messages": [USER, assistant("b", weight=0.5)]}, calling, counts)
-        assert counts.unused == {"messages.weight": 1}
-
 
 class TestNulls:
     """Tables of several forms that were merged: a column that a record has not is null in it."""
@@ -116,9 +97,7 @@ class TestNulls:
         ("record", "expected"),
         [
             ({"messages": [USER, assistant("3")]}, "3</s>"),
-            ({"conversations": TURNS}, "3</s>"),
             ({"prompt": "a", "completion": "3"}, "3</s>"),
-            ({"instruction": "a", "output": "3"}, "3</s>"),
             ({"input_ids": [5, 6]}, None),
             ({"text": "a"}, "<s>a</s>"),
         ],
@@ -127,8 +106,8 @@ class TestNulls:
     def test_the_form_is_told_by_the_columns_that_are_filled(
         self, calling, record, expected
     ) -> None:
-        columns = ("text", "messages", "conversations", "prompt", "completion", "instruction")
-        merged = {**dict.fromkeys((*columns, "output", "input_ids", "labels")), **record}
+        columns = ("text", "messages", "prompt", "completion", "input_ids", "labels")
+        merged = {**dict.fromkeys(columns), **record}
         alone = trained(record, calling)
         assert trained(merged, calling) == alone and expected in (None, *alone)
         one, other = (

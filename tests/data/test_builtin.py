@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
+import npt
 from npt.data.readers import builtin_files, is_heldout
+from npt.data.source import open_source
 from npt.errors import DataError
 
 
@@ -90,16 +92,6 @@ def test_folders_that_are_left_out_are_not_entered(library, monkeypatch):
     assert sorted(entered) == [".", "json", "pip"]
 
 
-def test_the_order_is_that_of_the_paths_and_of_every_pass(library):
-    assert paths("train", library) == sorted(paths("train", library)) == paths("train", library)
-
-
-def test_the_text_is_the_files(library):
-    assert all(
-        text == (library / path).read_text() for path, text in builtin_files("train", library)
-    )
-
-
 def test_this_machine_has_both_splits():
     heldout = builtin_files("heldout")
     path, text = next(heldout)
@@ -109,8 +101,8 @@ def test_this_machine_has_both_splits():
 
 
 def test_an_unknown_split_is_named_with_the_choices():
-    with pytest.raises(DataError, match=r"no split 'test'; choose one of train, heldout"):
-        list(builtin_files("test"))
+    with pytest.raises(DataError, match=r"no split 'test'; choose from train, heldout"):
+        open_source(npt.DataConfig(dataset_split="test"))
 
 
 def test_a_python_without_source_is_refused_with_a_remedy(tmp_path):

@@ -16,7 +16,6 @@ from npt.cli.main import main
 from npt.data import chat
 from npt.data.samples import Samples, cut
 from npt.evaluation.generate import prompt_ids
-from npt.evaluation.heldout import held_out
 from npt.tools.collect.collect import collect
 
 TEMPLATE = (
@@ -93,10 +92,10 @@ def test_a_fixed_date_is_written_as_todays_would_be(template, clock, monkeypatch
 
 def test_the_same_documents_are_held_out_on_the_next_day(clock) -> None:
     data = talks(200)
-    first = {sample.document for sample in held_out(data, dated(), CONFIG, 64)}
+    first = {sample.document for sample in cut(data, dated(), CONFIG) if sample.heldout}
     trained = {s.document for s in Samples(data, dated(), CONFIG, seed=0).epoch(0)}
     clock.day = 1
-    assert {sample.document for sample in held_out(data, dated(), CONFIG, 64)} == first
+    assert {sample.document for sample in cut(data, dated(), CONFIG) if sample.heldout} == first
     assert 4 < len(first) < 20 and not first & trained
     assert trained == {s.document for s in Samples(data, dated(), CONFIG, seed=0).epoch(0)}
 

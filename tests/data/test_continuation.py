@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from sentencepieces import EOS, PLAIN, PREFIXING, tokenizer_of
 
 import npt
-from npt.data.content import PIECE
 from npt.data.samples import cut
 from npt.tools.collect.prompts import read_prompts
 
@@ -154,24 +153,6 @@ def test_an_answer_has_the_tokens_of_the_whole_conversation(kind, template) -> N
     assert (
         targets == whole[-len(targets) :]
         and tokenizer.decode(targets).strip() == "the answer (4)</s>"
-    )
-
-
-@pytest.mark.parametrize("kind", [*PREFIXING, *PLAIN])
-def test_the_pieces_of_a_long_text_are_the_whole_text(kind) -> None:
-    tokenizer = tokenizer_of(kind)
-    pieces = [
-        "def answer(question):\n",
-        "    return question\n",
-        "print(answer)\n",
-        "\n\nx = 1\n",
-        "import os",
-    ]
-    records = [{"text": text, PIECE: (i == 0, i == 4)} for i, text in enumerate(pieces)]
-    ids = [i for sample in cut(records, tokenizer, CONFIG) for i in sample.input_ids]
-    opening = tokenizer("a")["input_ids"][: -len(bare(tokenizer, "a"))]
-    assert tokenizer.decode(ids[len(opening) : -1]) == tokenizer.decode(
-        bare(tokenizer, "".join(pieces))
     )
 
 

@@ -4,7 +4,6 @@ what is left out.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -163,32 +162,6 @@ class TestAlignedTeacherForcing:
         assert (counts.records, counts.samples, counts.tokens) == (1, 1, len(sample.input_ids))
 
 
-class TestTooLong:
-    def test_a_prompt_loses_its_front_and_the_completion_nothing(self, tokenizer):
-        counts = Counts()
-        (sample,) = cut(
-            [pair("abcdefgh", "xyz", id="long")], tokenizer, asked(max_length=6), counts
-        )
-        assert sample.input_ids == (106, 107, 123, 124, 125, EOS)
-        assert sample.labels == (-100, -100, 123, 124, 125, EOS)
-        assert sample.id == "long@7"
-        assert (counts.cut_prompts, counts.cut_completions) == (1, 0)
-        assert lost(counts) == "1 prompts cut to --max_length"
-
-    def test_a_long_completion_keeps_one_prompt_token_and_loses_its_end(self, tokenizer):
-        counts = Counts()
-        (sample,) = cut([pair("ab", "cdefgh")], tokenizer, asked(max_length=4), counts)
-        assert sample.input_ids == (101, 102, 103, 104)
-        assert sample.labels == (-100, 102, 103, 104)
-        assert (counts.cut_prompts, counts.cut_completions) == (1, 1)
-
-    def test_a_text_is_cut_to_windows_and_every_one_is_all_targets(self, tokenizer):
-        samples = list(cut([{"text": "abcdefg"}], tokenizer, config(max_length=4)))
-        # </s> alone is no sample
-        assert [s.input_ids for s in samples] == [(BOS, 100, 101, 102), (103, 104, 105, 106)]
-        assert all(s.labels is None for s in samples)
-
-
 def test_nothing_that_continues_a_text_begins_after_its_end() -> None:
     """With a tokenizer that puts an end token after every text, as a flag or a GGUF may say."""
     tokenizer = special(("<s>",), ("</s>",))
@@ -249,10 +222,6 @@ class TestSpecialTokens:
         # the prompt's own one stays
         assert prompted.input_ids.count(EOS) == 2 and prompted.input_ids[-1] == EOS
         assert prompted.labels.count(EOS) == 1
-
-    def test_a_tokenizer_without_an_end_token_closes_nothing(self):
-        (sample,) = cut([pair("a", "b")], special(eos_token=None), config())
-        assert sample.input_ids[-1] != EOS and sample.labels[-1] == sample.input_ids[-1]
 
     @pytest.mark.parametrize("tokens", [{"pad_token": "</s>"}, {"pad_token": None}])
     def test_padding_that_is_the_end_token_hides_no_real_one(self, tokens):
@@ -579,30 +548,3 @@ def test_records_of_all_forms_mix_in_order_and_each_is_counted_once(tokenizer, k
     assert [(s.input_ids, s.labels) for s in samples] == [(s.input_ids, s.labels) for s in expected]
     assert (counts.records, counts.samples) == (len(kinds), len(samples))
     assert counts.skipped.total() == len(kinds) - len(samples)
-
-
-def test_two_threads_may_tokenise_at_once() -> None:
-    """Fast tokenizers raise "Already borrowed" where one thread changes their settings while
-    another encodes; nothing here does.
-    """
-    tokenizer = special(chat_template=PLAIN)
-    records = [{"text": "value = 1\n" * 300}, pair("def f", "(x):" * 200), {"text": "abc"}] * 20
-    expected = list(cut(records, tokenizer, config(max_length=64)))
-    wrong: list[Any] = []
-    start = threading.Barrier(3)
-
-    def work() -> None:
-        start.wait()
-        try:
-            for _ in range(4):
-                if list(cut(records, tokenizer, config(max_length=64))) != expected:
-                    wrong.append("different")
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

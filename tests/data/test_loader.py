@@ -180,11 +180,6 @@ class TestPosition:
         }
         assert isinstance(positions[-1].place, Place)
 
-    def test_at_the_end_there_is_nothing_left(self, tokenizer):
-        loader = make_loader(tokenizer, records(20), epochs=2)
-        *_, last = loader.batches()
-        assert list(make_loader(tokenizer, records(20), epochs=2).batches(last.position)) == []
-
     def test_a_place_is_the_same_in_every_version(self, tokenizer):
         """A saved run is resumed by these: other values here would repeat and leave out data of
         every run that was saved.
@@ -329,14 +324,6 @@ class TestBatches:
             position.begun for position in saved
         } == {begun}
 
-    def test_endless_ones_go_on_where_the_counted_ones_end(self, tokenizer):
-        counted = list(make_loader(tokenizer, records(9), epochs=3).batches())
-        loader = make_loader(tokenizer, records(9), endless=True)
-        assert loader.count() == len(counted) // 3
-        more = list(itertools.islice(loader.batches(), len(counted) + 1))
-        assert [content(each) for each in more[:-1]] == [content(each) for each in counted]
-        assert more[-1].epoch == 3
-
     def test_of_a_stream_they_cannot_be_counted(self, tokenizer):
         assert make_loader(tokenizer, Stream(records(20))).count() is None
         assert make_loader(tokenizer, Stream(records(20))).count(3) is None
@@ -390,13 +377,6 @@ class TestReplay:
                 ).batches()
             )
 
-    def test_a_share_of_nothing_changes_nothing(self, tokenizer):
-        plain = [content(loaded) for loaded in make_loader(tokenizer, records(20)).batches()]
-        assert [
-            content(loaded)
-            for loaded in make_loader(tokenizer, records(20), records(9, "p")).batches()
-        ] == plain
-
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "npt-data"]
@@ -408,24 +388,6 @@ class TestAhead:
         assert list(ahead) == list(range(100))
         ahead.close()
         assert threads() == []
-
-    def test_the_thread_works_while_the_main_one_does_something_else(self):
-        """The second item is made before the first is used: no clock is asked, one waits for the
-        other.
-        """
-        made = threading.Event()
-
-        def slow() -> Iterator[int]:
-            yield 1
-            made.set()
-            yield 2
-
-        ahead = Prefetcher(slow())
-        items = iter(ahead)
-        assert next(items) == 1
-        assert made.wait(timeout=30)  # nobody has asked for a second one
-        assert next(items) == 2
-        ahead.close()
 
     def test_it_is_never_more_than_its_depth_ahead(self):
         made: list[int] = []
@@ -508,30 +470,6 @@ class TestAhead:
         release.set()
         ahead._thread.join(timeout=30)
         assert threads() == []
-
-    def test_tokenising_goes_on_while_a_batch_is_worked_on(self, tokenizer):
-        """A tokenizer that waits until the training of the first batch has begun, and training that
-        waits for the tokenizer.
-        """
-        training, tokenised = threading.Event(), threading.Event()
-
-        class Slow(type(tokenizer)):
-            calls = 0
-
-            def __call__(self, texts: Any, **options: Any) -> Any:
-                if threading.current_thread().name == "npt-data" and "r30" in str(texts):
-                    assert training.wait(timeout=30)
-                    tokenised.set()
-                return super().__call__(texts, **options)
-
-        data = [{"text": f"r{i}"} for i in range(60)]
-        ahead = Prefetcher(make_loader(Slow(), Stream(data), batch_size=4).batches())
-        batches = iter(ahead)
-        assert isinstance(next(batches).batch.input_ids, torch.Tensor)
-        training.set()
-        assert tokenised.wait(timeout=30)  # while this thread is busy with its batch
-        assert sum(len(loaded.batch.sample_ids) for loaded in batches) > 40
-        ahead.close()
 
 
 def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monkeypatch) -> None:

@@ -93,9 +93,6 @@ class TestPack:
         assert [row.id for row in rows] == ["d1@0+d4@0", "d2@0+d3@0", "d0@0"]
         assert [row.lengths for row in rows] == [(7, 1), (5, 3), (2,)]
 
-    def test_nothing_gives_nothing(self):
-        assert pack([], 8) == []
-
     @pytest.mark.parametrize("sizes", [[0], [3, 9], [0, 3]])
     def test_an_empty_or_too_long_document_is_an_assertion(self, sizes):
         with pytest.raises(AssertionError):
@@ -153,26 +150,3 @@ class TestCollate:
             1, 4:
         ].tolist() == [0, 0]
         assert (right.position_ids >= 0).all() and (left.position_ids >= 0).all()
-
-    def test_a_document_of_one_token_stands_alone(self):
-        batch = collate([Sample("a+b+c", (5, 6, 7), (-100, -100, -100), (1, 1, 1))], PAD)
-        assert batch.position_ids.tolist() == [[0, 0, 0]] and batch.documents.tolist() == [
-            [0, 1, 2]
-        ]
-
-    @settings(deadline=None, max_examples=30)
-    @given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4), side=SIDES)
-    def test_rows_of_one_document_each_are_ordinary_rows(self, sizes, side):
-        samples = documents(sizes, labelled=False)
-        alone = collate([row for s in samples for row in pack([s], 8)], PAD, side=side)
-        plain = collate(samples, PAD, side=side)
-        assert alone.documents is None
-        for name in ("input_ids", "attention_mask", "position_ids", "valid_index"):
-            assert torch.equal(getattr(alone, name), getattr(plain, name)), name
-
-    def test_moving_a_batch_takes_its_documents_along(self):
-        batch = collate(pack(documents([3, 4]), 8), PAD)
-        moved = batch.to(torch.device("meta"))
-        assert (
-            moved.documents.device.type == "meta" and moved.documents.shape == batch.documents.shape
-        )

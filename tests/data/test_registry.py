@@ -1,6 +1,4 @@
-"""Readers and record forms are added from outside the package, as docs/extend/data-reader.md
-says.
-"""
+"""Readers are added from outside the package, as docs/extend/data-reader.md says."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.data import content, source
+from npt.data import source
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import DataError
@@ -22,11 +20,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "extend" / "data-reader.md"
 
 @pytest.fixture(autouse=True)
 def _tables_as_before():
-    readers, forms = dict(source.READERS), dict(content.FORMS)
+    readers = dict(source.READERS)
     yield
-    for table, before in ((source.READERS, readers), (content.FORMS, forms)):
-        table.clear()
-        table.update(before)
+    source.READERS.clear()
+    source.READERS.update(readers)
 
 
 @pytest.fixture
@@ -41,7 +38,7 @@ def snippet(tmp_path, monkeypatch) -> dict:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_pages_reader_and_form_make_samples(snippet, tokenizer, streaming):
+def test_the_pages_reader_makes_samples(snippet, tokenizer, streaming):
     config = npt.DataConfig(dataset_name="questions.tsv", max_length=64, streaming=streaming)
     records = open_source(config)
     assert [dict(record) for record in records] == [dict(record) for record in records]
@@ -83,9 +80,3 @@ def test_a_name_can_be_registered(streaming):
     source.register_reader("primes", lambda name, config: ({"text": str(i)} for i in (2, 3, 5)))
     records = open_source(npt.DataConfig(dataset_name="primes", streaming=streaming))
     assert list(records) == list(records) == [{"text": "2"}, {"text": "3"}, {"text": "5"}]
-
-
-def test_a_given_prompt_column_goes_before_a_new_form(snippet, tokenizer):
-    config = npt.DataConfig(prompt_column="answer", completion_column="question")
-    (sample,) = cut([{"question": "a", "answer": "bcd"}], tokenizer, config)
-    assert sum(label != -100 for label in sample.labels) == 2

@@ -4,7 +4,6 @@ recorded or traced.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,21 +12,17 @@ import pytest
 import torch
 from resumed_runs import Runs, at, events, records, strict
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig
 from windows import add_filled
 
 import npt
-from npt.adapters import fused, trained
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
-from npt.adapters.recompute import recomputed
 from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
-from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.local import MicroBatch
-from npt.distill.splitting import MicroBatchSplitter, added
+from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
@@ -166,37 +161,6 @@ def poisoned(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     return sums
 
 
-def test_parts_of_a_micro_batch_add_up_to_the_same_bits(load_model, batch) -> None:
-    model = student(load_model, FORMS[1])
-    found = []
-    for config in both(logit_kl_weight=0.5):
-        for parameter in adapter_parameters(model).values():
-            parameter.grad = None
-        sums = added([drive(model, part, config) for part in MicroBatchSplitter(1).parts(batch)])
-        found.append(
-            {"loss": sums.loss, **{name: p.grad for name, p in adapter_parameters(model).items()}}
-        )
-    assert_identical(found[1], found[0])
-
-
-def test_numbers_drawn_in_forward_are_drawn_again(load_model, batch) -> None:
-    """A base that drops out draws the same numbers in the recomputation, and leaves the state of
-    one forward.
-    """
-    model = student(load_model, FORMS[0])
-    found = []
-    for layer in decoder_layers(model):
-        layer.self_attn.attention_dropout = 0.5
-        layer.self_attn.train()
-    for config in both():
-        torch.manual_seed(3)
-        found.append(filled(model, batch, config) | {"state": torch.get_rng_state()})
-    assert_identical(found[1], found[0])
-    torch.manual_seed(4)
-    # it does draw
-    assert not torch.equal(filled(model, batch, both()[1])["loss"], found[1]["loss"])
-
-
 # --- memory
 # --------------------------------------------------------------------------------------------------
 
@@ -231,75 +195,8 @@ def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
     assert per_layer[False] > 15 * state
 
 
-def test_a_fused_mlp_keeps_its_memory_in_the_graph_alone(load_model, monkeypatch) -> None:
-    """If h has no graph, as before the first converted layer, gate and up have memory of their
-    own.
-    """
-    layer = decoder_layers(
-        student(load_model, NPTConfig(rank=4, layers="0", targets=("gate", "up", "down")))
-    )[0]
-    made: list[StorageWeakRef] = []
-    rows_of, dense = fused.blocks, trained.product_weight
-
-    def watched(product: Tensor, rank: int) -> list[slice]:
-        if product.shape[-1] == layer.mlp.gate_proj.out_features:
-            made.append(StorageWeakRef(product.untyped_storage()))
-        return rows_of(product, rank)
-
-    monkeypatch.setattr(fused, "blocks", watched)
-    weights: list[weakref.ref[Tensor]] = []
-    monkeypatch.setattr(
-        trained, "product_weight", lambda *a: weights.append(weakref.ref(w := dense(*a))) or w
-    )
-    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    for keep, gone in (
-        (recomputed, True),
-        (lambda function, *arguments: function(*arguments), False),
-    ):
-        made.clear()
-        weights.clear()
-        output = keep(partial(trained.trained_output, layer), rows, rows)[0]
-        assert [storage.expired() for storage in made] == [gone]
-        assert [weight() is None for weight in weights] == [True, True, gone]  # gate, up, down
-        output.sum().backward()
-        assert len(made) == (3 if gone else 2)  # forward, its recomputation, backward
-        assert all(storage.expired() for storage in made)
-
-
 # --- who looks on
 # --------------------------------------------------------------------------------------------------
-
-
-def test_the_recorder_sees_every_stage_once_and_every_gradient(load_model, batch) -> None:
-    model = student(load_model, FORMS[1])
-    records, found = [], []
-    for config in both(logit_kl_weight=0.5):
-        with Recorder(model) as recorder:
-            found.append(filled(model, batch, config))
-        records.append(recorder.record())
-        found.append(filled(model, batch, config))
-    for other in found[1:]:
-        assert_identical(other, found[0])
-    plain, checkpointed = (
-        {(row.module, row.stage, row.direction): row for row in record.rows} for record in records
-    )
-    assert (
-        checkpointed.keys() == plain.keys() and len(records[1].rows) == len(records[0].rows) >= 195
-    )
-    for key, row in plain.items():
-        assert replace(checkpointed[key], source=None) == replace(row, source=None), key
-
-
-def test_an_observer_is_shown_each_stage_once(load_model, batch) -> None:
-    model = student(load_model, NPTConfig(rank=4, layers="all"))
-    shown: dict[bool, list[str]] = {False: [], True: []}
-    for config in both():
-        for layer in decoder_layers(model):
-            layer.npt.observer = lambda stages, config=config: shown[
-                config.gradient_checkpointing
-            ].extend(stages)
-        filled(model, batch, config)
-    assert shown[True] == shown[False] != []
 
 
 class Broken(nn.Module):
@@ -335,21 +232,6 @@ def test_a_trace_names_the_same_operation(load_model, batch, backward, converted
     )
     for name in ("operation", "module", "source", "phase", "cause", "layer", "index"):
         assert getattr(checkpointed, name) == getattr(plain, name), name
-
-
-def test_a_number_that_only_the_recomputation_spoils_is_traced_to_it(load_model, batch) -> None:
-    model = student(load_model, NPTConfig(rank=4, layers="all"))
-    layer, calls = decoder_layers(model)[2], [0]
-
-    def spoil(_: Any, __: Any, output: Tensor) -> Tensor:
-        calls[0] += 1
-        # teacher, student, recomputation
-        return output * float("nan") if calls[0] % 3 == 0 else output
-
-    layer.mlp.down_proj.register_forward_hook(spoil)
-    verdict = npt.trace(model, batch, run=lambda: drive(model, batch, both()[1]))
-    assert verdict is not None
-    assert (verdict.phase, verdict.operation, verdict.layer) == ("recomputation", "mul", 2)
 
 
 # --- settings

@@ -64,43 +64,29 @@ def test_a_process_that_is_shown_one_gpu_takes_it(
             _own_device({}, 4)
 
 
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-}
-
-
-def test_srun_says_what_it_lacks() -> None:
-    said = (
-        r"SLURM_STEP_NUM_TASKS is 2, but MASTER_ADDR is not set; export MASTER_ADDR .* and"
-        r" MASTER_PORT .* before srun"
-    )
-    with pytest.raises(ConfigError, match=said):
-        join_processes(environment=SRUN)
-    # with both it is a launcher
-    with pytest.raises(ProcessError, match="process 1 did not meet the 1 other processes"):
-        join_processes(0.1, {**SRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+SEVERAL = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("changed", "message"),
     [
-        # a shell that salloc opened
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"},
-        # a batch script
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        # an interactive step
-        {
-            "SLURM_NTASKS": "4",
-            "SLURM_PROCID": "0",
-            "SLURM_STEP_NUM_TASKS": "1",
-            "SLURM_STEP_ID": "4294967290",
-        },
-        {**SRUN, "WORLD_SIZE": "1"},  # processes that have nothing to do with one another
+        ({"RANK": "2"}, "WORLD_SIZE is 2, but RANK is 2; start the processes with torchrun"),
+        ({"WORLD_SIZE": "two"}, "are whole numbers: .*'two'"),
+        ({"MASTER_ADDR": None}, "WORLD_SIZE is 2, but MASTER_ADDR is not set; start"),
+        ({"RANK": None}, "WORLD_SIZE is 2, but RANK is not set; start"),
     ],
 )
-def test_one_process_of_a_slurm_job_is_alone(environment: dict[str, str]) -> None:
+def test_variables_that_do_not_fit_together_are_named(changed, message) -> None:
+    environment = {k: v for k, v in {**SEVERAL, **changed}.items() if v is not None}
+    with pytest.raises(ConfigError, match=message):
+        join_processes(environment=environment)
+
+
+def test_who_does_not_come_is_said() -> None:
+    with pytest.raises(ProcessError, match="process 1 did not meet the 1 other processes"):
+        join_processes(0.1, SEVERAL)
+
+
+@pytest.mark.parametrize("environment", [{}, {**SEVERAL, "WORLD_SIZE": "1"}])
+def test_one_process_is_alone(environment: dict[str, str]) -> None:
     assert join_processes(environment=environment).size == 1

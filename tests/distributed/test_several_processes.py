@@ -5,8 +5,6 @@ one of them cannot continue.
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from process_work import loaded, looped, loops, random_windows, records, trained
-from several import DEADLINE, Ended, Several, several, values
+from several import Ended, several, values
 
 from npt.distributed.join import join_processes
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError
 from npt.runs.checkpoint import read_checkpoint
 
 GOOD = [[f"good {window} {i}" for i in range(4)] for window in range(3)]
@@ -89,10 +86,6 @@ def refusals(loop: dict[str, Any]) -> list[tuple[int, int, str]]:
     ]
 
 
-# --- what they compute
-# -----------------------------------------------------------------------------------------------
-
-
 def test_two_processes_agree_bit_for_bit_and_with_one_to_rounding(train: Loops) -> None:
     for ((alone,),), (processes,) in zip(train(GOOD, size=1), train(GOOD), strict=True):
         assert_equal(*(process["state"] for process in processes))
@@ -131,10 +124,6 @@ def test_uneven_windows_count_every_micro_batch_once(train: Loops) -> None:
         assert_close(alone["state"], processes[0]["state"], steps=3)
         assert [process["tokens"] for process in processes] == [alone["tokens"]] * 3
         assert [process["steps"] for process in processes] == [3] * 3
-
-
-# --- what they refuse
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_micro_batch_on_process_1_leaves_no_trace(train: Loops) -> None:
@@ -196,10 +185,6 @@ def test_too_many_refusals_end_all_processes_with_one_bundle(train: Loops, tmp_p
         assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
 
 
-# --- how they end
-# --------------------------------------------------------------------------------------------------
-
-
 def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) -> None:
     for processes, before in train(
         [GOOD[0], ["good", "good", "good", "raise"], GOOD[2]], [GOOD[0]]
@@ -211,13 +196,6 @@ def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) ->
         assert processes[1]["error"] == "KeyError: 'a planted error'"
         assert_equal(processes[0]["state"], processes[1]["state"], before[0]["state"])
         assert [process["steps"] for process in processes] == [1, 1]
-
-
-def test_an_error_behind_the_last_step_is_not_lost(train: Loops) -> None:
-    # these loops have no figures to evaluate
-    for (processes,) in train(GOOD, max_steps=2, eval_steps=2):
-        assert [process["steps"] for process in processes] == [2, 2]
-        assert all(process["error"].startswith("AttributeError: ") for process in processes)
 
 
 def test_a_signal_to_process_1_stops_both_before_its_window(train: Loops) -> None:
@@ -276,31 +254,6 @@ def test_a_process_that_hangs_is_named_when_the_time_is_up(base: str, tmp_path: 
     left, slept = several(2, looped, base, str(tmp_path / "run"), windows, timeout=1.0)
     assert "process 1 does not answer any more (Timed out" in left.value["error"]
     assert "process 0 does not answer any more (" in slept.value["error"]
-
-
-def stopping(processes: ProcessGroup) -> None:
-    for number in range(4):
-        if processes.main and number == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        processes.sums([1.0])
-
-
-def test_a_stopped_process_that_keeps_the_store_is_named_in_time() -> None:
-    """Without torchrun: the store's port still takes connections, and answers nothing."""
-    several = Several(2, stopping, (), timeout=2.0, launcher=False)
-    first, second = several.processes
-    second.join(DEADLINE)
-    try:
-        assert second.exitcode == 0, "it waits for ever"
-    finally:
-        first.kill()
-    _, ended = several.wait()
-    assert ended.kind == "ProcessError" and ended.status == 6 and ended.seconds < 20
-    assert "process 0 does not answer any more" in ended.error
-
-
-# --- whole runs
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -421,15 +374,6 @@ def test_processes_that_begin_otherwise_are_refused_before_any_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_that_fails_on_process_0_leaves_the_processes_in_step(run: Any) -> None:
-    processes = values(
-        run("run", plant="second save", save_steps=1, gradient_accumulation_steps=2, count=24)
-    )
-    assert [e["step"] for e in processes[0]["events"] if e["event"] == "save_failed"] == [2]
-    assert [process["steps"] for process in processes] == [3, 3]
-    assert_equal(processes[0]["weights"], processes[1]["weights"])
-
-
 def test_a_first_save_that_fails_ends_both(run: Any) -> None:
     ended = run("run", plant="first save", save_steps=2, gradient_accumulation_steps=2)
     assert (
@@ -451,40 +395,6 @@ def test_weights_that_drift_apart_are_found_before_a_save(run: Any, tmp_path: Pa
             one.error
         )
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
-
-
-# --- who they are
-# --------------------------------------------------------------------------------------------------
-
-
-def test_one_process_is_alone_whatever_else_is_set() -> None:
-    for environment in ({}, {"WORLD_SIZE": "1", "RANK": "0"}):
-        processes = join_processes(environment=environment)
-        assert (processes.index, processes.size, processes.main, processes.device) == (
-            0,
-            1,
-            True,
-            None,
-        )
-    assert ProcessGroup().gather_json([1, float("inf")]) == [[1, float("inf")]]
-    assert ProcessGroup().first(lambda: {1: 2}) == {1: 2}
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK is not"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 of WORLD_SIZE 2"),
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "MASTER_ADDR is not set"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set"),
-    ],
-)
-def test_variables_that_do_not_fit_together_are_named(
-    environment: dict[str, str], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        join_processes(environment=environment)
 
 
 def test_a_launcher_that_started_one_of_several_is_warned_of() -> None:

@@ -4,13 +4,12 @@ hangs nowhere.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from several import several, values
-from shard_work import assert_equal, attempted, computed, from_the_command_line, in_any_order, run
+from shard_work import assert_equal, attempted, computed, in_any_order, run
 
 import npt
 from npt.distributed.processes import ProcessGroup
@@ -86,17 +85,6 @@ def test_a_run_on_a_sharded_base_is_that_on_a_whole_one(base: str, tmp_path: Pat
         assert other["whole"] == []
 
 
-@pytest.mark.usefixtures("short_library")
-def test_the_command_line_shards_a_base(tmp_path: Path) -> None:
-    assert values(several(2, from_the_command_line, str(tmp_path / "run"))) == [0, 0]
-    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    assert (record["processes"], record["settings"]["shard_base"]) == (2, True)
-    assert (record["precision"]["quantization"], record["precision"]["compute_dtype"]) == (
-        "nf4",
-        {"float32": 58},
-    )
-
-
 def test_a_refusal_on_one_process_leaves_the_processes_in_step(base: str, tmp_path: Path) -> None:
     good = ["good a", "good b", "good c", "good d"]
     windows = [
@@ -120,36 +108,6 @@ def test_a_refusal_on_one_process_leaves_the_processes_in_step(base: str, tmp_pa
         for processes in (whole, sharded)
     ]
     assert found[0] == found[1] and len(found[0]) == 2  # process 0 looked into them alone
-
-
-def test_a_post_mortem_of_a_sharded_base_is_that_of_a_whole_one(base: str, tmp_path: Path) -> None:
-    windows = [["good a", "good b", "good c", "good d"], ["good e", "nan a", "nan b", "data"]]
-    found = []
-    for name in ("whole", "sharded"):
-        ended = values(
-            several(
-                2,
-                run,
-                base,
-                str(tmp_path / name),
-                name == "sharded",
-                windows,
-                max_consecutive_bad=3,
-            )
-        )
-        assert all("3 refusals in a row" in one["error"] for one in ended)
-        (path,) = (tmp_path / name).glob("postmortem/step-*/postmortem.json")
-        found.append(json.loads(path.read_text(encoding="utf-8")))
-    for key in (
-        "refusals",
-        "history",
-        "findings",
-        "verdict",
-        "failures",
-        "precision",
-        "base_hash_at_stop",
-    ):
-        assert found[0][key] == found[1][key], key
 
 
 @pytest.mark.parametrize("plant", ["raise", "kill"])

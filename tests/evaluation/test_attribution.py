@@ -74,13 +74,6 @@ def test_the_three_comparisons_by_hand(student, base, tokenizer) -> None:
         assert found[name].kl > 1e-3  # the comparison is of something
 
 
-def test_perplexity_ratios_multiply(student, base, tokenizer) -> None:
-    found = evaluate(student, tokenizer, samples(), unquantized=base).attribution
-    product = found["unquantized_to_4bit"].perplexity_ratio * found["4bit_to_npt"].perplexity_ratio
-    # fp64 sums of the same numbers
-    assert found["unquantized_to_npt"].perplexity_ratio == pytest.approx(product, rel=1e-9)
-
-
 def test_attribution_changes_no_other_figure(student, base, tokenizer) -> None:
     with_it, without = (
         evaluate(student, tokenizer, samples(), unquantized=base),
@@ -100,7 +93,7 @@ def test_a_reference_of_which_the_model_is_gone_gives_the_same(
     student, load_model, base, tokenizer, batch_size
 ) -> None:
     alone = load_model(None)
-    reference = reference_outputs(alone, samples(), batch_size=3, pad_id=2)
+    reference = reference_outputs(alone, samples(), batch_size=3)
     del alone
     found = evaluate(
         student, tokenizer, samples(), unquantized=reference, batch_size=batch_size
@@ -114,13 +107,6 @@ def test_a_reference_of_which_the_model_is_gone_gives_the_same(
         == sum(len(s.input_ids) - 1 for s in samples()[:5]) * 64 * 4 + 2 * 64 * 4
     )
     assert reference.head_bytes == 128 * 64 * 4
-
-
-def test_the_unquantised_base_against_itself_is_exact(base, load_model, tokenizer) -> None:
-    model = load_model(None)
-    npt.attach(model, NPTConfig(rank=4, layers="1,3", residual="keep"))
-    found = evaluate(model, tokenizer, samples(), unquantized=base).attribution
-    assert found["unquantized_to_4bit"].kl == 0.0 and found["unquantized_to_4bit"].top1 == 1.0
 
 
 def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:

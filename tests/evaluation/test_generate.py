@@ -143,15 +143,6 @@ def test_the_seed_decides_and_the_random_state_outside_stays(tiny) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_temperature_near_zero_is_the_most_likely_token(tiny) -> None:
-    model, tokenizer = tiny
-    ids = prompt_ids(tokenizer, PROMPT)
-    cold = write(model, tokenizer, ids, Decoding(LIMIT, temperature=1e-4, seed=7))
-    assert cold.ids == write(model, tokenizer, ids, Decoding(LIMIT)).ids
-    narrow = write(model, tokenizer, ids, Decoding(LIMIT, temperature=1.0, top_p=1e-6, seed=7))
-    assert narrow.ids == cold.ids
-
-
 def test_settings_that_come_with_the_model_do_not_decide(load_model, tokenizer) -> None:
     model = load_model()
     tokenizer.decode = lambda ids, skip_special_tokens: ""
@@ -194,7 +185,7 @@ def test_logits_that_are_not_finite_end_it(load_model, tokenizer) -> None:
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0"),
         ({"temperature": 1.0, "top_p": math.nan}, "top_p is nan"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p is 1.5"),
-        ({"top_p": 0.5}, "top_p 0.5 means nothing"),
+        ({"top_p": 0.5}, "top_p 0.5 has no effect"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**40}, "seed is 1099511627776"),
     ],

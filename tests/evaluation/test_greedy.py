@@ -10,9 +10,11 @@ import torch
 from slow_greedy import alone
 
 import npt
-from npt.adapters.converted import adapter_mode
-from npt.errors import NumericalError
-from npt.evaluation.greedy import continue_greedily, end_ids
+from npt.adapters.converted import adapter_mode, adapter_parameters
+from npt.config import NPTConfig
+from npt.data.batch import Sample
+from npt.errors import DataError, NumericalError
+from npt.evaluation.greedy import compare_prompts, continue_greedily, end_ids
 
 PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62], [9, 17, 40, 3]]
 NAMES = list("abcd")
@@ -95,3 +97,55 @@ def test_the_ends_are_the_tokenizers_and_the_models(tokenizer, settings, expecte
         end_ids(SimpleNamespace(generation_config=None), SimpleNamespace(eos_token_id=None))
         == frozenset()
     )
+
+
+def prompts(count: int = 12) -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (2 + i % 5,), generator=generator).tolist()))
+        for i in range(count)
+    ]
+
+
+def test_the_position_is_that_at_which_two_texts_decoded_apart_part(load_model) -> None:
+    student = load_model()
+    # near enough to its teacher to agree for some tokens
+    npt.attach(student, NPTConfig(rank=4, layers="1,3", residual="keep"))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(student).values():
+            parameter.copy_(0.06 * torch.randn(parameter.shape, generator=generator))
+    limit, ends, positions = 12, frozenset({9, 30, 77}), []
+    for prompt, found in zip(
+        prompts(), compare_prompts(student, prompts(), limit, ends), strict=True
+    ):
+        texts = {}
+        for mode in ("teacher", "student"):
+            with adapter_mode(student, mode):
+                texts[mode] = alone(student, list(prompt.input_ids), limit, ends)
+        pairs = enumerate(zip(texts["teacher"], texts["student"], strict=False))
+        expected = next((i for i, (a, b) in pairs if a != b), None)
+        assert found.position == expected and list(found.completion) == texts["teacher"]
+        if expected is not None:
+            assert list(found.student_start) == texts["student"][: expected + 1]
+        positions.append(expected)
+    # the comparison is of something
+    assert None in positions and len(set(positions)) > 3
+
+
+def test_a_student_that_is_its_teacher_never_parts(load_model) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="all", residual="keep"))
+    found = compare_prompts(model, prompts(), 6, frozenset())
+    assert {(c.position, len(c.completion)) for c in found} == {(None, 6)}
+
+
+def test_what_is_no_token_or_not_finite_is_refused_and_named(load_model) -> None:
+    model = load_model()
+    npt.attach(model, NPTConfig(rank=4, layers="1"))
+    with pytest.raises(DataError, match=r"999.*there"):
+        compare_prompts(model, [Sample("there", (5, 999))], 4, frozenset())
+    with torch.no_grad():
+        model.model.layers[1].npt.A[0, 0] = math.nan
+    with pytest.raises(NumericalError, match="not finite"):
+        compare_prompts(model, prompts(2), 4, frozenset())

@@ -9,12 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
@@ -182,21 +180,6 @@ def test_a_pad_token_that_the_base_does_not_know_is_not_looked_up(student, tmp_p
 
 
 @pytest.mark.usefixtures("the_harness")
-def test_an_end_token_after_every_text_does_not_reach_a_prompt(student, tmp_path) -> None:
-    model, tokenizer = student
-    ending = copy.deepcopy(tokenizer)
-    ending.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    assert ending("x")["input_ids"] == [*tokenizer("x")["input_ids"], tokenizer.eos_token_id]
-    tasks, names = write_tasks(tmp_path), ["own_choice", "own_text"]
-    scores = [lm_eval(model, one, names, tasks_path=tasks) for one in (tokenizer, ending)]
-    # NaN, of no standard error, equals nothing
-    assert repr(scores[0]) == repr(scores[1])
-    assert ending("x")["input_ids"][-1] == tokenizer.eos_token_id
-
-
-@pytest.mark.usefixtures("the_harness")
 def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
     model, tokenizer = student
     model.train()
@@ -257,12 +240,6 @@ def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys, mo
         and "own_choice" in out
         and asked == [["own_choice", "own_text"]]
     )
-
-
-def test_without_the_package_the_extra_is_named(student, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(ConfigError, match=r"npt-distill\[eval\]"):
-        lm_eval(*student, ["own_text"], tasks_path=tmp_path)
 
 
 def test_no_task_no_folder_and_no_adapters_are_refused(student, tmp_path) -> None:

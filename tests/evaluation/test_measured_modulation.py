@@ -134,15 +134,6 @@ def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, 
             assert least <= target.saturated <= most if size else target.saturated == 0.0
 
 
-def test_fresh_adapters_do_not_move_their_multipliers(load_model, batch) -> None:
-    model = load_model()
-    npt.attach(model, NPTConfig(rank=4, layers="1,3", **OLD))
-    for layer in measure_modulation(model, [batch]).layers.values():
-        for target in layer.targets.values():
-            assert (target.mean, target.std, target.saturated, target.bad) == (1.0, 0.0, 0.0, 0.0)
-            assert target.counts[BINS // 2] == sum(target.counts)
-
-
 @pytest.mark.parametrize(
     ("modulation", "targets"),
     [
@@ -199,19 +190,6 @@ def test_the_model_is_left_as_it_was(load_model, batch) -> None:
         torch.equal(value, before[name]) for name, value in adapter_parameters(model).items()
     )
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_an_interrupted_measurement_leaves_the_model_as_it_was(load_model, batch) -> None:
-    model = make(load_model)
-    model.train()
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_modulation(model, [batch], between=stop)
-    assert all(layer.npt.observer is None for _, layer in npt_layers(model))
-    assert all(module.training for module in model.modules())
 
 
 def test_a_dict_of_it_is_json_with_layers_by_their_index(load_model, batch) -> None:

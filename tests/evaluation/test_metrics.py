@@ -160,21 +160,6 @@ def test_each_divergence_bounds_the_acceptance_and_top5_contains_top1(seed) -> N
     assert (column(table, "top1") <= column(table, "top5")).all()
 
 
-def test_exchanging_the_models_exchanges_the_divergences(head) -> None:
-    student, teacher, targets = inputs()
-    one, other = (
-        compare_tokens(student, teacher, targets, head, V),
-        compare_tokens(teacher, student, targets, head, V),
-    )
-    for first, second in (
-        ("kl", "reverse_kl"),
-        ("reverse_kl", "kl"),
-        ("nll", "teacher_nll"),
-        ("acceptance", "acceptance"),
-    ):
-        assert torch.equal(column(one, first), column(other, second)), first
-
-
 def test_figures_of_a_file_without_the_newer_ones_are_nan() -> None:
     full = figures(TABLE)
     old = {
@@ -235,13 +220,6 @@ def test_the_error_of_a_ratio_by_hand() -> None:
     assert error == pytest.approx(math.sqrt(3 / 2 * sum(r * r for r in residuals)) / 10)
 
 
-def test_with_samples_of_one_length_the_error_is_the_textbook_one() -> None:
-    values = torch.randn(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mean, error = mean_and_error(5 * values, torch.full((20,), 5.0, dtype=torch.float64))
-    assert mean == pytest.approx(float(values.mean()))
-    assert error == pytest.approx(float(values.std(correction=1)) / math.sqrt(20))
-
-
 def test_the_error_agrees_with_a_bootstrap_over_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(5, 50, (200,), generator=generator).double()
@@ -254,22 +232,6 @@ def test_the_error_agrees_with_a_bootstrap_over_samples() -> None:
     # 4000 draws know their spread to 1/sqrt(8000) = 1%, and the linearised formula differs by a few
     # more at 200 samples.
     assert error == pytest.approx(float(means.std()), rel=0.06)
-
-
-@given(
-    pairs=st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 50)), min_size=2, max_size=12),
-    factor=st.floats(0.1, 10.0),
-    shift=st.floats(-5.0, 5.0),
-)
-@settings(deadline=None, max_examples=60, derandomize=True)
-def test_the_error_scales_with_the_quantity_and_ignores_a_constant(pairs, factor, shift) -> None:
-    counts = torch.tensor([float(c) for _, c in pairs], dtype=torch.float64)
-    sums = torch.tensor([m * c for m, c in pairs], dtype=torch.float64)
-    mean, error = mean_and_error(sums, counts)
-    moved_mean, moved_error = mean_and_error(factor * sums + shift * counts, counts)
-    assert moved_mean == pytest.approx(factor * mean + shift, rel=1e-9, abs=1e-9)  # fp64
-    # fp64, the residuals may cancel
-    assert moved_error == pytest.approx(factor * error, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("sums", [[3.0], [0.0]])
@@ -317,28 +279,7 @@ def test_errors_of_figures_are_paired_and_linearised() -> None:
     assert f.perplexity_ratio_se < f.perplexity_se  # what both models find hard cancels in the pair
 
 
-@given(order=st.permutations([0, 1, 2]))
-@settings(deadline=None, max_examples=6, derandomize=True)
-def test_the_order_of_samples_does_not_matter(order) -> None:
-    assert figures(TABLE[list(order)]).as_dict() == pytest.approx(figures(TABLE).as_dict())
-
-
 def test_a_perplexity_beyond_floating_point_is_infinite_and_no_crash() -> None:
     table = TABLE.clone()
     table[:, 1] = 1e5
     assert figures(table).perplexity == math.inf
-
-
-def test_every_figure_but_the_count_has_its_error() -> None:
-    names = set(figures(TABLE).as_dict()) - {"tokens"}
-    values = {n for n in names if not n.endswith("_se")}
-    assert names == values | {f"{n}_se" for n in values}
-    assert {
-        "perplexity",
-        "perplexity_ratio",
-        "kl",
-        "reverse_kl",
-        "top1",
-        "top5",
-        "acceptance",
-    } <= values

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.greedy import Divergence
 from npt.evaluation.metrics import Figures
-from npt.evaluation.table import divergence_line, print_fidelity
+from npt.evaluation.table import print_fidelity
 
 
 def some(seed: int, se: float = 0.0625) -> Figures:
@@ -50,7 +49,6 @@ LAYERS = {
         "free_running_student": 0.3125,
     },
 }
-DIVERGENCE = Divergence(20, 64, 12, 7, 1, 1200, 31.25, 2.5, 27.0, 0.0185, 0.004)
 
 
 def shown(fidelity: Fidelity, width: int = 200) -> list[str]:
@@ -137,11 +135,8 @@ def test_attribution_has_its_columns() -> None:
     ]
 
 
-def test_positions_and_sources_have_their_rows() -> None:
-    parts = {"64-127": some(4)}
-    lines = shown(Fidelity(some(0), some(3), some(2), positions=parts, sources={"x.txt": some(1)}))
-    figures = ["6.500 ± 0.062", "5.5000 ± 0.0625", "0.5000 ± 0.0625"]
-    assert row(lines, "64-127") == ["64-127", "12,345", *figures]
+def test_sources_have_their_rows() -> None:
+    lines = shown(Fidelity(some(0), some(3), some(2), sources={"x.txt": some(1)}))
     figures = ["2.5000 ± 0.0625", "0.1250 ± 0.0625", "10.0 ± 6.2%"]
     assert row(lines, "x.txt") == ["x.txt", "12,345", *figures]
 
@@ -168,26 +163,6 @@ def test_figures_that_an_earlier_version_did_not_take_have_no_row() -> None:
     assert row(lines, "top-5")[2] == "–"
 
 
-def test_partings_are_said_with_what_the_limit_hides() -> None:
-    line = divergence_line(DIVERGENCE)
-    for part in (
-        "20 prompts",
-        "up to 64 tokens",
-        "12 part",
-        "7 are the same at the limit",
-        "1 ended the same",
-        "31.2 ± 2.5 tokens",
-    ):
-        assert part in line, part
-    assert (
-        "at least" in line
-        and "half have parted within 27 tokens" in line
-        and "0.0185 ± 0.0040 partings per token" in line
-    )
-    line = divergence_line(replace(DIVERGENCE, censored=0, ended=0, median=math.nan))
-    assert "at least" not in line and "ended" not in line and "fewer than half part" in line
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_shows_every_figure_whole_and_on_one_line(width) -> None:
     layers = {
@@ -196,15 +171,7 @@ def test_a_terminal_shows_every_figure_whole_and_on_one_line(width) -> None:
     }
     names = ("unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt")
     whole = Fidelity(
-        some(0),
-        some(3),
-        some(1),
-        some(2),
-        layers,
-        {},
-        9,
-        DIVERGENCE,
-        {name: some(1) for name in names},
+        some(0), some(3), some(1), some(2), layers, {}, 9, {name: some(1) for name in names}
     )
     lines = shown(whole, width)
     assert "…" not in "".join(lines) and max(map(len, lines)) <= width

@@ -32,7 +32,6 @@ from npt.errors import AdapterFileError, CheckpointError, NPTError
 from npt.guard.window import GradientWindow
 from npt.manifest import verify_checkpoint, write_manifest
 from npt.random_state import random_state
-from npt.runs import checkpoint as checkpoint_module
 from npt.runs.checkpoint import (
     OPTIMIZER_TENSORS,
     checkpoints,
@@ -119,10 +118,6 @@ def change_tensors(
     write_manifest(folder)
 
 
-# --- what is written
-# --------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_has_its_files_and_their_sums(folder) -> None:
     assert sorted(
         p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
@@ -160,38 +155,6 @@ def test_everything_is_put_back_bit_for_bit(model, folder) -> None:
         stored["spikes.norms"].tolist(),
     )
     assert len(stored["spikes.losses"]) == 3
-
-
-def test_a_state_can_be_put_back_more_than_once(model, folder) -> None:
-    """Continuing a run in it must not write into it."""
-    state = read_checkpoint(folder).state(model, npt.base_identity(model))
-    for _ in range(2):
-        transaction = transaction_of(model)
-        state.restore(transaction)
-        for parameter in adapter_parameters(model).values():
-            assert float(transaction.update.optimizer.state[parameter]["step"]) == 3.0
-            transaction.update.optimizer.state[parameter]["step"].fill_(7)
-            with torch.no_grad():
-                parameter.zero_()
-    assert all(float(moments["step"]) == 3.0 for _, moments in state.snapshot.values())
-
-
-def test_what_was_put_back_is_written_again_as_the_same_bytes(model, folder, tmp_path) -> None:
-    transaction = transaction_of(model)
-    read = read_checkpoint(folder)
-    state = read.state(model, npt.base_identity(model))
-    state.restore(transaction)
-    record = {name: value for name, value in read.record.items() if name != "format"}
-    write_checkpoint(
-        tmp_path / "again",
-        model,
-        transaction,
-        record,
-        npt.base_identity(model),
-        state.random_states,
-    )
-    for name in FILES:
-        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 def test_random_states_of_several_processes_come_back_by_process(model, folder, tmp_path) -> None:
@@ -247,10 +210,6 @@ def test_a_poisoned_adapter_is_not_written(model, folder, tmp_path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
-# --- damage
-# --------------------------------------------------------------------------------------------------
-
-
 def flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
@@ -285,16 +244,6 @@ def test_whichever_byte_of_the_manifest_is_another_it_is_found(folder) -> None:
     verify_checkpoint(folder)
 
 
-def test_a_manifest_that_says_other_sums_is_named_with_both(folder) -> None:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    own = manifest["sha256"][:12]
-    manifest["files"][RECORD]["sha256"] = "0" * 64
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-    now = hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:12]
-    message = refused(folder)
-    assert str(folder / MANIFEST) in message and own in message and now in message
-
-
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "cut to half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
@@ -317,13 +266,6 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 def test_every_damage_to_every_file_is_found_and_named(folder, name, damage) -> None:
     DAMAGE[damage](folder / name)
     assert name in refused(folder) or f"{folder} holds no manifest" in refused(folder)
-
-
-def test_two_files_that_changed_places_are_found(folder) -> None:
-    (folder / RECORD).rename(folder / "aside")
-    (folder / TENSORS).rename(folder / RECORD)
-    (folder / "aside").rename(folder / TENSORS)
-    assert RECORD in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["extra", ".hidden", "adapter/more.py", "deep/down/below", "a\nb"])
@@ -384,10 +326,6 @@ def test_an_unreadable_file_is_a_checkpoint_that_does_not_verify(folder, monkeyp
     assert "Input/output error" in refused(folder)
 
 
-# --- which one is picked
-# -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(folder: Path) -> Path:
     """`checkpoints/` with copies of the checkpoint as those of the steps 1 to 3."""
@@ -440,22 +378,6 @@ def test_half_written_folders_are_never_picked(run) -> None:
     found, broken = newest_good(run)
     assert found is not None and found.folder.name == "step-00000003"
     assert list(broken) == [run / "step-00000010"]
-
-
-def test_steps_are_ordered_as_numbers(run) -> None:
-    for step in (99_999_999, 100_000_000):
-        shutil.copytree(run / "step-00000003", run / f"step-{step:08d}")
-    assert [path.name for path in checkpoints(run)][-2:] == ["step-99999999", "step-100000000"]
-
-
-def test_a_place_without_checkpoints_has_none(tmp_path) -> None:
-    (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "none", tmp_path / "file"):
-        assert checkpoints(place) == [] and newest_good(place) == (None, {})
-
-
-# --- what a right sum does not vouch for
-# -------------------------------------------------------------------------------
 
 
 def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
@@ -593,16 +515,6 @@ def test_a_header_that_claims_to_be_huge_is_refused(folder, model, name, length)
     assert name in refused(folder, NPTError, model)
 
 
-def test_no_tensor_is_read_before_all_of_them_have_the_right_form(
-    folder, model, monkeypatch
-) -> None:
-    change_tensors(folder, TENSOR_CASES["a moment of another shape"][0])
-    monkeypatch.setattr(
-        checkpoint_module, "read_tensors", lambda *_: pytest.fail("a tensor was read")
-    )
-    refused(folder, model=model)
-
-
 ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "a tensor missing": (
         lambda t: t.pop("base_model.model.model.layers.1.npt.A"),
@@ -641,10 +553,6 @@ def test_another_base_is_refused_by_the_part_that_differs(folder, model) -> None
     assert checkpoint.base_mismatch(base) is None and "unpacked tensors" in str(
         checkpoint.base_mismatch(other)
     )
-
-
-# --- nothing that could run code
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -8,25 +8,20 @@ import errno
 import os
 import shutil
 import signal
-import stat
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed_runs import Runs, at, checkpoint_names, events, lines, records, strict
+from resumed_runs import Runs, at, checkpoint_names, events, lines, records
 from test_run_folder import files_of_at_most
 
-import npt
 from npt import manifest as manifest_module
-from npt.cli.main import main
 from npt.data.batch import Batch
 from npt.errors import CheckpointError, ConfigError, DataError
 from npt.runs import checkpoint as checkpoint_module
 from npt.runs import run_folder
-from npt.runs.checkpoint import newest_good
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO]
 
@@ -151,22 +146,6 @@ def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
-def test_a_checkpoint_that_failed_at_the_last_step_is_tried_once_more(
-    here, whole, monkeypatch
-) -> None:
-    failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(5, 6))
-    here.run("run")
-    assert checkpoint_names(here.place / "run") == names(1, 2, 3, 4, 5, 6)
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-def test_a_signal_that_cannot_be_followed_by_a_save_is_status_5(here, monkeypatch) -> None:
-    failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(2, 99))
-    with pytest.raises(CheckpointError, match=r"the last good one is .*step-00000002"):
-        here.run("run", at(3))
-    assert events(here.place / "run", "signal")
-
-
 def test_broken_data_on_a_full_disk_are_still_what_is_said(here, monkeypatch) -> None:
     def act(number: int, batch: Batch) -> None:
         if number == 3:
@@ -200,13 +179,6 @@ def test_figures_that_cannot_be_written_are_warned_of(here, monkeypatch) -> None
     assert any("best:" in event["message"] for event in events(here.place / "run", "save_failed"))
 
 
-def test_a_run_folder_that_takes_no_first_file_is_refused_and_removed(here, monkeypatch) -> None:
-    failing(monkeypatch, run_folder, "write_json", errno.ENOSPC, range(1))
-    with pytest.raises(ConfigError, match=r"--output_dir .*run cannot be written: No space left"):
-        here.run("run")
-    assert list(here.place.iterdir()) == []
-
-
 def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
     """Files may not grow beyond a hundred bytes while the third step is made: neither its lines nor
     its checkpoint are written.
@@ -229,79 +201,6 @@ def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
     assert checkpoint_names(run) == names(1, 2, 4, 5, 6)
     one, other = here.outcome("run"), whole.outcome("whole")
     del other.metrics[2]
-    one.assert_equal(other)
-
-
-# --- real disks
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 300 kB, where this process may make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)], capture_output=True
-        ).returncode
-        != 0
-    ):
-        pytest.skip("no file system can be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_run_on_a_disk_that_fills_up_can_be_resumed(here, whole, small_disk) -> None:
-    here.place = small_disk
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint could be written at step 6.*the last good one is "
-    ):
-        here.run("run")
-    run = small_disk / "run"
-    standing = checkpoint_names(run)
-    assert 1 < len(standing) < 6 and standing == names(*range(1, len(standing) + 1))
-    assert events(run, "save_failed")[0]["step"] == len(standing) + 1
-    found, broken = newest_good(run / "checkpoints")
-    assert found is not None and found.step == len(standing) and broken == {}
-    with pytest.raises(CheckpointError):  # nothing has become better, nor worse
-        here.run("run", resume="auto")
-    assert checkpoint_names(run) == standing
-    subprocess.run(["mount", "-o", "remount,size=3m", str(small_disk)], check=True)
-    here.run("run", resume="auto")
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-def test_with_room_for_two_checkpoints_rotation_keeps_a_run_going(here, whole, small_disk) -> None:
-    here.place = small_disk
-    here.run("run", save_total_limit=1)
-    assert events(small_disk / "run", "save_failed") == [] and checkpoint_names(
-        small_disk / "run"
-    ) == names(6)
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-def test_a_run_recovers_when_a_full_disk_has_room_again(here, whole, small_disk) -> None:
-    here.place = small_disk
-
-    def act(number: int, batch: Batch) -> None:
-        if number == 2:
-            with (small_disk / "other").open("wb", buffering=0) as stream, pytest.raises(OSError):
-                while True:
-                    stream.write(b"x" * 1024)
-        if number == 4:
-            (small_disk / "other").unlink()
-
-    here.run("run", act, save_total_limit=2)
-    run = small_disk / "run"
-    assert [event["step"] for event in events(run, "save_failed")] == [
-        3,
-        4,
-    ] or "could not be written" in here.said.getvalue()
-    assert checkpoint_names(run) == names(5, 6)
-    one, other = here.outcome("run"), whole.outcome("whole")
-    assert one.tensors.keys() == other.tensors.keys()
-    one.metrics = other.metrics  # lines may have been lost, which is said
     one.assert_equal(other)
 
 
@@ -379,40 +278,6 @@ def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
     assert unprivileged(act) == 0
 
 
-# --- folders that go away
-# ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
-def test_a_folder_removed_during_a_run_is_made_anew(here, whole, what) -> None:
-    run = here.place / "run"
-
-    def act(number: int, batch: Batch) -> None:
-        if number == 2:
-            shutil.rmtree(run / what)
-        at(3)(number, batch)
-
-    here.run("run", act)
-    assert checkpoint_names(run) == (names(1, 3, 4) if what.endswith("2") else names(3, 4))
-    assert (run / "run.json").is_file() and strict(run / "run.json")["seed"] == 0
-    here.run("run", resume="auto")
-    one, other = here.outcome("run"), whole.outcome("whole")
-    if what == "":
-        assert "removed or renamed during the run" in events(run, "warning")[0]["message"]
-        del other.metrics[:2]
-    one.assert_equal(other)
-
-
-def test_a_run_whose_folder_was_renamed_goes_on_in_a_new_one(here, whole) -> None:
-    run, moved = here.place / "run", here.place / "moved"
-    here.run("run", lambda number, batch: run.rename(moved) and None if number == 3 else None)
-    assert checkpoint_names(moved) == names(1, 2, 3) and checkpoint_names(run) == names(4, 5, 6)
-    assert [line["step"] for line in lines(moved, "metrics")] == [1, 2, 3]
-    one, other = here.outcome("run"), whole.outcome("whole")
-    del other.metrics[:3]
-    one.assert_equal(other)
-
-
 def test_a_folder_that_became_a_file_ends_the_run_in_one_line(here) -> None:
     run = here.place / "run"
 
@@ -424,51 +289,3 @@ def test_a_folder_that_became_a_file_ends_the_run_in_one_line(here) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint could be written at step 3") as caught:
         here.run("run", act)
     assert "\n" not in str(caught.value)
-    assert "lines of metrics.jsonl and events.jsonl could not be written" in here.said.getvalue()
-
-
-# --- as a user sees it
-# -------------------------------------------------------------------------------------------------
-
-
-def test_the_program_says_it_in_one_line(tmp_path, monkeypatch, capsys) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
-    arguments = [
-        "--use_quantization",
-        "--max_length",
-        "32",
-        "--batch_size",
-        "2",
-        "--eval_samples",
-        "1",
-        "--max_steps",
-        "1",
-        "--init",
-        "random",
-    ]
-    assert (
-        main(["pretrain", *arguments, "--no_smoke_test", "--output_dir", str(tmp_path / "run")])
-        == 5
-    )
-    error = capsys.readouterr().err.splitlines()
-    assert (
-        len(error) == 1
-        and "no checkpoint could be written at step 1: [Errno 28] No space left on device"
-        in error[0]
-    )
-
-
-def test_modes_of_everything_below_a_run_follow_the_umask(here) -> None:
-    before = os.umask(0o027)
-    try:
-        here.run("run", eval_steps=2)
-    finally:
-        os.umask(before)
-    modes = {
-        path.is_dir(): stat.S_IMODE(path.stat().st_mode) for path in (here.place / "run").rglob("*")
-    }
-    assert modes == {True: 0o750, False: 0o640}
-    assert npt.load_adapter(here.model, here.place / "run" / "best" / "adapter")

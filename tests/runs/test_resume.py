@@ -13,11 +13,9 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from resumed_runs import (
     Outcome,
     Runs,
@@ -35,7 +33,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npt
-from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.step import student_guard
 from npt.errors import AdapterFileError, CheckpointError, ConfigError, DataError
@@ -43,7 +40,6 @@ from npt.guard import spikes
 from npt.manifest import MANIFEST, write_manifest
 from npt.runs.resume import changed_settings, check_same_data, data_fingerprint, find_resumed
 from npt.runs.run_folder import RunFolder
-from npt.runs.trackers import Trackers
 from npt.train.trainer import TrainResult
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -135,10 +131,6 @@ def nothing(number: int, batch: Batch) -> None:
 def _spikes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spikes, "MINIMUM", 4)
     monkeypatch.setattr("npt.distill.step.SIGMAS", 1.5)
-
-
-# --- interrupted anywhere, taken up again
-# ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -325,33 +317,6 @@ def test_an_evaluation_that_a_signal_ended_is_made_up_for(runs, monkeypatch) -> 
     assert [e["step"] for e in events(here.place / "part", "evaluation")] == [2, 4]
 
 
-def test_the_random_state_goes_on_where_it_was(runs) -> None:
-    """Nothing of the loop draws from it; what a strategy to come draws must be the same all the
-    same.
-    """
-    drawn: dict[str, list[float]] = {}
-
-    def drawing(folder: str, stop: int | None = None) -> Callable[[int, Batch], None]:
-        def act(number: int, batch: Batch) -> None:
-            drawn.setdefault(folder, []).append(float(torch.rand(())))
-            if number == stop:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        return act
-
-    here = runs(settings={"batch_size": 1, "gradient_accumulation_steps": 2})
-    here.run("whole", drawing("whole"))
-    here.run("part", drawing("part", stop=2))
-    torch.manual_seed(99)
-    abandoned = drawn["part"].pop()
-    here.run("part", drawing("part"), resume="auto")
-    assert drawn["part"] == drawn["whole"] and drawn["part"][2] == abandoned
-
-
-# --- which checkpoint, and in which folder
-# -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def _stopped(base: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     settings = {"batch_size": 2, "save_steps": 1}
@@ -426,17 +391,6 @@ def test_auto_without_a_run_starts_one(runs) -> None:
         }
 
 
-def test_auto_starts_anew_after_a_run_without_a_checkpoint(runs) -> None:
-    here = runs()
-    here.run("whole")
-    assert here.killed("run", at(1, signal.SIGKILL)) == -signal.SIGKILL
-    assert not (here.place / "run" / "checkpoints").exists() and lines(
-        here.place / "run", "metrics"
-    )
-    here.run("run", resume="auto")
-    here.outcome("run").assert_equal(here.outcome("whole"))
-
-
 @pytest.mark.parametrize(
     ("resume", "named"),
     [
@@ -454,11 +408,6 @@ def test_a_path_goes_on_in_its_run(stopped, resume, named, monkeypatch) -> None:
     assert events(run, "resume")[0]["step"] == 3 and [
         line["step"] for line in lines(run, "metrics")
     ] == [1, 2, 3, 4, 5]
-
-
-def test_a_checkpoint_is_named_from_within_itself(stopped, monkeypatch) -> None:
-    monkeypatch.chdir(stopped.place / "run" / "checkpoints" / "step-00000002")
-    assert stopped.run(None, resume=".").folder == stopped.place / "run"
 
 
 def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
@@ -499,28 +448,6 @@ def test_a_resume_in_a_new_folder_leaves_the_old_one_as_it_is(stopped) -> None:
     one, other = stopped.outcome("new"), stopped.outcome("whole")
     other.metrics = other.metrics[3:]
     one.assert_equal(other)
-
-
-def test_a_run_that_had_ended_gives_its_checkpoint_to_a_new_folder(runs) -> None:
-    here = runs()
-    here.run("run")
-    here.run("new", resume=str(here.place / "run"))
-    assert checkpoint_names(here.place / "new") == ["step-00000005"]
-
-
-def test_a_broken_checkpoint_of_another_folder_is_told_of_and_left(stopped) -> None:
-    run = stopped.place / "run"
-    damage(run / "checkpoints" / "step-00000003")
-    stopped.run("new", resume=str(run))
-    assert "state.safetensors: sha256" in events(stopped.place / "new", "warning")[0]["message"]
-    assert checkpoint_names(run) == ["step-00000001", "step-00000002", "step-00000003"]
-
-
-def test_the_best_adapters_of_a_new_folder_are_its_own(runs) -> None:
-    here = runs(settings={"batch_size": 2, "save_steps": 1, "eval_steps": 1})
-    here.run("run", at(3))
-    here.run("new", resume=str(here.place / "run"))
-    assert (here.place / "new" / "best" / "adapter").is_dir()
 
 
 def test_best_is_what_evaluated_best_the_last_evaluation_included(runs) -> None:
@@ -621,93 +548,6 @@ def test_a_run_that_is_being_written_is_not_resumed(stopped) -> None:
     finally:
         held.close()
 
-
-def test_a_run_that_another_process_resumed_meanwhile_is_refused(stopped) -> None:
-    trainer = stopped.trainer("run", resume="auto")
-    shutil.rmtree(stopped.place / "run" / "checkpoints" / "step-00000001")  # as its rotation would
-    refused(trainer.train, ConfigError, "another process has written")
-    assert checkpoint_names(stopped.place / "run") == ["step-00000002", "step-00000003"]
-
-
-def test_a_tracker_that_cannot_start_costs_a_resumed_run_nothing(stopped, monkeypatch) -> None:
-    from accelerate.tracking import WandBTracker
-
-    def refuse(_: object) -> None:
-        raise RuntimeError("api_key not configured")
-
-    monkeypatch.setattr(WandBTracker, "start", refuse)
-    refused(
-        lambda: stopped.run("run", resume="auto", use_wandb=True),
-        ConfigError,
-        "wandb cannot be started",
-    )
-    assert checkpoint_names(stopped.place / "run") == [
-        "step-00000001",
-        "step-00000002",
-        "step-00000003",
-    ]
-    monkeypatch.undo()
-    assert stopped.run("run", resume="auto").steps == 5
-
-
-@pytest.fixture
-def told(monkeypatch) -> list[dict[str, Any]]:
-    """Return what trackers are told at their start. None is started, and W&B's id is the one it is
-    given, else a new one.
-    """
-    found: list[dict[str, Any]] = []
-    original = Trackers.__init__
-
-    def note(self: Trackers, config: TrainConfig, folder: Path, **more: Any) -> None:
-        found.append(more)
-        original(self, TrainConfig(), folder)
-        name = more["run"] or f"{len(found):08d}"
-        self._trackers = (
-            {"wandb": SimpleNamespace(tracker=SimpleNamespace(id=name))} if config.use_wandb else {}
-        )
-        monkeypatch.setattr(self, "_tell", lambda **acts: None)
-
-    monkeypatch.setattr(Trackers, "__init__", note)
-    return found
-
-
-def test_trackers_are_told_which_run_they_go_on_with_and_from_where(runs, told) -> None:
-    here = runs(settings={"batch_size": 2, "use_wandb": True})
-    here.run("run", at(2))
-    here.run("run", at(0), resume="auto")
-    here.run("new", resume=str(here.place / "run"))
-    assert told == [
-        {"run": None, "resume_at": None},
-        {"run": "00000001", "resume_at": 3},
-        {"run": None, "resume_at": None},
-    ]
-    assert [strict(here.place / name / "run.json")["wandb_run"] for name in ("run", "new")] == [
-        "00000001",
-        "00000003",
-    ]
-
-
-def test_a_run_that_goes_on_without_wandb_in_between_keeps_its_id(runs, told) -> None:
-    here = runs(settings={"batch_size": 2})
-    here.run("run", at(1), use_wandb=True)
-    here.run("run", at(1), resume="auto")
-    here.run("run", at(0), resume="auto", use_wandb=True)
-    assert told[-1]["run"] == "00000001" == strict(here.place / "run" / "run.json")["wandb_run"]
-
-
-def test_a_name_in_run_json_that_cannot_be_one_is_not_used(runs, told) -> None:
-    here = runs(settings={"batch_size": 2, "use_wandb": True, "max_steps": 1})
-    here.run("run")
-    record = strict(here.place / "run" / "run.json")
-    for known in (3, "../../x", "a" * 65, {}):
-        (here.place / "run" / "run.json").write_text(json.dumps(record | {"wandb_run": known}))
-        here.trainer("run", resume="auto").train()
-        assert told[-1]["run"] is None, known
-    assert len(told) == 5
-
-
-# --- what may change, and what may not
-# ---------------------------------------------------------------------------------
 
 MATTER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank": ({"adapter": {"rank": 4}}, ("--adapter_rank", "2", "4")),
@@ -843,16 +683,6 @@ def test_windows_of_another_size_take_the_remaining_samples(stopped, changed, st
     )
 
 
-def test_after_a_change_of_windows_the_run_is_resumed_exactly_as_well(runs) -> None:
-    here = runs(settings={"batch_size": 1, "save_steps": 1})
-    for name in ("whole", "part"):
-        here.run(name, at(3))
-    here.run("whole", resume="auto", gradient_accumulation_steps=2)
-    here.run("part", at(2), resume="auto", gradient_accumulation_steps=2)
-    here.run("part", resume="auto", gradient_accumulation_steps=2)
-    here.outcome("part").assert_equal(here.outcome("whole"))
-
-
 def test_fewer_steps_than_were_made_end_the_run_where_it_is(stopped) -> None:
     result = stopped.run(
         "run",
@@ -973,22 +803,10 @@ def test_a_streams_first_record_is_hashed_and_none_of_a_generator() -> None:
         check_same_data({"data": stream}, {"data": data_fingerprint(Stream(records(5, seed=1)))})
 
 
-@pytest.mark.parametrize(
-    "data",
-    [[], [{"text": "x", "more": b"bytes", "deep": {"a": torch.ones(2)}}], [3, None], Stream([])],
-)
-def test_whatever_the_records_are_their_identity_is_json(data) -> None:
-    json.dumps(data_fingerprint(data), allow_nan=False)
-
-
 def test_data_that_went_missing_are_refused_as_data(runs) -> None:
     here = runs()
     here.run("run", at(2))
     refused(lambda: here.run("run", resume="auto", data=list), DataError, "no sample")
-
-
-# --- a checkpoint from somebody else
-# -----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_folder_untouched(stopped) -> None:

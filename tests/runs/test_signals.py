@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed_runs import Runs, at, events, lines, records
+from resumed_runs import Runs, at, events, records
 from torch import nn
 
 import npt
@@ -22,7 +22,6 @@ from npt import manifest as manifest_module
 from npt.cli.main import main
 from npt.errors import StoppedError
 from npt.evaluation import evaluate as evaluate_module
-from npt.runs import checkpoint as checkpoint_module
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import SIGNALS, StopOnSignal
 from npt.runs.trackers import Trackers
@@ -68,10 +67,6 @@ def in_a_child(act: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# --- the context
-# --------------------------------------------------------------------------------------------------
-
-
 @each_signal
 def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     before = handlers()
@@ -111,12 +106,6 @@ def test_a_second_signal_ends_the_process_as_it_would_have_outside(number) -> No
     assert in_a_child(twice) == -number
 
 
-def test_a_second_interrupt_is_an_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt), StopOnSignal(at_once=True), StopOnSignal():
-        raised(signal.SIGINT)
-        raised(signal.SIGINT)
-
-
 def test_what_the_process_ignores_it_goes_on_ignoring() -> None:
     """`nohup` asks a run to outlive its terminal in this way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -142,10 +131,6 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [None]
-
-
-# --- every phase of a run
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +180,8 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
     "the check of the base": (trainer_module, "base_fault", 0),
     "the base's hash": (trainer_module, "base_identity", 0),
     "the smoke test": (preparation, "smoke_test", 0),
-    "the first evaluation": (evaluate_module, "_compare", 0),
-    "the middle of the first evaluation": (evaluate_module, "_compare_layers", 1),
+    "the first evaluation": (evaluate_module, "compare_pairs", 0),
+    "the middle of the first evaluation": (evaluate_module, "compare_pairs", 1),
     "the audit": (preparation, "audit_precision", 0),
     "the folder": (RunFolder, "__init__", 0),
     "its first file": (RunFolder, "write", 0),
@@ -215,16 +200,8 @@ def test_before_training_a_signal_ends_the_run_and_nothing_is_left(
     assert list(here.place.iterdir()) == []
 
 
-def test_a_signal_during_the_smoke_test_leaves_the_adapters_unchanged(here, whole) -> None:
-    with pytest.raises(StoppedError):
-        here.run("run", at(1))  # the first micro-batch after the smoke test's first
-    assert list(here.place.iterdir()) == []
-    here.run("run")
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
 WITHIN: dict[str, tuple[Any, str, int, int]] = {
-    "the end of the first evaluation inside the run": (evaluate_module, "_compare_layers", 3, 2),
+    "the end of the first evaluation inside the run": (evaluate_module, "compare_pairs", 3, 2),
     "the best adapters": (RunFolder, "save_best", 0, 2),
     "the check of a save": (manifest_module, "_sums", 7, 2),
     "the last save": (RunFolder, "save_checkpoint", 1, 4),
@@ -308,83 +285,6 @@ def test_a_source_that_never_answers_does_not_hold_a_signal_up(base, tmp_path, m
     assert events(tmp_path / "run", "save")
 
 
-# --- a second signal
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("where", "number"), [("write_manifest", signal.SIGUSR1), ("_sums", signal.SIGTERM)]
-)
-def test_a_second_signal_during_a_save_leaves_a_folder_in_order(
-    here, whole, monkeypatch, where, number
-) -> None:
-    def ended() -> None:
-        module = manifest_module if where == "_sums" else checkpoint_module
-        in_front_of(monkeypatch, module, where, number, 15 if where == "_sums" else 1)
-        here.run("run", at(5, number), smoke_test=False)
-
-    assert in_a_child(ended) == -number
-    assert events(here.place / "run", "save")[-1]["step"] == 2
-    here.run("run", resume="auto", smoke_test=False)
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-def test_a_second_interrupt_does_not_save_either(here, whole, monkeypatch) -> None:
-    saves = iter(range(9))
-    original = RunFolder.save_checkpoint
-
-    def counted(self: RunFolder, *arguments: Any) -> Path:
-        next(saves)
-        return original(self, *arguments)
-
-    def twice(number: int, batch: Any) -> None:
-        if number == 5:
-            raised(signal.SIGINT)
-            raised(signal.SIGINT)
-
-    monkeypatch.setattr(RunFolder, "save_checkpoint", counted)
-    with pytest.raises(KeyboardInterrupt):
-        here.run("run", twice, smoke_test=False)
-    assert next(saves) == 1  # that of step 2
-    monkeypatch.undo()
-    here.run("run", resume="auto", smoke_test=False)
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-# --- before the trainer
-# -------------------------------------------------------------------------------------------
-
-
-@each_signal
-def test_while_the_data_are_prepared(here, number) -> None:
-    def stopping() -> Iterator[dict[str, Any]]:
-        for count, record in enumerate(records(8)):
-            if count == 5:
-                raised(number)
-            yield record
-
-    with pytest.raises(StoppedError), StopOnSignal(at_once=True):
-        here.trainer("run", data=lambda: stopping())
-    assert list(here.place.iterdir()) == []
-
-
-@each_signal
-def test_while_the_base_is_loaded_it_is_not_taken_for_a_broken_model(
-    llama_folder, load_model, monkeypatch, number
-) -> None:
-    from npt.base import load as loading
-
-    class Interrupted:
-        @staticmethod
-        def from_pretrained(*_: Any, **__: Any) -> nn.Module:
-            raised(number)
-            raise AssertionError("kept loading")
-
-    monkeypatch.setattr(loading, "AutoModelForCausalLM", Interrupted)
-    with pytest.raises(StoppedError), StopOnSignal(at_once=True):
-        npt.load_base(str(llama_folder), quantization="nf4", device="cpu")
-
-
 @each_signal
 def test_the_program_ends_in_one_line_and_128_and_the_number(
     tmp_path, monkeypatch, capsys, number
@@ -400,41 +300,3 @@ def test_the_program_ends_in_one_line_and_128_and_the_number(
     )
     assert capsys.readouterr().err == f"npt: error: stopped by signal {int(number)}\n"
     assert not (tmp_path / "run").exists()
-
-
-def test_a_signal_swallowed_by_a_destructor_still_ends_the_program(
-    short_library, tmp_path, monkeypatch, capsys
-) -> None:
-    class Swallowing:
-        def __del__(self) -> None:
-            raised(signal.SIGTERM)
-
-    original = npt.load_base
-
-    def loading(*arguments: Any, **more: Any) -> Any:
-        Swallowing()
-        return original(*arguments, **more)
-
-    monkeypatch.setattr(npt, "load_base", loading)
-    monkeypatch.setattr("sys.unraisablehook", lambda *_: None)
-    arguments = [
-        "--use_quantization",
-        "--init",
-        "random",
-        "--max_length",
-        "32",
-        "--eval_samples",
-        "1",
-        "--num_samples",
-        "4",
-    ]
-    assert main(["pretrain", *arguments, "--output_dir", str(tmp_path / "run")]) == 143
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_is_logged_of_a_signal_says_number_and_step(here) -> None:
-    here.run("run", at(5), smoke_test=False)
-    assert [
-        (e["event"], e.get("number"), e.get("step")) for e in lines(here.place / "run", "events")
-    ][-2:] == [("signal", 15, 3), ("save", None, 3)]
-    assert f"stopped by signal {int(signal.SIGTERM)} at step 3" in here.said.getvalue()

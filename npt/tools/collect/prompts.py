@@ -10,16 +10,7 @@ from typing import Any
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.content import filled
-from npt.data.encoding import Counts, Encoder
-from npt.data.record_forms import (
-    COMPLETION,
-    INSTRUCTION,
-    OUTPUT,
-    PROMPT,
-    conversation_column,
-    is_alpaca,
-    messages_of,
-)
+from npt.data.encoding import COMPLETION, PROMPT, Counts, Encoder, prompt_column
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError
@@ -51,14 +42,10 @@ def prompt_record(
     """Return a record's prompt as a record of its own: {"id", "input_ids"}."""
     record = filled(record) if isinstance(record, Mapping) else record
     if isinstance(record, Mapping) and "input_ids" not in record:
-        column = config.prompt_column
-        if column is None and _is_instruction(record, config):
-            record = {**record, OUTPUT: _ANY_ANSWER}
-        else:
-            plain = config.text_column not in record and PROMPT in record
-            column = column or conversation_column(record, config) or (PROMPT if plain else None)
-            if column is not None:
-                record, config = _with_any_answer(number, record, column), _AS_PROMPT
+        # a prompt needs no completion here
+        column = prompt_column({COMPLETION: _ANY_ANSWER, **record}, config)
+        if column is not None:
+            record, config = _with_any_answer(number, record, column), _AS_PROMPT
     for encoded in Encoder(tokenizer, config).encode([(number, record)], Counts()):
         ids, prompt = encoded.ids, encoded.prompt
         if encoded.labels is not None:
@@ -72,13 +59,6 @@ def prompt_record(
     return {"id": str(number), "input_ids": []}
 
 
-def _is_instruction(record: Mapping[str, Any], config: DataConfig) -> bool:
-    """Return whether a record is Alpaca's; without a text it needs no output here."""
-    return is_alpaca(record, config) or (
-        INSTRUCTION in record and PROMPT not in record and config.text_column not in record
-    )
-
-
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
     given = record.get("id")
     name = str(number if given is None else given)
@@ -89,7 +69,6 @@ def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dic
         )
     prompt = record[column]
     if isinstance(prompt, list):
-        prompt = messages_of(name, record, column)
         last = prompt[-1] if prompt else None
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             prompt = prompt[:-1]
