@@ -52,7 +52,6 @@ class Fidelity:
         unconverted_layers: the latter of unconverted layers after the first converted one.
         layer_tokens: valid tokens.
         attribution: `COMPARISONS`, if an unquantised base was given.
-        sources: the student's figures by source, if the samples are of several.
     """
 
     teacher: Figures
@@ -63,7 +62,6 @@ class Fidelity:
     unconverted_layers: _Layers = field(default_factory=dict)
     layer_tokens: int | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
-    sources: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def aim(self) -> Figures:
@@ -88,10 +86,7 @@ class Fidelity:
             raise ValueError(
                 f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
             )
-
-        def by_name(kind: str) -> dict[str, Figures]:
-            return {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
-
+        attribution = values.get("attribution", {}).items()
         return cls(
             models["teacher"],
             models["floor"],
@@ -100,8 +95,7 @@ class Fidelity:
             layers=_layers(values["layers"]),
             unconverted_layers=_layers(values.get("unconverted_layers", {})),
             layer_tokens=values.get("layer_tokens"),
-            attribution=by_name("attribution"),
-            sources=by_name("sources"),
+            attribution={name: Figures.from_dict(f) for name, f in attribution},
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
@@ -142,7 +136,6 @@ def evaluate(
     max_samples: int | None = None,
     unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
-    sources: Sequence[str] | None = None,
 ) -> Fidelity:
     """Compare the student with its teacher and with its floor (the same layers, attention dropped)
     on the same tokens.
@@ -163,7 +156,6 @@ def evaluate(
         unquantized: the base before quantisation, to attribute the loss, or the outputs that
             `attribution.reference_outputs` kept of it for these samples, which need it no longer.
         between: called before every batch; what it raises ends the evaluation.
-        sources: of each sample the name of its source, for figures by source.
 
     Raises:
         DataError: no tokens to evaluate on, or token ids outside the vocabulary.
@@ -186,7 +178,6 @@ def evaluate(
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     layer_errors = LayerErrors(model)
     done = 0
-    scored: list[int] = []  # the samples in which something is predicted
     with torch.no_grad(), evaluating(model):
         every = batches(samples, batch_size)
         for batch in checked_batches(model, every, "evaluation data", between):
@@ -206,26 +197,18 @@ def evaluate(
             per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
             for pair, columns in per_token.items():
                 sums[pair].append(per_sample_sums(columns, rows, size))
-            scored += [done + row for row in sorted(set(rows.tolist()))]
             done += size
-    if not scored:
-        raise DataError("no token to predict in the evaluation data; check labels and prompts")
     per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
+    if not len(per_sample["student", "teacher"]):
+        raise DataError("no token to predict in the evaluation data; check labels and prompts")
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
     layers = layer_errors.figures()
-    by_source: dict[str, list[int]] = {}
-    for row, number in enumerate(scored if sources is not None else ()):
-        by_source.setdefault(sources[number], []).append(row)  # type: ignore[index]
     return Fidelity(
         *(measured[mode, "teacher"] for mode in MODES),
         layers={i: values for i, values in layers.items() if "nmse_student" in values},
         unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
         layer_tokens=layer_errors.tokens,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
-        sources={
-            name: figures(per_sample["student", "teacher"][rows])
-            for name, rows in by_source.items()
-        },
     )
 
 

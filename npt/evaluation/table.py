@@ -1,4 +1,4 @@
-"""The figures of an evaluation for a terminal: models, layers, sources, attribution.
+"""The figures of an evaluation for a terminal: models, layers, attribution.
 
 A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
 """
@@ -12,9 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
-from rich.text import Text
 
-from npt.errors import printable
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import FIGURES, NO_ERROR
 from npt.evaluation.harness import Results
@@ -47,14 +45,6 @@ def print_fidelity(
     models = _models(fidelity, width >= WIDE)
     console.print(_figures_table(f"{title} (± standard error)", models, width))
     console.print(_layers_table(fidelity, width))
-    if fidelity.sources:
-        shown = ("perplexity_ratio", "kl", "top1")
-        headings = ["tokens", *(FIGURES[name].short for name in shown)]
-        table = _table("The student by source", width, ["source"], headings)
-        for source, f in fidelity.sources.items():
-            label = Text(printable(source, one_line=True))
-            table.add_row(label, f"{f.tokens:,}", *(_figure(f, name) for name in shown))
-        console.print(table)
     if fidelity.attribution:
         columns = [(_COMPARISONS[name], f) for name, f in fidelity.attribution.items()]
         title = "What quantisation costs, and what the conversion"

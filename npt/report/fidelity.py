@@ -54,9 +54,6 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
     tables = [(*_table(models, MODELS), "Fidelity to the teacher")]
     if costs := record.fidelity.get("attribution"):
         tables.append((*_table(costs, _COMPARISONS), "What costs how much"))
-    if divergence := record.fidelity.get("divergence"):
-        parted = _table({"student and teacher": divergence}, {})
-        tables.append((*parted, "Greedy texts after the same prompts, until they part"))
     return {
         "picture": _picture(ways) if ways else None,
         "headline": _headline(models, ways),

@@ -395,10 +395,7 @@ class Loop:
         for key, value in against.get("unquantized", {}).items():
             logged[f"eval/unquantized_{key}"] = value
         self.context.trackers.log(logged, self.steps)
-        each = "".join(
-            f"; {name} {figures.perplexity_ratio:.4f}" for name, figures in fidelity.sources.items()
-        )
-        said = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}{each}"
+        said = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}, KL {aim.kl:.4f}"
         self.context.say(f"step {self.steps}: {said}")
         self.keep_if_best(fidelity)
         self.divergence.after_evaluation(self.steps, fidelity)

@@ -135,12 +135,6 @@ def test_attribution_has_its_columns() -> None:
     ]
 
 
-def test_sources_have_their_rows() -> None:
-    lines = shown(Fidelity(some(0), some(3), some(2), sources={"x.txt": some(1)}))
-    figures = ["2.5000 ± 0.0625", "0.1250 ± 0.0625", "10.0 ± 6.2%"]
-    assert row(lines, "x.txt") == ["x.txt", "12,345", *figures]
-
-
 def test_an_error_that_is_unknown_or_none_is_left_out() -> None:
     unknown = shown(Fidelity(some(0, math.nan), some(3, math.nan), some(2, math.nan), None, LAYERS))
     assert not [line for line in unknown[1:] if "nan" in line or "±" in line]
