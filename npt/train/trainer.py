@@ -313,6 +313,7 @@ class Trainer:
             if loop.unsaved:
                 writer.save(loop, last=True)
         finally:
+            loop.guard.close()  # the model is as it was found, and evaluated without its buffers
             if loop.recording is not None:
                 loop.recording.draw()  # pictures can wait until all is saved
         number, fidelity = self._signal(), None
