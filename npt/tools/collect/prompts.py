@@ -52,7 +52,8 @@ def prompt_record(
     record = filled(record) if isinstance(record, Mapping) else record
     if isinstance(record, Mapping) and "input_ids" not in record:
         column = config.prompt_column
-        if column is None and _is_instruction(record, config):
+        bare = INSTRUCTION in record and not {PROMPT, config.text_column} & record.keys()
+        if column is None and (bare or is_alpaca(record, config)):  # needs no output here
             record = {**record, OUTPUT: _ANY_ANSWER}
         else:
             plain = config.text_column not in record and PROMPT in record
@@ -72,16 +73,8 @@ def prompt_record(
     return {"id": str(number), "input_ids": []}
 
 
-def _is_instruction(record: Mapping[str, Any], config: DataConfig) -> bool:
-    """Return whether a record is Alpaca's; without a text it needs no output here."""
-    return is_alpaca(record, config) or (
-        INSTRUCTION in record and PROMPT not in record and config.text_column not in record
-    )
-
-
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
-    given = record.get("id")
-    name = str(number if given is None else given)
+    name = str(number if record.get("id") is None else record["id"])
     if column not in record:
         raise DataError(
             f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set"
