@@ -162,9 +162,7 @@ def test_an_unquantised_fp16_base_trains(tmp_path) -> None:
     assert metrics(tmp_path / "run")[-1]["refused_total"] == 0
 
 
-def test_files_that_cannot_be_trained_on_are_refused_before_anything_is_written(
-    tmp_path, capsys
-) -> None:
+def test_files_that_cannot_be_trained_on_are_refused_first(tmp_path, capsys) -> None:
     """The models have no weights, so nothing can have been loaded."""
     (tmp_path / "empty.txt").touch()
     stored = {

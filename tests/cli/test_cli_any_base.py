@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_words import flags
 
 import npt
 from npt.adapters.files import hub
@@ -15,31 +16,14 @@ from npt.cli.main import main, make_parser
 
 pytestmark = pytest.mark.usefixtures("short_library")
 
+SHORT = "--max_length 32"
 VERBS = {
-    "evaluate": ("evaluate", "--max_length", "32", "--eval_samples", "4"),
-    "generate": ("generate", "--prompt", "def f(x", "--max_new_tokens", "2"),
-    "trace": ("trace", "--max_length", "32", "--batch_size", "1"),
-    "transplant": ("transplant", "--text_from", "import os", "--text_to", "def f(x"),
-    "collect": (
-        "collect",
-        "--max_length",
-        "32",
-        "--max_new_tokens",
-        "4",
-        "--num_prompts",
-        "2",
-        "--output",
-    ),
-    "consolidate": (
-        "consolidate",
-        "--text",
-        "x = 1",
-        "--eval_samples",
-        "4",
-        "--max_length",
-        "32",
-        "--output",
-    ),
+    "evaluate": f"{SHORT} --eval_samples 4",
+    "generate": "--prompt import --max_new_tokens 2",
+    "trace": f"{SHORT} --batch_size 1",
+    "transplant": "--text_from import --text_to def",
+    "collect": f"{SHORT} --max_new_tokens 4 --num_prompts 2 --output",
+    "consolidate": f"{SHORT} --text x=1 --eval_samples 4 --output",
 }
 
 
@@ -65,14 +49,10 @@ def fp4(_fp4, monkeypatch):
     npt.detach(_fp4[0])
 
 
-def call(adapter, verb: str, tmp_path, *flags: str) -> int:
-    command = [
-        *VERBS[verb],
-        *([str(tmp_path / "output.jsonl")] if VERBS[verb][-1] == "--output" else []),
-    ]
-    return main(
-        [*command, "--use_quantization", "--quant_type", "fp4", "--adapter", str(adapter), *flags]
-    )
+def call(adapter: Path, verb: str, tmp_path: Path, *more: str) -> int:
+    output = [str(tmp_path / "output.jsonl")] if VERBS[verb].endswith("--output") else []
+    own = [*flags(VERBS[verb]), *output, *flags("--use_quantization --quant_type fp4 --adapter")]
+    return main([verb, *own, str(adapter), *more])
 
 
 def test_every_verb_that_loads_an_adapter_has_the_flag() -> None:
@@ -111,18 +91,7 @@ def test_another_base_is_taken_with_a_warning_and_is_in_the_json(
 
 
 def test_nothing_is_said_of_the_adapters_own_base(adapter, capsys) -> None:
-    assert (
-        main(
-            [
-                *VERBS["transplant"],
-                "--use_quantization",
-                "--adapter",
-                str(adapter),
-                "--any_base",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    own = flags(f"transplant {VERBS['transplant']} --use_quantization --any_base --json --adapter")
+    assert main([*own, str(adapter)]) == 0
     out, err = capsys.readouterr()
     assert "other_base" not in json.loads(out) and "--any_base" not in err

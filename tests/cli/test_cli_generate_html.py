@@ -76,11 +76,6 @@ def test_a_comparison_has_both_texts_and_where_they_part(call) -> None:
     assert sum(", KL " in hint for hint in hints) == len(hints) - 2
 
 
-def test_another_models_text_has_the_page_too(call) -> None:
-    status, text, _ = call("--mode", "floor")
-    assert status == 0 and len(Reader(text).of("table")) == 1
-
-
 def test_a_page_that_cannot_be_written_is_refused_first(call, tmp_path) -> None:
     status, _, said = call(html=tmp_path / "nowhere" / "page.html")
     assert status == 2 and "--html" in said and "tokens/s" not in said

@@ -34,28 +34,16 @@ def adapter(tmp_path_factory) -> Path:
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "first")
 
 
+def run(adapter: Path, folder: Path, *more: str) -> int:
+    place = ["--adapter", str(adapter), "--output_dir", str(folder)]
+    return main(["pretrain", *place, *SHORT, *more])
+
+
 def test_it_begins_with_the_adapters_numbers_form_and_base(adapter, tmp_path, capsys):
-    assert (
-        main(
-            [
-                "pretrain",
-                "--adapter",
-                str(adapter),
-                "--output_dir",
-                str(tmp_path / "run"),
-                "--learning_rate",
-                "1e-6",
-                *SHORT,
-            ]
-        )
-        == 0
-    )
+    assert run(adapter, tmp_path / "run", "--learning_rate", "1e-6") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert (
-        "base tiny: NF4" in out
-        and "training starts from" in out
-        and "converted 2 of 8 layers (5,7)" in out
-    )
+    for words in ("base tiny: NF4", "training starts from", "converted 2 of 8 layers (5,7)"):
+        assert words in out
     before, after = load_file(adapter / WEIGHTS), load_file(tmp_path / "run" / "adapter" / WEIGHTS)
     assert before.keys() == after.keys()
     moved = [float((after[name] - before[name]).abs().max()) for name in before]
@@ -65,18 +53,14 @@ def test_it_begins_with_the_adapters_numbers_form_and_base(adapter, tmp_path, ca
 
 
 def test_a_second_phase_is_resumed_from_its_own_checkpoint(adapter, tmp_path):
-    run = ["pretrain", "--adapter", str(adapter), "--output_dir", str(tmp_path / "run"), *SHORT]
-    assert main([*run, "--resume", "auto"]) == 0
-    first = load_file(tmp_path / "run" / "adapter" / WEIGHTS)
-    assert main([*run, "--resume", "auto", "--max_steps", "2"]) == 0
-    events = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    folder = tmp_path / "run"
+    assert run(adapter, folder, "--resume", "auto") == 0
+    first = load_file(folder / "adapter" / WEIGHTS)
+    assert run(adapter, folder, "--resume", "auto", "--max_steps", "2") == 0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "save"] == [1, 2]
-    assert any(
-        not torch.equal(first[name], tensor)
-        for name, tensor in load_file(tmp_path / "run" / "adapter" / WEIGHTS).items()
-    )
+    second = load_file(folder / "adapter" / WEIGHTS)
+    assert any(not torch.equal(first[name], tensor) for name, tensor in second.items())
 
 
 def test_a_second_phase_on_a_base_of_ones_own_has_the_default_rate(tmp_path):
@@ -86,7 +70,6 @@ def test_a_second_phase_on_a_base_of_ones_own_has_the_default_rate(tmp_path):
     model, _ = npt.load_base(str(tmp_path / "llama"), device="cpu")
     npt.attach(model, npt.NPTConfig(rank=2, layers="7"))
     adapter = npt.save_adapter(model, tmp_path / "first")
-    run = ["pretrain", "--adapter", str(adapter), "--output_dir", str(tmp_path / "run"), *SHORT]
-    assert main([*run, "--dataset_name", "builtin"]) == 0
+    assert run(adapter, tmp_path / "run", "--dataset_name", "builtin") == 0
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["settings"]["learning_rate"] == 5e-5

@@ -60,37 +60,26 @@ def test_a_sound_base_ends_0(capsys) -> None:
     assert run("--batches", "2", "--use_quantization") == 0
     out = capsys.readouterr().out
     assert "NF4" in out and "no fault in 2 batches of the model's own pass" in out
+    assert run("--json") == 0
+    expected = {"fault": None, "batches": 1, "traced": "the model's own pass"}
+    assert json.loads(capsys.readouterr().out) == expected
 
 
 def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
     assert run("--use_quantization", "--batches", "3") == 1
     out = capsys.readouterr().out
-    assert "batch 0 of the model's own pass:" in out
-    assert "corrupt weight: model.layers.3.post_attention_layernorm.weight held nan" in out
-    assert "remedy: " in out
-
-
-def test_json_holds_the_verdict_and_nothing_else_on_standard_output(broken_base, capsys) -> None:
+    for words in (
+        "batch 0 of the model's own pass:",
+        "corrupt weight: model.layers.3.post_attention_layernorm.weight held nan",
+        "remedy: ",
+    ):
+        assert words in out
     assert run("--use_quantization", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"fault", "batches", "traced"} and found["batches"] == 1
     fault = found["fault"]
-    assert (fault["cause"], fault["layer"], fault["index"], fault["value"]) == (
-        "corrupt weight",
-        3,
-        [9],
-        "nan",
-    )
-    assert fault["sample"] and fault["row"] == 0
-
-
-def test_json_of_a_sound_base_has_no_fault(capsys) -> None:
-    assert run("--json") == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "fault": None,
-        "batches": 1,
-        "traced": "the model's own pass",
-    }
+    expected = {"cause": "corrupt weight", "layer": 3, "index": [9], "value": "nan", "row": 0}
+    assert expected.items() <= fault.items() and fault["sample"]
 
 
 @pytest.mark.parametrize("strategy", [None, "local", "end_to_end"])
@@ -112,30 +101,21 @@ def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) 
 def test_a_limit_is_handed_on(capsys) -> None:
     assert run("--limit", "50", "--json") == 1
     fault = json.loads(capsys.readouterr().out)["fault"]
-    assert (
-        fault["cause"] == "beyond the limit"
-        and fault["reached"] == "more than 50"
-        and abs(fault["value"]) > 50
-    )
+    assert (fault["cause"], fault["reached"]) == ("beyond the limit", "more than 50")
+    assert abs(fault["value"]) > 50
     assert run("--limit", "1e12") == 0
 
 
 def test_another_batch_is_looked_at_until_one_is_bad(tmp_path, capsys) -> None:
     file = tmp_path / "ids.jsonl"
     rows = [*[[5, 6, 7]] * 20, [5, 99_999, 7]]
-    file.write_text(
-        "".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8"
-    )
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     arguments = ["--dataset_name", str(file), "--streaming", "--batch_size", "1", "--json"]
     assert run(*arguments, "--batches", "99") == 1
     found = json.loads(capsys.readouterr().out)
     before = found["batches"] - 1  # where the shuffle has put it
     assert 0 < before < 21
-    assert (found["fault"]["cause"], found["fault"]["token"], found["fault"]["value"]) == (
-        "token id",
-        1,
-        99_999,
-    )
+    assert {"cause": "token id", "token": 1, "value": 99_999}.items() <= found["fault"].items()
     assert run(*arguments, "--batches", str(before)) == 0
 
 

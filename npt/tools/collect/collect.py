@@ -133,10 +133,9 @@ def collect(
     length = prompt_length(config, max_new_tokens)
     # the file promises the same bytes
     base_hash = (base if base is not None else base_identity(model)).strict
-    student = adapter_hash(model)
     settings = {
         "base": base_hash,
-        "adapter": student,
+        "adapter": adapter_hash(model),
         "--max_new_tokens": max_new_tokens,
         "--max_length": config.max_length,
         "--text_column": config.text_column,
@@ -148,7 +147,7 @@ def collect(
         if begun is not None:
             fix_date(tokenizer, begun)
         settings[_DATE] = date_of(tokenizer)
-    origin = {"base_hash": base_hash, "adapter_hash": student}
+    origin = {"base_hash": base_hash, "adapter_hash": settings["adapter"]}
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
     first = next(prompts, None)  # before there is a file
     if first is None:
@@ -157,11 +156,17 @@ def collect(
             " columns"
         )
     prompts = itertools.chain([first], prompts)
-    ends = end_ids(model, tokenizer)
+    ends, digest = end_ids(model, tokenizer), hashlib.sha256()
     with evaluating(model), Journal(output, settings) as journal, StopOnSignal() as stop:
         done = Progress(**journal.progress)
         resumed = done.prompts
-        digest = _passed_over(prompts, done, journal.output)
+        for prompt in itertools.islice(prompts, resumed):
+            digest.update(_bytes(prompt))
+        if digest.hexdigest() != done.prompts_sha256:
+            raise ConfigError(
+                f"--output {journal.output} was begun on other data: its first {resumed} prompts"
+                " are not those of this call; choose another file, or the data of before"
+            )
         while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
             left = batch_size if num_prompts is None else num_prompts - done.prompts
             batch = list(itertools.islice(prompts, min(batch_size, left)))
@@ -172,7 +177,16 @@ def collect(
             records = _records(model, tokenizer, differing, max_new_tokens, ends)
             for prompt in batch:
                 digest.update(_bytes(prompt))
-            done = _advanced(done, compared, digest.hexdigest())
+            sums = torch.stack([c.figures.sum(dim=0) for c in compared]).sum(dim=0)
+            done = Progress(
+                prompts=done.prompts + len(compared),
+                disagreements=done.disagreements + len(differing),
+                tokens=done.tokens + sum(len(c.completion) for c in compared),
+                agreed_sum=done.agreed_sum + float(sums[_TOP1]),
+                kl_sum=done.kl_sum + float(sums[_KL]),
+                acceptance_sum=done.acceptance_sum + float(sums[_ACCEPTANCE]),
+                prompts_sha256=digest.hexdigest(),
+            )
             journal.commit([record | origin for record in records], asdict(done))
             report(done)
     return CollectResult(journal.output, done, resumed, stop.number)
@@ -210,7 +224,7 @@ def _records(
     records = []
     for c, start, rest in zip(differing, starts, rests, strict=True):
         assert c.position is not None
-        prompt = c.prompt.input_ids
+        prompt, at = c.prompt.input_ids, c.figures[c.position]
         records.append(
             {
                 "id": c.prompt.id,
@@ -221,9 +235,9 @@ def _records(
                 "teacher_token": c.completion[c.position],
                 "student_token": c.student_token,
                 "kl": float(c.figures[:, _KL].mean()),
-                "kl_at": float(c.figures[c.position, _KL]),
+                "kl_at": float(at[_KL]),
                 "acceptance": float(c.figures[:, _ACCEPTANCE].mean()),
-                "acceptance_at": float(c.figures[c.position, _ACCEPTANCE]),
+                "acceptance_at": float(at[_ACCEPTANCE]),
                 "tokens": len(c.completion),
                 "input_ids": [*prompt, *c.completion],
                 "labels": [*[IGNORE_INDEX] * len(prompt), *c.completion],
@@ -232,33 +246,5 @@ def _records(
     return records
 
 
-def _passed_over(prompts: Iterable[Sample], done: Progress, path: Path) -> Any:
-    """Read the prompts that are done once more and return their hash; raise ConfigError if they are
-    others now.
-    """
-    digest = hashlib.sha256()
-    for prompt in itertools.islice(prompts, done.prompts):
-        digest.update(_bytes(prompt))
-    if digest.hexdigest() != done.prompts_sha256:
-        raise ConfigError(
-            f"--output {path} was begun on other data: its first {done.prompts} prompts are not"
-            " those of this call; choose another file, or the data of before"
-        )
-    return digest
-
-
 def _bytes(prompt: Sample) -> bytes:
     return array("q", (len(prompt.input_ids), *prompt.input_ids)).tobytes()
-
-
-def _advanced(done: Progress, compared: Sequence[Comparison], digest: str) -> Progress:
-    sums = torch.stack([c.figures.sum(dim=0) for c in compared]).sum(dim=0)
-    return Progress(
-        prompts=done.prompts + len(compared),
-        disagreements=done.disagreements + sum(c.position is not None for c in compared),
-        tokens=done.tokens + sum(len(c.completion) for c in compared),
-        agreed_sum=done.agreed_sum + float(sums[_TOP1]),
-        kl_sum=done.kl_sum + float(sums[_KL]),
-        acceptance_sum=done.acceptance_sum + float(sums[_ACCEPTANCE]),
-        prompts_sha256=digest,
-    )

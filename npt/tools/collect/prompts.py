@@ -60,8 +60,7 @@ def prompt_record(
 
 
 def _with_any_answer(number: int, record: Mapping[str, Any], column: str) -> dict[str, Any]:
-    given = record.get("id")
-    name = str(number if given is None else given)
+    name = str(number if record.get("id") is None else record["id"])
     if column not in record:
         raise DataError(
             f"record {name} has no {column!r} (it has: {', '.join(sorted(map(str, record)))}); set"
