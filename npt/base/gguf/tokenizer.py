@@ -66,8 +66,8 @@ _SPLITTINGS: dict[str, tuple[Any, set[str]]] = {
     "tekken": (_pieces(_CASES), {"whole", "bos"}),
 }
 """By `tokenizer.ggml.pre`: how a text is cut into pieces, and what else holds. `whole`: a piece in
-the vocabulary is a token, whatever its merges say. `composed`: accents are joined with their letters
-first. `bos`: BOS begins a text unless the file says otherwise."""
+the vocabulary is a token, whatever its merges say. `composed`: accents are joined with their
+letters first. `bos`: BOS begins a text unless the file says otherwise."""
 
 
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
