@@ -194,21 +194,17 @@ def test_gradients_on_a_consolidated_base_are_those_with_its_rows(load_model, ba
         )
 
 
-class TestRefused:
-    @pytest.mark.parametrize("alpha", [0.0, -0.5, 1.01, float("nan"), float("inf")])
-    def test_a_strength_out_of_range(self, load_model, alpha):
-        with pytest.raises(ConfigError, match="--alpha is"):
-            first(student(load_model), alpha)
+ONES, NAN, ZEROS = torch.ones(128), torch.full((128,), float("nan")), torch.zeros(128)
 
+
+class TestRefused:
     @pytest.mark.parametrize(
         ("what", "message"),
         [
+            *(({"alpha": alpha}, "--alpha is") for alpha in (0.0, -0.5, 1.01, float("nan"))),
             ({"layers": (0,)}, "--layers is 0; the adapter modulates 1, 2"),
             ({"layers": ()}, "--layers is none"),
-            (
-                {"targets": ("sideways",)},
-                "--targets is sideways; the adapter modulates down, gate, stream, up",
-            ),
+            ({"targets": ("sideways",)}, "--targets is sideways; the adapter modulates down, gate"),
             ({"targets": ()}, "--targets is none"),
         ],
     )
@@ -217,52 +213,29 @@ class TestRefused:
             first(student(load_model), **what)
 
     @pytest.mark.parametrize(
-        ("rows", "error", "message"),
+        ("place", "rows", "message"),
         [
-            (
-                (torch.full((128,), float("nan")), torch.zeros(128)),
-                ConfigError,
-                "layer 1, gate: .* not finite",
-            ),
-            (
-                (torch.ones(128), torch.full((128,), float("inf"))),
-                ConfigError,
-                "layer 1, gate: .* not finite",
-            ),
-            ((torch.zeros(128), torch.zeros(128)), ConfigError, "not above 0"),
-            (
-                (torch.ones(64), torch.zeros(64)),
-                ModelError,
-                r"has \[64\] scales and \[64\] biases, the model 128 rows",
-            ),
+            ((1, "gate"), (NAN, ZEROS), "layer 1, gate: .* not finite"),
+            ((1, "gate"), (ONES, ONES / 0), "layer 1, gate: .* not finite"),
+            ((1, "gate"), (ZEROS, ZEROS), "not above 0"),
+            ((1, "gate"), (ONES[:64], ZEROS[:64]), r"has \[64\] scales and .* the model 128 rows"),
+            ((9, "gate"), (ONES, ZEROS), "'gate' of layer 9; the model has layers 0 to 3"),
         ],
     )
     def test_rows_that_would_poison_or_do_not_fit_change_nothing(
-        self, load_model, rows, error, message
+        self, load_model, place, rows, message
     ):
         model = student(load_model)
         npt.consolidate(model, first(model))
         before = logits(model)
-        with pytest.raises(error, match=message):
-            npt.consolidate(
-                model, Update({(2, "up"): (torch.ones(128), torch.ones(128)), (1, "gate"): rows})
-            )
+        with pytest.raises((ConfigError, ModelError), match=message):
+            npt.consolidate(model, Update({(2, "up"): (ONES, ONES), place: rows}))
         assert torch.equal(logits(model), before) and len(npt.consolidated(model)) == 1
-
-    def test_a_layer_that_is_not_there(self, load_model):
-        with pytest.raises(
-            ModelError, match="rows for 'gate' of layer 9; the model has layers 0 to 3"
-        ):
-            npt.consolidate(
-                student(load_model), Update({(9, "gate"): (torch.ones(128), torch.zeros(128))})
-            )
 
     def test_taking_back_more_than_there_are(self, load_model):
         model = student(load_model)
         for count in (1, -1):
-            with pytest.raises(
-                ConfigError, match=f"{count} updates are to be taken back, the model has 0"
-            ):
+            with pytest.raises(ConfigError, match=f"{count} updates are to be taken back"):
                 npt.unconsolidate(model, count)
 
 

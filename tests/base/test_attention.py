@@ -46,19 +46,9 @@ def scores(
     return found if bias is None else found + bias
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Any,
-    compute_log_sumexp: bool,
-    dropout_p=0.0,
-    is_causal=False,
-    *,
-    scale=None,
-):
+def forward(query, key, value, bias, log_sumexp, dropout=0.0, is_causal=False, *, scale=None):
     assert query.shape[1] == key.shape[1] == value.shape[1]
-    assert compute_log_sumexp and dropout_p == 0
+    assert log_sumexp and dropout == 0
     if bias is not None:
         assert (
             not is_causal
@@ -74,32 +64,13 @@ def forward(
     return output, padded, nothing, nothing.clone()
 
 
-def backward(
-    grad,
-    query,
-    key,
-    value,
-    bias,
-    out,
-    cu_q,
-    cu_k,
-    max_q,
-    max_k,
-    lse,
-    dropout,
-    seed,
-    offset,
-    mask_type,
-    bias_grad,
-    **more,
-):
+def backward(grad, query, key, value, bias, out, *rest, **more):
     """Of [B, T, H, d] all, as the operator has them, the bias and the log-sum-exp apart."""
+    cu_q, cu_k, max_q, max_k, lse, dropout, _, _, mask_type, bias_grad = rest
     assert more["num_splits_key"] == 1
     assert (cu_q, cu_k, dropout, bias_grad) == (None, None, 0.0, False) and mask_type in (0, 1)
-    assert (max_q, max_k) == (
-        query.shape[1],
-        key.shape[1],
-    ) and grad.shape == out.shape == query.shape
+    assert (max_q, max_k) == (query.shape[1], key.shape[1])
+    assert grad.shape == out.shape == query.shape
     grad, query, key, value, out = (x.transpose(1, 2) for x in (grad, query, key, value, out))
     scale = query.shape[-1] ** -0.5 if more.get("scale") is None else more["scale"]
     p = (scores(query, key, bias, mask_type == 1, scale) - lse[:, :, :max_q, None]).exp()
@@ -238,18 +209,15 @@ def test_backward_keeps_one_k_and_v_per_key_head(kernel) -> None:
     assert sizes[1] == 2 * sizes[0]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "fp16",
-        "one token",
-        "more keys than queries",
-        "dropout",
-        "position_bias",
-        "softcap",
-        "output_attentions",
-    ],
-)
+OTHERS = {
+    "position_bias": torch.zeros(1, HEADS, 8, 8),
+    "softcap": 30.0,
+    "output_attentions": True,
+    "dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize("case", ["fp16", "one token", "more keys than queries", *OTHERS])
 def test_all_else_goes_to_transformers_function_as_it_came(kernel, monkeypatch, case) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(
@@ -265,14 +233,8 @@ def test_all_else_goes_to_transformers_function_as_it_came(kernel, monkeypatch, 
         q = q[:, :, -1:]
     elif case == "more keys than queries":
         q = q[:, :, -3:]
-    elif case == "dropout":
-        named["dropout"] = 0.1
     else:
-        named[case] = {
-            "position_bias": torch.zeros(1, HEADS, 8, 8),
-            "softcap": 30.0,
-            "output_attentions": True,
-        }[case]
+        named[case] = OTHERS[case]
     assert sdpa_attention(LAYER, q, k, v, None, **named) == "theirs"
     ((arguments, found),) = calls
     assert (
@@ -401,18 +363,9 @@ def test_which_backward_repeats_its_bits(load_model) -> None:
         model.config._attn_implementation = name
         return repeats_exactly(model)
 
-    assert [of(model, name) for name in (SDPA, "sdpa", "eager", "flex_attention")] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    names = (SDPA, "sdpa", "eager", "flex_attention")
+    assert [of(model, name) for name in names] == [True, True, True, False]
     with simulated_cuda():
         to_cuda(model), to_cuda(half)
-        assert [of(model, name) for name in (SDPA, "sdpa", "eager", "flex_attention")] == [
-            True,
-            False,
-            True,
-            False,
-        ]
+        assert [of(model, name) for name in names] == [True, False, True, False]
         assert [of(half, name) for name in (SDPA, "eager")] == [False, True]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Exported:
         tokens, largest: number of tokens compared, and the largest difference of a logit.
     """
 
-    folder: str
+    folder: Path
     precision: str
     files: int
     size: int
@@ -88,7 +88,7 @@ class Exported:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return asdict(self)
+        return {**vars(self), "folder": str(self.folder)}
 
 
 def export(
@@ -151,7 +151,7 @@ def export(
         raise ConfigError(
             f"--output {folder} cannot be written: {first_line(error)}; nothing is left of it"
         ) from error
-    return Exported(str(folder), precision, files, size, rounded, ids.shape[1], largest)
+    return Exported(folder, precision, files, size, rounded, ids.shape[1], largest)
 
 
 def write_export(

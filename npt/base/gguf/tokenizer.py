@@ -8,7 +8,6 @@ here, as the models' own tokenizers have them, and an unknown one is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import (
@@ -43,47 +42,32 @@ _CASES = (
 )
 
 
-@dataclass(frozen=True)
-class _Splitting:
-    """A way to split a text.
-
-    Attributes:
-        pattern: of the pieces; None for GPT-2's own.
-        digits: each digit is a piece.
-        composed: accents are joined with their letters first (NFC).
-        whole: a piece in the vocabulary is a token, whatever its merges say.
-        bos: begins a text unless the file says otherwise.
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    composed: bool = False
-    whole: bool = False
-    bos: bool = False
-
-    def pre_tokenizer(self) -> Any:
-        steps: list[Any] = []
-        if self.digits:
-            steps.append(pre_tokenizers.Digits(individual_digits=True))
-        if self.pattern is not None:
-            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
-        use_regex = self.pattern is None
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex))
-        return pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-_LLAMA3 = _Splitting(_WORDS % r"\p{N}{1,3}", whole=True, bos=True)
-_SPLITTINGS = {
-    "gpt-2": _Splitting(),
-    "smollm": _Splitting(digits=True),
+def _pieces(pattern: str) -> Any:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, bytes_])
+
+
+_LLAMA3 = _pieces(_WORDS % r"\p{N}{1,3}"), {"whole", "bos"}
+_SPLITTINGS: dict[str, tuple[Any, set[str]]] = {
+    "gpt-2": (_GPT2, set()),
+    "smollm": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
+        set(),
+    ),
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
-    "qwen2": _Splitting(_WORDS % r"\p{N}", composed=True),
-    "deepseek-r1-qwen": _Splitting(_WORDS % r"\p{N}"),
-    "tekken": _Splitting(_CASES, whole=True, bos=True),
+    "qwen2": (_pieces(_WORDS % r"\p{N}"), {"composed"}),
+    "deepseek-r1-qwen": (_pieces(_WORDS % r"\p{N}"), set()),
+    "tekken": (_pieces(_CASES), {"whole", "bos"}),
 }
-"""By `tokenizer.ggml.pre`."""
+"""By `tokenizer.ggml.pre`: how a text is cut into pieces, and what else holds. `whole`: a piece in
+the vocabulary is a token, whatever its merges say. `composed`: accents are joined with their
+letters first. `bos`: BOS begins a text unless the file says otherwise."""
 
 
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
@@ -143,19 +127,19 @@ def _byte_level(
 ) -> tuple[Tokenizer, bool]:
     """Return a byte-level tokenizer, and whether its kind begins a text with BOS."""
     name = file.get("tokenizer.ggml.pre", str, "default")
-    splitting = _SPLITTINGS.get(name)
-    if splitting is None:
+    if name not in _SPLITTINGS:
         raise file.refusal(
             f"splits text by the pattern {shown(name)}, known are {', '.join(_SPLITTINGS)}; load a"
             " folder of the model instead"
         )
+    pre_tokenizer, ways = _SPLITTINGS[name]
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", list)]
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole))
-    if splitting.composed:
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges="whole" in ways))
+    if "composed" in ways:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = splitting.pre_tokenizer()
+    backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
-    return backend, splitting.bos
+    return backend, "bos" in ways
 
 
 def _sentencepiece(

@@ -204,7 +204,10 @@ DAMAGE = {
         r"there is no folder .*; name a folder that npt\.save_adapter wrote",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
-    "no weights": (lambda f: (f / WEIGHTS_NAME).unlink(), r"holds no adapter_model\.safetensors"),
+    "no weights": (
+        lambda f: (f / WEIGHTS_NAME).unlink(),
+        r"adapter_model\.safetensors cannot be read",
+    ),
     "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
     "wrong shape": (
         in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
