@@ -205,8 +205,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "memory": (part(settings={"max_memory": "1GiB"}), "max_memory is no setting of a study"),
     "share of refusals": (
-        part(settings={"max_refused_share": 0.5}),
-        "max_refused_share is no setting of a study",
+        part(settings={"rank_timeout": 0.5}),
+        "rank_timeout is no setting of a study",
     ),
     "bisection of a word": (
         part(bisect={"setting": "loss", "low": "nmse", "high": "mse"}),
