@@ -21,8 +21,8 @@ import npt.diagnostics  # noqa: E402
 import npt.guard  # noqa: E402
 from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
 from npt.cli.main import VERBS, make_parser  # noqa: E402
-from npt.config import GROUPS, flag_of, hints_of  # noqa: E402
-from npt.flags import ALIASES, RETIRED, is_rare, plain_type, shown_default  # noqa: E402
+from npt.config import GROUPS, flag_of, kinds_of  # noqa: E402
+from npt.flags import ALIASES, RETIRED, shown_default  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 COMMAND = "python docs/generate.py"
@@ -178,14 +178,13 @@ def verb_parsers() -> dict[str, argparse.ArgumentParser]:
 
 def settings_rows(group: str) -> Iterable[list[str]]:
     for cls in SETTINGS:
-        hints = hints_of(cls)
         for f in fields(cls):
             if f.metadata["group"] != group:
                 continue
             flag = f"`--{flag_of(f)}`"
-            value = value_words(f.metadata, plain_type(hints[f.name]))
-            said = f.metadata["help"].replace("%%", "%")
-            yield [flag if is_rare(f) else f"**{flag}**", shown_default(f.default), value, said]
+            value = value_words(f.metadata, kinds_of(cls)[f.name][0])
+            shown = f"**{flag}**" if f.metadata["often"] else flag
+            yield [shown, shown_default(f.default), value, f.metadata["help"]]
 
 
 def value_words(metadata: Mapping[str, Any], kind: type) -> str:
@@ -195,9 +194,7 @@ def value_words(metadata: Mapping[str, Any], kind: type) -> str:
         words = ", ".join(metadata["choices"])
         words = f"list of {words}" if kind is tuple else words
     elif bound is not None:
-        words = bound.words
-        for start in ("it must be ", "it must lie ", "it is ", "a finite number of "):
-            words = words.removeprefix(start)
+        words = bound.words.removeprefix("it must be ")
     else:
         words = {bool: "true, false", str: "text", tuple: "list", int: "whole number"}.get(
             kind, "number"

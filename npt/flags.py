@@ -7,16 +7,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-import types
-import typing
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import Field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from npt.config import GROUPS, flag_of, hints_of
+from npt.config import GROUPS, flag_of, kinds_of
 from npt.console import put
 from npt.errors import ConfigError, kind_of, printable
 from npt.presets import presets, settings_file
@@ -39,55 +37,38 @@ ALIASES = {
 """A flag by each of its other names: those of transformers' and PEFT's scripts, and old ones."""
 
 RETIRED = {
-    "mixed_precision": (
-        "a 4-bit base computes in fp32, or its products in bf16 (--compute_dtype bf16); --use_fp16"
-        " is for unquantised ones"
-    ),
-    "optimizer_type": "the optimizer is AdamW, whose moments stay in fp32",
-    "modulation_scale": (
-        "--additive_scale scales the additive term, --mult_bound bounds the multiplicative one"
-    ),
-    "log_file": "a run writes metrics.jsonl and events.jsonl into --output_dir",
-    "fp16": "--use_fp16 computes an unquantised base in fp16; a 4-bit base computes in fp32",
-    "bf16": (
-        "--compute_dtype bf16 rounds the products of a 4-bit base to bf16; all else computes in"
-        " fp32"
-    ),
-    "behaviour": (
-        "npt collect counts the prompts after which greedy texts part, npt generate --compare shows"
-        " both texts, and npt evaluate --lm_eval measures long contexts"
-    ),
-    "context_length": "--max_length says how many tokens npt evaluate reads at once",
-    "assisted": "give transformers' generate npt.student_view(model) as assistant_model",
-    "draft_tokens": "give transformers' generate npt.student_view(model) as assistant_model",
-    "compile": "leave it out: compiling what a converted layer computes gained nothing",
-    "report_to": "write --use_wandb, --use_tensorboard or neither",
-    "project": "WANDB_PROJECT names it",
-    "wandb_entity": "WANDB_ENTITY names it",
-    "wandb_group": "WANDB_RUN_GROUP names it",
-    "wandb_tags": "WANDB_TAGS names them",
-    "save_strategy": "--save_steps says how often",
-    "eval_strategy": "--eval_steps says how often",
-    "evaluation_strategy": "--eval_steps says how often",
-    "smooth_l1_beta": "the loss smooth_l1 is squared up to 1",
-    "cosine_weight": "the loss cosine is half NMSE, half 1 - cos",
-    "jsd_weight": "the loss jsd is of the even mixture",
-    "layer_weights": "every layer counts alike",
-    "token_weighting": "every token counts alike",
-    "stages": "a run has one --strategy; a second run continues with another by --adapter",
-    "max_refused_share": "a run stops when more than a fifth of its micro-batches was refused",
-    "spike_sigmas": "--skip_spikes refuses beyond ten robust standard deviations",
-    "sample_steps": "npt generate --compare shows texts, the report multipliers at their bounds",
-    "rank_budget": "--adapter_rank is the mean of the ranks that a calibrated start gives out",
-    "init_std_a": "A starts with standard deviation 0.02",
-    "init_std_b": "B starts with standard deviation 0.001",
-    "init_std_m": "M starts at 0",
-    "init_a": "A starts normal, with standard deviation 0.02",
-    "padding_side": "rows are padded on the right; the side changes nothing",
-    "dataset_mix": "--replay_dataset mixes in a second data set; write more of them into one file",
+    name: instead
+    for names, instead in (
+        ("mixed_precision fp16 bf16", "a 4-bit base computes in fp32; see --compute_dtype"),
+        ("optimizer_type", "the optimizer is AdamW, whose moments stay in fp32"),
+        ("modulation_scale", "see --additive_scale and --mult_bound"),
+        ("log_file", "a run writes metrics.jsonl and events.jsonl into --output_dir"),
+        ("behaviour", "npt generate --compare shows texts, npt evaluate --lm_eval measures"),
+        ("context_length", "--max_length says how many tokens npt evaluate reads at once"),
+        ("assisted draft_tokens", "give generate npt.student_view(model) as assistant_model"),
+        ("compile", "leave it out: compiling what a converted layer computes gained nothing"),
+        ("report_to", "write --use_wandb, --use_tensorboard or neither"),
+        ("project", "WANDB_PROJECT names it"),
+        ("wandb_entity wandb_group wandb_tags", "see WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS"),
+        ("save_strategy", "--save_steps says how often"),
+        ("eval_strategy evaluation_strategy", "--eval_steps says how often"),
+        ("dataset_mix", "--replay_dataset mixes in a second data set; join more into one file"),
+        ("stages", "a run has one --strategy; a second run continues with another by --adapter"),
+        ("layer_weights token_weighting", "every layer and every token counts alike"),
+        ("smooth_l1_beta", "the loss smooth_l1 is squared up to 1"),
+        ("cosine_weight", "the loss cosine is half NMSE, half 1 - cos"),
+        ("jsd_weight", "the loss jsd is of the even mixture"),
+        ("init_a init_std_a", "a random A is normal, with standard deviation 0.02"),
+        ("init_std_b init_std_m", "a random B has standard deviation 0.001, and M starts at 0"),
+        ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
+        ("padding_side", "rows are padded on the right; the side changes nothing"),
+        ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
+        ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
+        ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
+    )
+    for name in names.split()
 }
 """Flags that do not exist, and what to use instead."""
-
 
 _RARE = "npt_rare"
 """The mark of a flag that few runs need."""
@@ -100,17 +81,14 @@ def canonical(name: str, known: Collection[str]) -> str:
     """
     plain = name.replace("-", "_")
     for prefix in ("", "no_"):
-        if plain.startswith(prefix):
-            found = prefix + ALIASES.get(plain.removeprefix(prefix), plain.removeprefix(prefix))
-            if found in known:
-                return found
+        flag = prefix + ALIASES.get(plain.removeprefix(prefix), plain.removeprefix(prefix))
+        if plain.startswith(prefix) and flag in known:
+            return flag
     return name
 
 
 def _hint(name: str, known: Collection[str], mark: str = "--") -> str:
-    """Return an addition to a message about an unknown flag: a similar flag, or what replaced it;
-    or nothing.
-    """
+    """Return what replaced an unknown flag, or a similar one, as a clause of a message, or ""."""
     plain = name.replace("-", "_")
     if plain in RETIRED:
         return f"; {RETIRED[plain]}"
@@ -129,14 +107,17 @@ class OneLineParser(argparse.ArgumentParser):
         self._takes_others = takes_others
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given = list(sys.argv[1:] if args is None else args)
-        until = given.index("--") if "--" in given else len(given)
-        found, left = super().parse_known_args(
-            [*map(self._spelled, given[:until]), *given[until:]], namespace
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        parsed, left = super().parse_known_args(
+            [*map(self._spelled, words[:end]), *words[end:]], namespace
         )
         if left and self._subparsers is None and not self._takes_others:
-            self.error(self._unknown(left[0]))
-        return found, left
+            flag = left[0].partition("=")[0]
+            if not flag.startswith("-"):
+                self.error(f"{left[0]!r} belongs to no flag")
+            self.error(f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}")
+        return parsed, left
 
     def _flags(self) -> list[str]:
         return [
@@ -149,12 +130,6 @@ class OneLineParser(argparse.ArgumentParser):
             return argument
         name, equals, value = argument[2:].partition("=")
         return f"--{canonical(name, self._flags())}{equals}{value}"
-
-    def _unknown(self, argument: str) -> str:
-        if not argument.startswith("-"):
-            return f"{argument!r} belongs to no flag"
-        flag = argument.partition("=")[0]
-        return f"there is no flag {flag}{_hint(flag.lstrip('-'), self._flags())}"
 
     def format_help(self, *, rare_too: bool = False) -> str:
         rare = [
@@ -193,48 +168,33 @@ def add_settings(
     namespace. A boolean one takes an optional value (`--smoke_test false`) and has a negation
     (`--no_smoke_test`).
     """
-    groups: dict[str, Any] = {}
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument(
-        "--help_all",
-        nargs=0,
-        action=_HelpAll,
-        default=argparse.SUPPRESS,
-        help="show every flag and exit",
+        "--help_all", nargs=0, action=_HelpAll, help="show every flag and exit", **unset
     )
+    groups: dict[str, Any] = {}
     for cls in classes:
-        hints = hints_of(cls)
         for f in fields(cls):
-            if flag_of(f) in leave_out:
+            name, choices = flag_of(f), f.metadata["choices"]
+            if name in leave_out:
                 continue
             title = GROUPS[f.metadata["group"]]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
-            _add_setting(groups[title], f, plain_type(hints[f.name]))
-
-
-def _add_setting(group: Any, f: Field[Any], kind: type) -> None:
-    name, choices = flag_of(f), f.metadata.get("choices")
-    how: dict[str, Any] = {
-        "help": f"{f.metadata.get('help', '')} (default: {shown_default(f.default)})"
-    }
-    if kind is bool:
-        how |= {"nargs": "?", "const": True, "type": _boolean, "metavar": "BOOL"}
-    elif kind is tuple:
-        how["metavar"] = "LIST"
-    elif choices:
-        how |= {"type": kind, "choices": choices}
-    else:
-        how |= {"type": kind, "metavar": kind.__name__.upper()}
-    action = group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how)
-    setattr(action, _RARE, is_rare(f))
-    if kind is bool:
-        group.add_argument(
-            f"--no_{name}",
-            dest=name,
-            action="store_false",
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
+            kind = kinds_of(cls)[f.name][0]
+            how: dict[str, Any] = {"type": _reader(kind), "metavar": kind.__name__.upper()}
+            if kind is bool:
+                how |= {"nargs": "?", "const": True, "metavar": "BOOL"}
+                groups[title].add_argument(
+                    f"--no_{name}", dest=name, action="store_false", help=unset["default"], **unset
+                )
+            elif kind is tuple:
+                how["metavar"] = "LIST"
+            elif choices:
+                how |= {"choices": choices, "metavar": None}
+            text = f"{f.metadata['help']} (default: {shown_default(f.default)})"
+            action = groups[title].add_argument(f"--{name}", help=text, **how, **unset)
+            setattr(action, _RARE, not f.metadata["often"])
 
 
 def read_yaml(
@@ -244,76 +204,54 @@ def read_yaml(
 
     Args:
         path: the file, or the name of a preset (npt/presets).
-        classes: whose flags are allowed.
-        extra: further flags and their types.
+        classes, extra: whose flags are allowed, and further flags with their types.
 
     Raises:
-        ConfigError: unreadable, not YAML, not a mapping, an unknown name, or a value of another
-            type.
+        ConfigError: no such file, or as `yaml_content` and `checked_settings`.
     """
-    where = f"--config {path}"
-    file = settings_file(path)
+    where, file = f"--config {path}", settings_file(path)
     if not file.exists():
         raise ConfigError(
             f"{where} is neither a file nor one of the presets {', '.join(presets())}"
         )
     content = yaml_content(str(file), where)
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{where} holds {kind_of(content)}; write one 'flag_name: value' a line")
-    return checked_settings(where, content, classes, extra)
+    return checked_settings(where, content or {}, classes, extra)
 
 
 def yaml_content(path: str, where: str) -> Any:
     """Return the content of a YAML file, which messages call `where`.
 
     Raises:
-        ConfigError: unreadable, not YAML, a key twice in one mapping, or an alias.
+        ConfigError: unreadable, not YAML, or a key twice in one mapping.
     """
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise ConfigError(
             f"{where} is not valid YAML: {place}{getattr(error, 'problem', error)}"
         ) from error
-    except (ValueError, OverflowError, RecursionError) as error:
-        # out of PyYAML: an impossible date or number, thousands of digits, of nested lists
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"{where} holds a value that cannot be read: {reason}") from error
+    # out of PyYAML: an impossible date or number, thousands of digits, of nested lists
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        reason = "nested too deeply" if isinstance(error, RecursionError) else reason
+        raise ConfigError(f"{where} cannot be read: {reason}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses what loses or multiplies settings: a key twice, of which the last would win, and
-    aliases, of which ten lines can make a list of a billion entries.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, f"*{event.anchor} is an alias; write the value itself", event.start_mark
-            )
-        return super().compose_node(parent, index)
+    """Refuses a key twice, of which the last would win, and so lose a setting."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None,
-                        None,
-                        f"{key.value} is given twice; drop one of the two",
-                        key.start_mark,
-                    )
-                seen.add(key.value)
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is given twice; drop one of the two", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)
 
 
@@ -323,20 +261,15 @@ def checked_settings(
     classes: Iterable[type],
     extra: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return settings by flag name, each known and of its type.
-
-    Args:
-        where: they were written, for messages.
-        content: as it was written.
-        classes, extra: as for `read_yaml`.
+    """Return the settings written in `content` by flag name, each known and of its type; messages
+    call the place `where`. classes, extra: as for `read_yaml`.
 
     Raises:
-        ConfigError: an unknown name, or a value of another type.
+        ConfigError: an unknown name, a name twice, or a value of another type.
     """
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:
-        hints = hints_of(cls)
-        kinds |= {flag_of(f): plain_type(hints[f.name]) for f in fields(cls)}
+        kinds |= {flag_of(f): kinds_of(cls)[f.name][0] for f in fields(cls)}
     settings: dict[str, Any] = {}
     for written, value in content.items():
         name = canonical(str(written), kinds)
@@ -358,34 +291,24 @@ def build(cls: type, given: Mapping[str, Any]) -> Any:
 
 
 def _typed(where: str, name: str, value: Any, kind: type) -> Any:
+    """Return a value of YAML as its flag would give it, from the text that it would be there."""
     if value is None:
         return None
-    nested = isinstance(value, dict) or (
-        isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
-    )
-    try:
-        if kind is tuple:
-            return tuple(value) if isinstance(value, list) else str(value)
-        if kind is bool:
-            return value if isinstance(value, bool) else _boolean(str(value))
-        if kind is str and not nested:  # layers: [3, 5]
-            return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        if kind in (int, float) and not isinstance(value, bool):
-            number = kind(value)
-            if isinstance(value, str | kind) or number == value:
-                return number
-    # a whole number that is infinite overflows
-    except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
-        pass
+    parts = value if isinstance(value, list) and kind in (str, tuple) else [value]
+    whole = kind is int and isinstance(value, float) and value.is_integer()
+    if not any(isinstance(part, list | dict) for part in parts):
+        try:
+            return _reader(kind)(str(int(value)) if whole else ",".join(map(str, parts)))
+        except (ValueError, argparse.ArgumentTypeError):
+            pass
     expected = "a list" if kind is tuple else kind.__name__
     raise ConfigError(f"{where}: {name} is {value!r}, expected {expected}")
 
 
-def plain_type(hint: Any) -> type:
-    """Return int of `int | None`, tuple of `tuple[str, ...]`."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    return typing.get_origin(hint) or hint
+def _reader(kind: type) -> Callable[[str], Any]:
+    """Return the function that reads a flag's value; a list stays text, which its setting reads."""
+    readers: dict[type, Callable[[str], Any]] = {bool: _boolean, tuple: str}
+    return readers.get(kind, kind)
 
 
 def _boolean(text: str) -> bool:
@@ -395,11 +318,6 @@ def _boolean(text: str) -> bool:
     if lowered in ("false", "no", "off", "0"):
         return False
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-
-
-def is_rare(f: Field[Any]) -> bool:
-    """Return whether only `--help_all` shows a field's flag."""
-    return not f.metadata["often"]
 
 
 def shown_default(value: Any) -> str:
@@ -412,10 +330,8 @@ def shown_default(value: Any) -> str:
 
 
 def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by flag name, with `safe_mode` replaced by the form that it means.
-
-    Raises:
-        ConfigError: another form is asked for too.
+    """Return values by flag name, with `safe_mode` replaced by the form that it means; raise
+    ConfigError if another form is asked for too.
     """
     plain = {name: value for name, value in given.items() if name != "safe_mode"}
     if not given.get("safe_mode", False):

@@ -1,311 +1,204 @@
+"""Settings: their values are checked one by one, then together, and each refusal names its flag."""
+
+from __future__ import annotations
+
 import dataclasses
 import math
 import re
+from collections import Counter
 
 import pytest
 
-from npt import config as config_module
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of, parse_steps
+from npt.config import (
+    GROUPS,
+    MODULATIONS,
+    BaseConfig,
+    DataConfig,
+    NPTConfig,
+    TrainConfig,
+    flag_of,
+    parse_steps,
+)
 from npt.errors import ConfigError, NotSupportedError, NPTError
 
 ALL = (NPTConfig, BaseConfig, DataConfig, TrainConfig)
 NAN, INF = math.nan, math.inf
+WHOLE = {"strategy": "end_to_end"}
+LOGITS = {**WHOLE, "logit_kl_weight": 1.0}
 
-# The flags that the recommended command and the documentation use.
-DOCUMENTED = set(
-    """
-    model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
-    use_quantization quant_type use_fp16 compute_dtype matmul_precision share_embeddings
-    strategy loss dataset_name dataset_config dataset_split text_column prompt_column
-    completion_column streaming num_samples max_length packing replay_dataset
-    replay_ratio hidden_weight batch_size gradient_accumulation_steps learning_rate
-    weight_decay regularization_lambda num_epochs max_steps warmup_steps scheduler_type
-    max_grad_norm max_consecutive_bad seed output_dir log_steps eval_steps save_steps
-    save_total_limit resume use_wandb use_tensorboard run_name smoke_test trace_steps
-    trace_every
-    """.split()  # noqa: SIM905 - read as the documentation writes them
-)
+COUNTS = """
+    batch_size gradient_accumulation_steps num_epochs max_steps max_consecutive_bad log_steps
+    eval_steps eval_samples save_steps save_total_limit trace_every calibration_tokens
+"""
 
-LOGITS = {"strategy": "end_to_end", "logit_kl_weight": 1.0}
-
+# class, setting, values that are refused, and what is said of them
 BAD_VALUES = [
-    (NPTConfig, {"rank": 0}, "--adapter_rank is 0; it must be at least 1"),
-    (NPTConfig, {"rank": -3}, "--adapter_rank is -3"),
-    (NPTConfig, {"ranks": ()}, "--ranks is ()"),
-    (
-        NPTConfig,
-        {"ranks": (4, 0)},
-        "--ranks is (4, 0); give each converted layer a whole number of at least 1",
+    (NPTConfig, "rank", (0, -3), "it must be at least 1"),
+    (NPTConfig, "ranks", ((), (4, 0), (4, 1.5)), "give each converted layer a whole number of at"),
+    (NPTConfig, "ranks", ("4,,5",), "write whole numbers like 8,16,32"),
+    (NPTConfig, "targets", ((), " , "), "name each of stream, gate, up, down at most once"),
+    (NPTConfig, "targets", ("up,up",), "name each of stream, gate, up, down at most once"),
+    (NPTConfig, "targets", ("side", "gate,side"), "choose from stream, gate, up, down"),
+    (NPTConfig, "modulation", ("none",), "choose from both, additive, multiplicative"),
+    (NPTConfig, "residual", ("drop",), "choose from modulate, keep"),
+    (NPTConfig, "init", ("zero",), "choose from random, calibrated"),
+    (NPTConfig, "mult_form", ("tanh",), "choose from sigmoid, half_sigmoid, one_plus_tanh"),
+    (NPTConfig, "mult_bound", (0.0, 1.0, -0.5, NAN, INF), "it must be above 0 and at most 0.999"),
+    (NPTConfig, "additive_scale", (0.0, -0.1, NAN), "it must be above 0"),
+    (BaseConfig, "quant_type", ("int4",), "choose from nf4, fp4"),
+    (BaseConfig, "matmul_precision", ("low",), "choose from auto, highest, high"),
+    (BaseConfig, "attn_implementation", ("flash",), "choose from sdpa, eager, flex_attention"),
+    (DataConfig, "max_length", (1, 0, -5), "it must be at least 2"),
+    (DataConfig, "num_samples", (0, -1), "it must be at least 1"),
+    (DataConfig, "replay_ratio", (0.0, 1.0, NAN, INF), "it must be above 0 and below 1"),
+    (TrainConfig, "strategy", ("global",), "choose from local, propagated, end_to_end"),
+    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction, mse, smooth_l1"),
+    (TrainConfig, "logit_loss", ("tv",), "choose from kl, reverse_kl, jsd, cross_entropy"),
+    (TrainConfig, "scheduler_type", ("step",), "choose from cosine, linear, constant"),
+    (TrainConfig, "logit_temperature", (0.0, 1e-4, 1e4, NAN), "at least 0.001 and at most 1000.0"),
+    (TrainConfig, "warmup_steps", (-1,), "it must be at least 0"),
+    (TrainConfig, "seed", (-1,), "it must be at least 0"),
+    *((TrainConfig, name, (0, -1), "it must be at least 1") for name in COUNTS.split()),
+    *(
+        (TrainConfig, name, (-1.0, NAN), "it must be at least 0.0")
+        for name in ("weight_decay", "regularization_lambda", "logit_kl_weight", "hidden_weight")
     ),
-    (NPTConfig, {"ranks": (4, 1.5)}, "--ranks is (4, 1.5)"),
-    (NPTConfig, {"ranks": "4,,5"}, "--ranks is '4,,5'; write whole numbers like 8,16,32"),
-    (TrainConfig, {"calibration_tokens": 0}, "--calibration_tokens is 0"),
-    (
-        NPTConfig,
-        {"targets": "gate,side"},
-        "--targets is 'side'; choose from stream, gate, up, down",
-    ),
-    (
-        NPTConfig,
-        {"targets": ()},
-        "--targets is (); name each of stream, gate, up, down at most once, and one at least",
-    ),
-    (NPTConfig, {"targets": " , "}, "--targets is ()"),
-    (NPTConfig, {"targets": "up,up"}, "--targets is ('up', 'up')"),
-    (
-        NPTConfig,
-        {"modulation": "none"},
-        "--modulation is 'none'; choose from both, additive, multiplicative",
-    ),
-    (NPTConfig, {"residual": "drop"}, "--residual is 'drop'; choose from modulate, keep"),
-    (NPTConfig, {"init": "zero"}, "--init is 'zero'; choose from random, calibrated"),
-    *[
-        (
-            NPTConfig,
-            {"mult_bound": v},
-            f"--mult_bound is {v}; it must lie above 0 and be at most 0.999",
-        )
-        for v in (0.0, 1.0, -0.5, 1.5, NAN, INF)
-    ],
-    *[
-        (NPTConfig, {"additive_scale": v}, f"--additive_scale is {v}; it must be a positive number")
-        for v in (0.0, -0.1, NAN, INF)
-    ],
-    (
-        NPTConfig,
-        {"mult_form": "tanh"},
-        "--mult_form is 'tanh'; choose from sigmoid, half_sigmoid, one_plus_tanh, unbounded",
-    ),
-    (
-        NPTConfig,
-        {"mult_form": "unbounded", "modulation": "additive"},
-        "--mult_form unbounded means nothing without --modulation both",
-    ),
-    (
-        NPTConfig,
-        {"mult_form": "one_plus_tanh", "mult_bound": 0.3},
-        "--mult_bound 0.3 means nothing without --mult_form sigmoid",
-    ),
-    (
-        NPTConfig,
-        {"residual": "keep", "mult_form": "half_sigmoid"},
-        "--residual keep starts equal to its base",
-    ),
-    (BaseConfig, {"quant_type": "int4"}, "--quant_type is 'int4'; choose from nf4, fp4"),
-    (
-        BaseConfig,
-        {"matmul_precision": "low"},
-        "--matmul_precision is 'low'; choose from auto, highest, high",
-    ),
-    *[
-        (
-            DataConfig,
-            {"max_length": v},
-            f"--max_length is {v}; it must be a finite number of at least 2",
-        )
-        for v in (1, 0, -5)
-    ],
-    *[
-        (
-            DataConfig,
-            {"num_samples": v},
-            f"--num_samples is {v}; it must be a finite number of at least 1",
-        )
-        for v in (0, -1)
-    ],
-    (
-        DataConfig,
-        {"completion_column": "a"},
-        "--completion_column is 'a' without --prompt_column; name both",
-    ),
-    (
-        DataConfig,
-        {"prompt_column": "a", "completion_column": "a"},
-        "--prompt_column and --completion_column are both 'a'; they are two",
-    ),
-    *[
-        (
-            DataConfig,
-            {"replay_dataset": "x", "replay_ratio": v},
-            f"--replay_ratio is {v}; it is a share, between 0 and 1",
-        )
-        for v in (0.0, 1.0, -0.2, 1.5, NAN, INF)
-    ],
-    (
-        TrainConfig,
-        {"strategy": "global"},
-        "--strategy is 'global'; choose from local, propagated, end_to_end",
+    *(
+        (TrainConfig, name, (0.0, -1.0, NAN), "it must be above 0")
+        for name in ("learning_rate", "max_grad_norm", "rank_timeout")
     ),
     (
         TrainConfig,
-        {"loss": "mae"},
-        "--loss is 'mae'; choose from nmse, nmse_update, direction, mse, smooth_l1, cosine",
+        "trace_steps",
+        ("", "0", "0-3", "3-1", "1,,2", "1-", "-2", "1.5", "all", "1;2"),
+        "write steps from 1 on as a list 1,2,3, a range 1-5 or a mix 1-5,8",
     ),
     (
         TrainConfig,
-        {"logit_loss": "tv"},
-        "--logit_loss is 'tv'; choose from kl, reverse_kl, jsd, cross_entropy",
-    ),
-    *[
-        (
-            TrainConfig,
-            {**LOGITS, "logit_temperature": v},
-            f"--logit_temperature is {v}; it must lie between 0.001 and 1000.0",
-        )
-        for v in (0.0, -1.0, 1e-4, 1e4, NAN, INF)
-    ],
-    (
-        TrainConfig,
-        {"logit_loss": "jsd"},
-        "--logit_loss jsd means nothing without a --logit_kl_weight above 0",
-    ),
-    (
-        TrainConfig,
-        {"logit_temperature": 2.0},
-        "--logit_temperature 2.0 means nothing without a --logit_kl_weight above 0",
-    ),
-    (
-        TrainConfig,
-        {**LOGITS, "logit_loss": "cross_entropy", "logit_temperature": 2.0},
-        "--logit_temperature 2.0 means nothing without",
-    ),
-    (
-        TrainConfig,
-        {"scheduler_type": "step"},
-        "--scheduler_type is 'step'; choose from cosine, linear, constant",
-    ),
-    *[
-        (
-            TrainConfig,
-            {name: low - 1},
-            f"--{name} is {low - 1}; it must be a finite number of at least {low}",
-        )
-        for name, low in {
-            "batch_size": 1,
-            "gradient_accumulation_steps": 1,
-            "num_epochs": 1,
-            "max_steps": 1,
-            "warmup_steps": 0,
-            "max_consecutive_bad": 1,
-            "seed": 0,
-            "log_steps": 1,
-            "eval_steps": 1,
-            "eval_samples": 1,
-            "save_steps": 1,
-            "save_total_limit": 1,
-            "trace_every": 1,
-        }.items()
-    ],
-    *[
-        (
-            TrainConfig,
-            {name: value},
-            f"--{name} is {value}; it must be a finite number of at least 0.0",
-        )
-        for name in ("weight_decay", "regularization_lambda", "logit_kl_weight")
-        for value in (-1.0, NAN, INF)
-    ],
-    *[
-        (TrainConfig, {name: value}, f"--{name} is {value}; it must be a positive number")
-        for name in ("learning_rate", "max_grad_norm")
-        for value in (0.0, -1.0, NAN, INF)
-    ],
-    *[
-        (
-            TrainConfig,
-            {"trace_steps": v},
-            (
-                f"--trace_steps is {v!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a"
-                " mix 1-5,8"
-            ),
-        )
-        for v in ("", "0", "0-3", "3-1", "1,,2", "1-", "-2", "1.5", "all", "1;2")
-    ],
-    (
-        TrainConfig,
-        {"hidden_weight": 0.0},
-        (
-            "--hidden_weight is 0, but --strategy local trains on hidden states alone; raise it,"
-            " or use"
-        ),
-    ),
-    (
-        TrainConfig,
-        {"hidden_weight": 0, "strategy": "propagated"},
-        "--hidden_weight is 0, but --strategy propagated trains on hidden",
-    ),
-    (
-        TrainConfig,
-        {"hidden_weight": 0, "strategy": "end_to_end"},
-        "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing",
-    ),
-    (
-        TrainConfig,
-        {"hidden_weight": 0, "loss": "mse", **LOGITS},
-        "--loss mse means nothing without a --hidden_weight above 0",
-    ),
-    *[
-        (TrainConfig, {"hidden_weight": v}, f"--hidden_weight is {v}; it must be a finite number")
-        for v in (-1.0, NAN, INF)
-    ],
-    (
-        TrainConfig,
-        {"logit_kl_weight": 0.5},
-        "--logit_kl_weight is 0.5 with --strategy local, which computes no logits",
-    ),
-    (
-        BaseConfig,
-        {"teacher_precision": "bf16"},
-        "--teacher_precision is bf16, but the base is not quantised",
+        "max_memory",
+        ("", "10G", "GiB", "-1GiB", "0", "0.0001KB", "1e9", "nan", "10GiB8", 0, "1" * 30),
+        "write a size like 10GiB, 800MB or a number of bytes",
     ),
 ]
 
-# As a YAML file or a caller may hand them in.
+# as a YAML file or a caller may hand them in
 WRONG_TYPES = [
-    (NPTConfig, {"rank": 1.5}, "--adapter_rank is 1.5"),
-    (NPTConfig, {"rank": NAN}, "--adapter_rank is nan"),
-    (NPTConfig, {"rank": "16"}, "--adapter_rank is 16"),
-    (NPTConfig, {"rank": None}, "--adapter_rank is None"),
-    (NPTConfig, {"layers": None}, "--layers is None"),
-    (NPTConfig, {"targets": None}, "--targets is None"),
-    (NPTConfig, {"modulation": None}, "--modulation is None"),
-    (NPTConfig, {"residual": None}, "--residual is None"),
-    (NPTConfig, {"mult_bound": "0.5"}, "--mult_bound is 0.5"),
-    (NPTConfig, {"additive_scale": None}, "--additive_scale is None"),
-    (BaseConfig, {"quant_type": None}, "--quant_type is None"),
-    (DataConfig, {"max_length": 2.5}, "--max_length is 2.5"),
-    (DataConfig, {"max_length": None}, "--max_length is None"),
-    (TrainConfig, {"batch_size": 2.5}, "--batch_size is 2.5"),
-    (TrainConfig, {"batch_size": None}, "--batch_size is None"),
-    (TrainConfig, {"batch_size": "4"}, "--batch_size is 4"),
-    (TrainConfig, {"seed": 1.5}, "--seed is 1.5"),
-    (TrainConfig, {"strategy": None}, "--strategy is None"),
-    (TrainConfig, {"learning_rate": None}, "--learning_rate is None"),
-    (TrainConfig, {"learning_rate": "5e-5"}, "--learning_rate is 5e-5"),
+    (NPTConfig, "rank", (1.5, NAN, "16", None, True), "expected int"),
+    (NPTConfig, "layers", (None,), "expected str"),
+    (NPTConfig, "targets", (None, 3), "expected tuple"),
+    (NPTConfig, "modulation", (None,), "expected str"),
+    (NPTConfig, "mult_bound", ("0.5", None, False), "expected float"),
+    (BaseConfig, "quant_type", (None, 4), "expected str"),
+    (DataConfig, "max_length", (2.5, None), "expected int"),
+    (TrainConfig, "eval_steps", ("4",), "expected int or unset"),
+    (TrainConfig, "max_memory", (True,), "expected str or unset"),
+    (TrainConfig, "learning_rate", (None, "5e-5"), "expected float"),
 ]
 
 
-def cases(table):
-    ids = [
-        f"{config.__name__}-{','.join(f'{key}={value!r}' for key, value in settings.items())}"
-        for config, settings, _ in table
-    ]
-    return pytest.mark.parametrize(("config", "settings", "message"), table, ids=ids)
-
-
-@cases(BAD_VALUES)
-def test_a_bad_value_is_refused_with_flag_value_and_what_would_do(config, settings, message):
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "words"),
+    [
+        (cls, name, value, words)
+        for cls, name, values, words in BAD_VALUES + WRONG_TYPES
+        for value in values
+    ],
+)
+def test_a_bad_value_is_refused_with_flag_value_and_what_would_do(cls, name, value, words):
     with pytest.raises(ConfigError) as refusal:
-        config(**settings)
-    assert str(refusal.value).startswith(message)
+        cls(**{name: value})
+    (flag,) = (flag_of(f) for f in dataclasses.fields(cls) if f.name == name)
+    assert str(refusal.value).startswith(f"--{flag} is ") and words in str(refusal.value)
     assert not isinstance(refusal.value, NotSupportedError)
 
 
-@cases(WRONG_TYPES)
-def test_a_value_of_the_wrong_type_is_refused_like_any_other(config, settings, message):
+@pytest.mark.parametrize(
+    ("cls", "settings", "message"),
+    [
+        (
+            NPTConfig,
+            {"mult_form": "unbounded", "modulation": "additive"},
+            "--mult_form unbounded means nothing without --modulation both",
+        ),
+        (
+            NPTConfig,
+            {"mult_form": "one_plus_tanh", "mult_bound": 0.3},
+            "--mult_bound 0.3 means nothing without --mult_form sigmoid",
+        ),
+        (
+            NPTConfig,
+            {"residual": "keep", "mult_form": "half_sigmoid"},
+            "--residual keep starts equal to its base",
+        ),
+        (
+            BaseConfig,
+            {"quant_type": "fp4"},
+            "--quant_type fp4 means nothing without --use_quantization",
+        ),
+        (
+            BaseConfig,
+            {"teacher_precision": "bf16"},
+            "--teacher_precision bf16 means nothing without --use_q",
+        ),
+        (
+            BaseConfig,
+            {"compute_dtype": "bf16"},
+            "--compute_dtype bf16 means nothing without --use_q",
+        ),
+        (BaseConfig, {"shard_base": True, "device_map": "auto"}, "--shard_base is for several"),
+        (DataConfig, {"completion_column": "a"}, "--completion_column is 'a' without --prompt_col"),
+        (
+            DataConfig,
+            {"prompt_column": "a", "completion_column": "a"},
+            "--prompt_column and --completion_column are both 'a'",
+        ),
+        (
+            TrainConfig,
+            {"logit_loss": "jsd"},
+            "--logit_loss jsd means nothing without a --logit_kl_weight above 0",
+        ),
+        (
+            TrainConfig,
+            {"logit_temperature": 2.0},
+            "--logit_temperature 2.0 means nothing without a --logit_kl_weight above 0",
+        ),
+        (
+            TrainConfig,
+            {**LOGITS, "logit_loss": "cross_entropy", "logit_temperature": 2.0},
+            "--logit_temperature 2.0 means nothing without",
+        ),
+        (
+            TrainConfig,
+            {"logit_kl_weight": 0.5},
+            "--logit_kl_weight is 0.5 with --strategy local, which computes no logits",
+        ),
+        (
+            TrainConfig,
+            {"hidden_weight": 0, "strategy": "propagated"},
+            "--hidden_weight is 0, but --strategy propagated trains on hidden states alone",
+        ),
+        (
+            TrainConfig,
+            {"hidden_weight": 0, **WHOLE},
+            "--hidden_weight and --logit_kl_weight are both 0, which leaves nothing",
+        ),
+        (
+            TrainConfig,
+            {"hidden_weight": 0, "loss": "mse", **LOGITS},
+            "--loss mse means nothing without a --hidden_weight above 0",
+        ),
+        (
+            TrainConfig,
+            {"gradient_checkpointing": True},
+            "--gradient_checkpointing with --strategy local, which keeps one layer's graph",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused(cls, settings, message):
     with pytest.raises(ConfigError) as refusal:
-        config(**settings)
-    assert str(refusal.value).replace("'", "").startswith(message)
+        cls(**settings)
+    assert str(refusal.value).startswith(message)
 
 
 def test_a_refusal_is_a_value_error_and_exit_status_2():
@@ -315,46 +208,44 @@ def test_a_refusal_is_a_value_error_and_exit_status_2():
     assert refusal.value.exit_status == 2
 
 
-@pytest.mark.parametrize("config", ALL)
-def test_defaults_work_and_settings_cannot_be_changed_or_misspelt(config):
-    made = config()
-    assert made == config()
+@pytest.mark.parametrize("cls", ALL)
+def test_defaults_work_and_settings_cannot_be_changed_or_misspelt(cls):
+    made = cls()
+    assert made == cls()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, dataclasses.fields(made)[0].name, "other")
     with pytest.raises(TypeError):
-        config(no_such_setting=1)
+        cls(no_such_setting=1)
 
 
-def test_every_documented_flag_exists_exactly_once_and_has_a_help():
-    fields = [f for config in ALL for f in dataclasses.fields(config)]
-    flags = [flag_of(f) for f in fields]
-    assert len(set(flags)) == len(flags)
-    assert set(flags) >= DOCUMENTED
-    assert all(f.metadata["help"] for f in fields)
-
-
-@pytest.mark.parametrize("config", ALL)
-def test_every_default_is_among_its_choices(config):
-    for f in dataclasses.fields(config):
-        if f.metadata["choices"]:
-            default = f.default if isinstance(f.default, tuple) else (f.default,)
-            assert set(default) - {None} <= set(f.metadata["choices"]), f.name  # None is unset
+def test_every_setting_is_one_flag_with_a_help_in_a_group_of_at_most_a_dozen():
+    fields = [f for cls in ALL for f in dataclasses.fields(cls)]
+    flags, groups = Counter(map(flag_of, fields)), Counter(f.metadata["group"] for f in fields)
+    assert max(flags.values()) == 1 and len(flags) <= 70 and all(f.metadata["help"] for f in fields)
+    assert set(groups) == set(GROUPS) and max(groups.values()) <= 12
+    for f in fields:
+        default = f.default if isinstance(f.default, tuple) else (f.default,)
+        assert not f.metadata["choices"] or {*default} - {None} <= {*f.metadata["choices"]}, f.name
 
 
 @pytest.mark.parametrize(
-    ("settings", "attribute", "value"),
+    ("cls", "name", "written", "value"),
     [
-        ({"targets": "gate, down"}, "targets", ("gate", "down")),
-        ({"targets": ["up"]}, "targets", ("up",)),
-        ({"targets": "gate"}, "targets", ("gate",)),
-        ({"layers": [3, 5, 7]}, "layers", "3,5,7"),
-        ({"layers": range(2)}, "layers", "0,1"),
-        ({"layers": "8-15"}, "layers", "8-15"),
-        ({"layers": 3}, "layers", "3"),
+        (NPTConfig, "targets", "gate, down", ("gate", "down")),
+        (NPTConfig, "targets", ["up"], ("up",)),
+        (NPTConfig, "targets", "gate", ("gate",)),
+        (NPTConfig, "ranks", "8,16", (8, 16)),
+        (NPTConfig, "ranks", [8, 16], (8, 16)),
+        (NPTConfig, "layers", [3, 5, 7], "3,5,7"),
+        (NPTConfig, "layers", range(2), "0,1"),
+        (NPTConfig, "layers", "8-15", "8-15"),
+        (NPTConfig, "layers", 3, "3"),
+        (TrainConfig, "trace_steps", 3, "3"),
+        (TrainConfig, "trace_steps", (1, 2, 8), "1,2,8"),
     ],
 )
-def test_lists_of_targets_and_layers_may_be_written_in_either_way(settings, attribute, value):
-    assert getattr(NPTConfig(**settings), attribute) == value
+def test_lists_may_be_written_in_either_way(cls, name, written, value):
+    assert getattr(cls(**{name: written}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -363,7 +254,6 @@ def test_lists_of_targets_and_layers_may_be_written_in_either_way(settings, attr
         ("1,2,3", [1, 2, 3]),
         ("1-5,8", [1, 2, 3, 4, 5, 8]),
         (" 7 - 9 ,2", [7, 8, 9, 2]),
-        ("4", [4]),
         ("3-3", [3]),
         ("01", [1]),
     ],
@@ -377,14 +267,7 @@ def test_a_range_of_steps_takes_no_memory():
     assert 10**12 in steps and 10**12 + 1 not in steps
 
 
-@pytest.mark.parametrize(
-    ("given", "held"), [(3, "3"), ([1, 2, 8], "1,2,8"), ((4,), "4"), ("1-3", "1-3")]
-)
-def test_steps_to_trace_may_be_written_as_numbers_too(given, held):
-    assert TrainConfig(trace_steps=given).trace_steps == held
-
-
-@pytest.mark.parametrize("modulation", config_module.MODULATIONS)
+@pytest.mark.parametrize("modulation", MODULATIONS)
 def test_each_modulation_has_the_terms_of_its_name(modulation):
     config = NPTConfig(modulation=modulation)
     assert config.multiplicative == (modulation in ("both", "multiplicative"))
@@ -399,10 +282,6 @@ def test_the_original_form_can_be_written():
 
 def test_quantisation_is_a_switch_and_a_code():
     assert BaseConfig().quantization is None
-    with pytest.raises(
-        ConfigError, match="--quant_type fp4 means nothing without --use_quantization"
-    ):
-        BaseConfig(quant_type="fp4")
     assert BaseConfig(use_quantization=True).quantization == "nf4"
     assert BaseConfig(use_quantization=True, quant_type="fp4").quantization == "fp4"
 
@@ -410,17 +289,8 @@ def test_quantisation_is_a_switch_and_a_code():
 def test_settings_at_their_bounds_are_accepted():
     NPTConfig(rank=1, mult_bound=1e-6, additive_scale=1e-9)
     DataConfig(max_length=2, num_samples=1)
-    TrainConfig(
-        warmup_steps=0,
-        seed=0,
-        weight_decay=0.0,
-        batch_size=1,
-        log_steps=1,
-        save_total_limit=1,
-        max_steps=None,
-    )
-    TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)
-    TrainConfig(**LOGITS, logit_loss="jsd", logit_temperature=1e-3)
+    TrainConfig(warmup_steps=0, seed=0, weight_decay=0.0, batch_size=1, max_steps=10_000_000)
+    TrainConfig(**LOGITS, logit_loss="jsd", logit_temperature=1e-3, hidden_weight=0)
 
 
 @pytest.mark.parametrize(
@@ -436,36 +306,20 @@ def test_settings_at_their_bounds_are_accepted():
         ("0.5KiB", 512),
     ],
 )
-def test_sizes_of_memory_are_read_in_both_kinds_of_units(text, size) -> None:
+def test_sizes_of_memory_are_read_in_both_kinds_of_units(text, size):
     assert TrainConfig(max_memory=text).max_memory_bytes == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "10G", "GiB", "-1GiB", "0", "0.0001KB", "1e9", "nan", "10GiB8", 0, True, "1" * 30]
-)
-def test_what_is_no_size_is_refused_with_an_example(text) -> None:
-    with pytest.raises(ConfigError, match="--max_memory"):
-        TrainConfig(max_memory=text)
-
-
-@pytest.mark.parametrize("config", ALL)
-def test_numbers_that_nothing_can_hold_are_refused_by_flag(config) -> None:
+@pytest.mark.parametrize("cls", ALL)
+def test_numbers_that_nothing_can_hold_are_refused_by_flag(cls):
     """A counter, a tensor's size or a number in fp32; found by torch or Python, it is a
-    traceback."""
-    refused = 0
-    for field in dataclasses.fields(config):
+    traceback. The rates of all steps are kept, so there are ten million at most."""
+    for field in dataclasses.fields(cls):
         kinds = str(field.type)
-        for kind, huge in (("int", 10**20), ("int", 2**31), ("float", 1e308)):
+        for kind, huge in (("int", 10**20), ("int", 2**31), ("float", 1e308), ("float", INF)):
             if kind in kinds and "tuple" not in kinds:
-                message = re.escape(f"--{flag_of(field)} is {huge}; it ")
+                message = (
+                    re.escape(f"--{flag_of(field)} is {huge}; it must be ") + ".*(at most|below)"
+                )
                 with pytest.raises(ConfigError, match=message):
-                    config(**{field.name: huge})
-                refused += 1
-    assert refused or config is BaseConfig
-
-
-def test_a_run_is_not_longer_than_its_rates_can_be_kept() -> None:
-    for name in ("max_steps", "warmup_steps"):
-        assert getattr(TrainConfig(**{name: 10_000_000}), name) == 10_000_000
-        with pytest.raises(ConfigError, match=f"--{name} is 10000001; .* at most 10000000"):
-            TrainConfig(**{name: 10_000_001})
+                    cls(**{field.name: huge})

@@ -1,3 +1,5 @@
+"""Flags and YAML entries: from the settings' fields, under their own and other names."""
+
 from __future__ import annotations
 
 from dataclasses import fields
@@ -5,79 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.cli.main import main
+from npt.config import GROUPS, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.errors import ConfigError
-from npt.flags import OneLineParser, add_settings, build, read_yaml
+from npt.flags import ALIASES, RETIRED, OneLineParser, add_settings, build, canonical, read_yaml
 
 CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
+FLAGS = [flag_of(f) for cls in CLASSES for f in fields(cls)]
 
-# The command line that others rely on; a flag may gain company, never vanish.
-PROMISED = [
-    "model_name",
-    "adapter_rank",
-    "layers",
-    "targets",
-    "modulation",
-    "residual",
-    "init",
-    "additive_scale",
-    "mult_bound",
-    "use_quantization",
-    "quant_type",
-    "use_fp16",
-    "matmul_precision",
-    "share_embeddings",
-    "strategy",
-    "loss",
-    "dataset_name",
-    "dataset_config",
-    "dataset_split",
-    "text_column",
-    "prompt_column",
-    "completion_column",
-    "streaming",
-    "num_samples",
-    "max_length",
-    "packing",
-    "replay_dataset",
-    "replay_ratio",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "weight_decay",
-    "regularization_lambda",
-    "num_epochs",
-    "max_steps",
-    "warmup_steps",
-    "scheduler_type",
-    "max_grad_norm",
-    "max_consecutive_bad",
-    "seed",
-    "output_dir",
-    "log_steps",
-    "eval_steps",
-    "save_steps",
-    "save_total_limit",
-    "resume",
-    "use_wandb",
-    "use_tensorboard",
-    "run_name",
-    "smoke_test",
-    "trace_steps",
-    "trace_every",
-]
+# the command line that others rely on; a flag may gain company, never vanish
+PROMISED = """
+    model_name adapter_rank layers targets modulation residual init additive_scale mult_bound
+    use_quantization quant_type use_fp16 matmul_precision share_embeddings strategy loss
+    dataset_name dataset_config dataset_split text_column prompt_column completion_column streaming
+    num_samples max_length packing replay_dataset replay_ratio batch_size
+    gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs
+    max_steps warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed output_dir
+    log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
+    smoke_test trace_steps trace_every
+"""
 
 
 def parse(*arguments: str) -> dict[str, object]:
-    parser = OneLineParser(prog="npt", allow_abbrev=False)
+    parser = OneLineParser(prog="npt pretrain", allow_abbrev=False)
     add_settings(parser, *CLASSES)
     return vars(parser.parse_args(arguments))
 
 
-def test_every_promised_flag_exists_once() -> None:
-    names = [flag_of(f) for cls in CLASSES for f in fields(cls)]
-    assert len(names) == len(set(names))
-    assert set(PROMISED) <= set(names)
+def test_every_promised_flag_exists() -> None:
+    assert set(PROMISED.split()) <= set(FLAGS)
 
 
 def test_flags_that_are_not_given_leave_the_defaults() -> None:
@@ -87,51 +45,101 @@ def test_flags_that_are_not_given_leave_the_defaults() -> None:
 
 def test_given_flags_arrive_with_their_types() -> None:
     given = parse(
-        "--adapter_rank",
-        "8",
-        "--learning_rate",
-        "3e-4",
-        "--targets",
-        "gate,up",
-        "--use_quantization",
-        "--eval_steps",
-        "7",
+        *("--adapter_rank", "8", "--learning_rate", "3e-4", "--targets", "gate,up"),
+        *("--use_quantization", "--eval_steps", "7", "--output_dir", "my-runs", "--run_name=a-b=d"),
     )
-    assert build(NPTConfig, given).rank == 8
-    assert build(NPTConfig, given).targets == ("gate", "up")
+    assert build(NPTConfig, given) == NPTConfig(rank=8, targets=("gate", "up"))
     assert build(BaseConfig, given).use_quantization is True
-    assert build(TrainConfig, given).learning_rate == 3e-4
-    assert build(TrainConfig, given).eval_steps == 7
+    assert build(TrainConfig, given) == TrainConfig(
+        learning_rate=3e-4, eval_steps=7, output_dir="my-runs", run_name="a-b=d"
+    )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "value"),
+    ("written", "expected"),
     [
-        (("--smoke_test",), True),
-        (("--no_smoke_test",), False),
-        (("--smoke_test", "false"), False),
-        (("--smoke_test", "yes"), True),
+        ("--smoke_test", {"smoke_test": True}),
+        ("--no_smoke_test", {"smoke_test": False}),
+        ("--smoke_test false", {"smoke_test": False}),
+        ("--smoke_test yes", {"smoke_test": True}),
+        ("--learning-rate 3e-4", {"learning_rate": 3e-4}),
+        ("--learning-rate=3e-4", {"learning_rate": 3e-4}),
+        ("--per_device_train_batch_size 8", {"batch_size": 8}),
+        ("--per-device-train-batch-size=8", {"batch_size": 8}),
+        ("--num_train_epochs 2", {"num_epochs": 2}),
+        ("--logging_steps 5", {"log_steps": 5}),
+        ("--lr_scheduler_type linear", {"scheduler_type": "linear"}),
+        ("--load_in_4bit", {"use_quantization": True}),
+        ("--load_in_4bit False", {"use_quantization": False}),
+        ("--no-load-in-4bit", {"use_quantization": False}),
+        ("--model_name_or_path a-b", {"model_name": "a-b"}),
+        ("--resume_from_checkpoint auto", {"resume": "auto"}),
     ],
 )
-def test_a_boolean_flag_takes_a_value_and_has_a_negation(
-    arguments: tuple[str, ...], value: bool
+def test_dashes_negations_and_the_names_of_transformers_scripts_are_taken(
+    written: str, expected: dict[str, object]
 ) -> None:
-    assert parse(*arguments) == {"smoke_test": value}
+    assert parse(*written.split()) == expected
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--batch_size", "x"), ("--smoke_test", "perhaps"), ("--quant_type", "int8"), ("--rank", "4")],
+    ("written", "words"),
+    [
+        ("--batch_size x", "--batch_size: invalid int value: 'x'"),
+        ("--smoke_test perhaps", "--smoke_test: 'perhaps' is neither true nor false"),
+        ("--quant_type int8", "--quant_type: invalid choice: 'int8'"),
+        ("--learing_rate 1", "there is no flag --learing_rate; did you mean --learning_rate?"),
+        ("--save-step 1", "there is no flag --save-step; did you mean --save_steps?"),
+        ("--per_device_train_batch 1", "did you mean --per_device_train_batch_size?"),
+        ("--zzz", "there is no flag --zzz (see npt pretrain --help)"),
+        ("--mixed_precision fp16", "no flag --mixed_precision; a 4-bit base computes in fp32"),
+        ("--optimizer-type=adamw", "no flag --optimizer-type; the optimizer is AdamW"),
+        ("--stages local:1", "there is no flag --stages; a run has one --strategy"),
+        ("--padding_side left", "rows are padded on the right"),
+        ("stray", "'stray' belongs to no flag"),
+    ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    written: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse(*arguments)
-    assert stopped.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert arguments[0] in lines[0] and "--help" in lines[0]
+    with pytest.raises(SystemExit) as ended:
+        parse(*written.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("npt pretrain: error: ") and words in line
+    assert line.endswith("(see npt pretrain --help)")
+
+
+def test_no_other_name_hides_a_flag() -> None:
+    assert not set(ALIASES) & set(FLAGS) and set(ALIASES.values()) <= set(FLAGS)
+    assert not set(RETIRED) & {*FLAGS, *ALIASES}
+    assert all(canonical(name, FLAGS) == name for name in FLAGS)
+
+
+def helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_what_most_runs_need_and_says_where_the_rest_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short, every = helped(capsys, "pretrain", "--help"), helped(capsys, "pretrain", "--help-all")
+    often = [flag_of(f) for cls in CLASSES for f in fields(cls) if f.metadata["often"]]
+    assert 20 <= len(often) <= 30
+    assert [name for name in FLAGS if f"--{name} " in short] == often
+    assert f"{len(FLAGS) - len(often)} more flags: npt pretrain --help_all" in short
+    assert all(f"--{name} " in every for name in FLAGS)
+    assert all(title in every for title in GROUPS.values())
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate", "collect", "doctor", "trace"])
+def test_the_help_of_other_verbs_does_so_too(verb, capsys: pytest.CaptureFixture[str]) -> None:
+    short, every = helped(capsys, verb, "--help"), helped(capsys, verb, "--help_all")
+    assert "--attn_implementation" not in short and "--attn_implementation" in every
+    assert "--model_name" in short
 
 
 def write(folder: Path, text: str) -> str:
@@ -142,45 +150,45 @@ def write(folder: Path, text: str) -> str:
 
 def test_yaml_gives_what_flags_would(tmp_path: Path) -> None:
     text = (
-        "learning_rate: 5e-5\nbatch_size: 2\ntargets: [gate, down]\nsmoke_test: no\nadapter_rank:"
-        " 4\nrun_name: 7\nmax_steps: null\n"
+        "lr: 5e-5\nper-device-train-batch-size: 2\ntargets: [gate, down]\nlayers: [3, 5]\n"
+        "smoke_test: no\nadapter_rank: 4\nrun_name: 7\nmax_steps: null\nhidden_weight: 2\n"
+        "seed: 3.0\n"
     )
     given = read_yaml(write(tmp_path, text), CLASSES)
     assert build(TrainConfig, given) == TrainConfig(
-        learning_rate=5e-5, batch_size=2, smoke_test=False, run_name="7"
+        learning_rate=5e-5, batch_size=2, smoke_test=False, run_name="7", hidden_weight=2.0, seed=3
     )
-    assert build(NPTConfig, given) == NPTConfig(rank=4, targets=("gate", "down"))
-
-
-def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:
+    assert build(NPTConfig, given) == NPTConfig(rank=4, targets=("gate", "down"), layers="3,5")
     assert read_yaml(write(tmp_path, ""), CLASSES) == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "words"),
     [
-        ("batch_sise: 4\n", "did you mean batch_size"),
+        ("batch_sise: 4\n", "there is no setting 'batch_sise'; did you mean batch_size"),
+        ("fp16: true\n", "there is no setting 'fp16'; a 4-bit base computes in fp32"),
         ("batch_size: four\n", "batch_size is 'four', expected int"),
         ("batch_size: 2.5\n", "batch_size is 2.5, expected int"),
+        ("batch_size: .inf\n", "batch_size is inf, expected int"),
         ("batch_size: true\n", "batch_size is True, expected int"),
         ("learning_rate: [1]\n", "learning_rate is [1], expected float"),
         ("smoke_test: perhaps\n", "smoke_test is 'perhaps', expected bool"),
         ("dataset_name: {a: 1}\n", "expected str"),
+        ("layers: [[1], 2]\n", "expected str"),
         ("- 1\n- 2\n", "holds a list"),
         ("a: [1\nb: 2\n", "not valid YAML: line 2"),
         ("max_steps: 1\nmax_steps: 2\n", "line 2, column 1: max_steps is given twice"),
-        ("max_steps: 2001-99-99\n", "holds a value that cannot be read: month must be"),
-        ("max_steps: !!int abc\n", "holds a value that cannot be read: invalid literal"),
-        (f"max_steps: {'9' * 6000}\n", "holds a value that cannot be read: Exceeds the limit"),
+        ("batch_size: 1\nper_device_train_batch_size: 2\n", "batch_size is given twice, once as"),
+        ("max_steps: 2001-99-99\n", "cannot be read: month must be"),
+        ("max_steps: !!int abc\n", "cannot be read: invalid literal"),
+        (f"max_steps: {'9' * 6000}\n", "cannot be read: Exceeds the limit"),
         (f"layers: {'[' * 2000}{']' * 2000}\n", "cannot be read: nested too deeply"),
-        ("run_name: &a [x]\nlayers: [*a, *a]\n", "line 2, column 10: *a is an alias"),
     ],
 )
-def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_yaml(write(tmp_path, text), CLASSES)
-    assert named in str(refused.value)
-    assert "run.yaml" in str(refused.value)
+    assert words in str(refused.value) and "run.yaml" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -123,24 +123,8 @@ def test_the_command_in_a_comment_says_the_memory_next_to_it(name, monkeypatch, 
 
 
 def test_a_presets_base_yields_to_a_shape_and_a_preset_to_flags(capsys):
-    assert (
-        main(
-            [
-                "doctor",
-                "--plan",
-                "--device",
-                "cpu",
-                "--config",
-                "tiny",
-                "--shape",
-                "embedded",
-                "--batch_size",
-                "2",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    flags = ["--device", "cpu", "--config", "tiny", "--shape", "embedded", "--batch_size", "2"]
+    assert main(["doctor", "--plan", *flags, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert (plan["name"], plan["tokens_per_step"], plan["ranks"]) == ("embedded", 2 * 256, [48] * 4)
     assert main(["doctor", "--data", "--config", "tiny", "--max_records", "3", "--json"]) == 0

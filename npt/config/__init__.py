@@ -1,9 +1,8 @@
-"""Every setting, once: frozen dataclasses in groups, checked when they are made.
+"""Every setting, once: frozen dataclasses, checked when they are made.
 
 The command line, the YAML file and `run.json` are generated from these fields, so a flag is its
 field's name (or its `flag`) and its help is the field's `help`. A combination that cannot work
-raises `ConfigError`, one whose part is not built yet raises `NotSupportedError`; nothing is
-silently ignored.
+raises `ConfigError`; nothing is silently ignored.
 """
 
 from npt.config.adapter import (
@@ -15,7 +14,6 @@ from npt.config.adapter import (
     STREAM,
     TARGETS,
     NPTConfig,
-    Target,
 )
 from npt.config.base import (
     ATTENTIONS,
@@ -27,7 +25,14 @@ from npt.config.base import (
     check_attention,
 )
 from npt.config.data import DataConfig
-from npt.config.field import GROUPS, INT_MAX, flag_of, hints_of, setting
-from npt.config.objective import LOGIT_LOSSES, LOSSES, STRATEGIES
-from npt.config.texts import parse_bytes, parse_steps
-from npt.config.training import MAX_STEPS, SCHEDULES, SEED_MAX, TrainConfig
+from npt.config.field import GROUPS, INT_MAX, flag_of, kinds_of
+from npt.config.texts import parse_steps
+from npt.config.training import (
+    LOGIT_LOSSES,
+    LOSSES,
+    MAX_STEPS,
+    SCHEDULES,
+    SEED_MAX,
+    STRATEGIES,
+    TrainConfig,
+)

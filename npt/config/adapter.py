@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, Settings, setting
-from npt.config.texts import joined_or_number, words
+from npt.config.field import POSITIVE, Bound, Need, Settings, at_least, setting
+from npt.config.texts import as_text, words
 from npt.errors import ConfigError
 
 
@@ -38,21 +38,19 @@ TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
-MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
-_BOUND_MAX = 0.999  # nearer to 1, fp32 would round 1 - beta towards 0
+MULT_FORMS = ["sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"]
+"""Forms of m; `register_multiplier` adds to them."""
 
 _adapter = partial(setting, group="adapter")
-_start = partial(setting, group="start")
-_MULTIPLICATIVE = Need(lambda c: c.multiplicative, "--modulation both or multiplicative")
 
 
-def _whole_numbers(given: Any) -> Any:
-    if not isinstance(given, str):
-        return tuple(given) if isinstance(given, list) else given
+def _whole_numbers(value: Any) -> Any:
+    if not isinstance(value, str):
+        return tuple(value) if isinstance(value, list) else value
     try:
-        return tuple(int(part) for part in given.split(","))
+        return tuple(map(int, value.split(",")))
     except ValueError:
-        raise ConfigError(f"--ranks is {given!r}; write whole numbers like 8,16,32") from None
+        raise ConfigError(f"--ranks is {value!r}; write whole numbers like 8,16,32") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +64,13 @@ class NPTConfig(Settings):
         "rank R of the low-rank code z = A a",
         flag="adapter_rank",
         often=True,
-        bound=Bound(lambda value: value >= 1, "it must be at least 1"),
+        bound=at_least(1),
     )
     layers: str = _adapter(
         "upper_half",
         "layers to convert: upper_half, all, a range 8-15 or a list 3,5,7",
         often=True,
-        read=joined_or_number,
+        read=as_text,
     )
     targets: tuple[str, ...] = _adapter(
         tuple(TARGETS),
@@ -88,17 +86,15 @@ class NPTConfig(Settings):
         "modulate: attention leaves the residual stream; keep: it stays",
         choices=RESIDUALS,
     )
-    init: str = _start(
+    init: str = _adapter(
         "random", "random: small normal start; calibrated: closed form", choices=INITS, often=True
     )
     additive_scale: float = _adapter(0.1, "alpha: scale of the additive term", bound=POSITIVE)
     mult_bound: float = _adapter(
         0.5,
         "beta: the multiplicative term stays within (1-beta, 1+beta)",
-        bound=Bound(
-            lambda value: 0 < value <= _BOUND_MAX,
-            f"it must lie above 0 and be at most {_BOUND_MAX}, so that m never reaches 0",
-        ),
+        # nearer to 1, fp32 would round 1 - beta towards 0
+        bound=Bound(lambda value: 0 < value <= 0.999, "it must be above 0 and at most 0.999"),
         need=Need(lambda c: c.mult_form == "sigmoid", "--mult_form sigmoid"),
     )
     ranks: tuple[int, ...] | None = _adapter(
@@ -110,7 +106,7 @@ class NPTConfig(Settings):
         "sigmoid",
         "form of the multiplicative term; the others are for comparison",
         choices=MULT_FORMS,
-        need=_MULTIPLICATIVE,
+        need=Need(lambda c: c.multiplicative, "--modulation both or multiplicative"),
     )
 
     def check(self) -> None:

@@ -15,23 +15,16 @@ ATTENTIONS = ("sdpa", "eager", "flex_attention")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 _base = partial(setting, group="base")
+_QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
 
 
 def check_attention(name: str) -> None:
-    """Refuse an attention implementation that a base cannot be trained with.
-
-    Raises:
-        ConfigError: unknown, or a flash kernel.
-    """
-    if name in ATTENTIONS:
-        return
-    if "flash" in name:
+    """Raise ConfigError for an attention that a base cannot be trained with."""
+    if name not in ATTENTIONS:
         raise ConfigError(
-            f"--attn_implementation is {name!r}, but flash kernels take no fp32, in which a base"
-            " computes, and no mask that keeps packed documents apart; choose from"
-            f" {', '.join(ATTENTIONS)} (under --use_fp16 sdpa reaches torch's own flash kernel)"
+            f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)} (flash kernels"
+            " take no fp32, in which a base computes; under --use_fp16 sdpa reaches torch's own)"
         )
-    raise ConfigError(f"--attn_implementation is {name!r}; choose from {', '.join(ATTENTIONS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +36,10 @@ class BaseConfig(Settings):
     )
     use_quantization: bool = _base(
         False,
-        "load the base in 4 bit; everything then computes in fp32, unless compute_dtype says"
-        " otherwise",
+        "load the base in 4 bit; all then computes in fp32, unless compute_dtype says otherwise",
         often=True,
     )
-    quant_type: str = _base(
-        "nf4",
-        "4-bit code",
-        choices=QUANT_TYPES,
-        need=Need(lambda c: c.use_quantization, "--use_quantization"),
-    )
+    quant_type: str = _base("nf4", "4-bit code", choices=QUANT_TYPES, need=_QUANTISED)
     use_fp16: bool = _base(
         False, "compute the unquantised base in fp16; ignored, with a warning, under quantisation"
     )
@@ -60,11 +47,11 @@ class BaseConfig(Settings):
         "fp32",
         "products of 4-bit weights: fp32, or bf16 (all else stays in fp32)",
         choices=COMPUTE_DTYPES,
+        need=_QUANTISED,
     )
     matmul_precision: str = _base(
         "auto",
-        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high where its error is"
-        " measured to be small",
+        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high if its error is small",
         choices=("auto", "highest", "high"),
     )
     attn_implementation: str = _base(
@@ -74,40 +61,23 @@ class BaseConfig(Settings):
     )
     teacher_precision: str | None = _base(
         None,
-        "learn from the unquantised model, stored so, instead of the 4-bit base; costs its memory",
+        "learn from the unquantised model, stored so, instead of the 4-bit base",
         choices=("bf16", "fp32"),
+        need=_QUANTISED,
     )
     device_map: str | None = _base(
-        None,
-        "spread the base over all GPUs of this one process, layer by layer",
-        choices=DEVICE_MAPS,
+        None, "spread the base over all GPUs of this one process", choices=DEVICE_MAPS
     )
-    shard_base: bool = _base(
-        False,
-        "share the base among all processes, layer by layer (FSDP2); each keeps it on the host"
-        " until then",
-    )
-    share_embeddings: bool = _base(
-        False, "accepted for old commands: teacher and student share the whole base in any case"
-    )
+    shard_base: bool = _base(False, "share the base among all processes (FSDP2)")
+    share_embeddings: bool = _base(False, "accepted: teacher and student share the whole base")
 
     def check(self) -> None:
-        """Refuse settings of the 4-bit base without one, and two ways to spread a base."""
+        """Refuse an attention that nothing trains with, and two ways to spread a base."""
         check_attention(self.attn_implementation)
         if self.shard_base and self.device_map is not None:
             raise ConfigError(
                 f"--shard_base is for several processes, --device_map {self.device_map} for one;"
                 " drop one of the two"
-            )
-        if self.compute_dtype != "fp32" and not self.use_quantization:
-            raise ConfigError(
-                f"--compute_dtype {self.compute_dtype} is for products of 4-bit weights; add"
-                " --use_quantization or drop the other"
-            )
-        if self.teacher_precision is not None and not self.use_quantization:
-            raise ConfigError(
-                f"--teacher_precision is {self.teacher_precision}, but the base is not quantised"
-                " and is its own best teacher; add --use_quantization or drop the other"
             )
 
     @property

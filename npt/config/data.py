@@ -9,9 +9,7 @@ from npt.config.field import Bound, Settings, at_least, setting
 from npt.errors import ConfigError
 
 REPLAY_RATIO = 0.2
-
 _data = partial(setting, group="data")
-_rows = partial(setting, group="rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +18,8 @@ class DataConfig(Settings):
 
     dataset_name: str = _data(
         "builtin",
-        "'builtin' (Python source), 'builtin-prose' (English), a file, folder or glob (.txt .jsonl"
-        " .json .csv .parquet), or a hub dataset's name",
+        "'builtin' (Python), 'builtin-prose' (English), a file, folder or glob (.txt .jsonl .json"
+        " .csv .parquet), or a hub dataset's name",
         often=True,
     )
     dataset_config: str | None = _data(None, "configuration of a hub dataset")
@@ -31,26 +29,21 @@ class DataConfig(Settings):
         None, "field that holds the prompt, a text or a list of messages", often=True
     )
     completion_column: str | None = _data(
-        None,
-        "field that holds the completion; of a list of messages it is the last one",
-        often=True,
+        None, "field that holds the completion, of messages the last one", often=True
     )
     streaming: bool = _data(False, "read as it comes, keeping nothing", often=True)
-    num_samples: int | None = _rows(
-        None,
-        "use at most this many samples of max_length tokens, counted before packing",
-        bound=at_least(1),
+    num_samples: int | None = _data(
+        None, "use at most this many samples, counted before packing", bound=at_least(1)
     )
-    max_length: int = _rows(256, "tokens of a sample", often=True, bound=at_least(2))
-    packing: bool = _rows(
-        False,
-        "put short documents side by side into rows of max_length, attention kept inside each",
+    max_length: int = _data(256, "tokens of a sample", often=True, bound=at_least(2))
+    packing: bool = _data(
+        False, "put short documents side by side into rows, attention kept inside each"
     )
     replay_dataset: str | None = _data(None, "second data set, mixed in against forgetting")
     replay_ratio: float | None = _data(
         None,
         f"share of samples from the replay data set ({REPLAY_RATIO} if one is given)",
-        bound=Bound(lambda value: 0 < value < 1, "it is a share, between 0 and 1"),
+        bound=Bound(lambda value: 0 < value < 1, "it must be above 0 and below 1"),
     )
 
     def check(self) -> None:

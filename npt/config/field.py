@@ -6,7 +6,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import Field, field, fields
 from typing import Any, NamedTuple
 
@@ -15,18 +15,13 @@ from npt.errors import ConfigError
 GROUPS = {
     "base": "The frozen base",
     "adapter": "The adapter",
-    "start": "Its start",
     "data": "Data",
-    "rows": "Rows of tokens",
     "objective": "Objective",
     "optimiser": "Optimiser",
-    "memory": "Memory and speed",
-    "guards": "Guards",
+    "guards": "Memory and guards",
     "output": "What is written",
-    "trackers": "Trackers",
 }
 """Groups of flags, by the name that a setting has for its group."""
-
 
 INT_MAX, FLOAT_MAX = 2**31 - 1, 3e38
 """The largest settings: products of a few such counts fit 64 bits, and such numbers fp32."""
@@ -40,14 +35,12 @@ class Bound(NamedTuple):
 
 
 def at_least(low: float, most: float = math.inf) -> Bound:
-    """Return the bound of a finite number from `low` on, to `most`."""
-    words = f"it must be a finite number of at least {low}"
-    words += f", at most {most}" if most < math.inf else ""
-    return Bound(lambda value: low <= value <= most and value < math.inf, words)
+    """Return the bound of a number from `low` on, to `most`."""
+    words = f"it must be at least {low}" + (f" and at most {most}" if most < math.inf else "")
+    return Bound(lambda value: low <= value <= most, words)
 
 
-POSITIVE = Bound(lambda value: 0 < value < math.inf, "it must be a positive number")
-SHARE = Bound(lambda value: 0 <= value <= 1, "it is a share, from 0 to 1")
+POSITIVE = Bound(lambda value: value > 0, "it must be above 0")
 
 
 class Need(NamedTuple):
@@ -57,107 +50,87 @@ class Need(NamedTuple):
     words: str
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] | None = None,
-    flag: str | None = None,
-    group: str = "",
-    often: bool = False,
-    read: Callable[[Any], Any] | None = None,
-    bound: Bound | None = None,
-    need: Need | None = None,
-) -> Any:
+_METADATA = dict.fromkeys(("choices", "flag", "read", "bound", "need")) | {"often": False}
+
+
+def setting(default: Any, help: str, *, group: str = "", **more: Any) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
     Args:
-        default, help, choices: of the field and of the flag.
-        flag: its name, if it is not the field's.
+        default, help: of the field and of the flag.
         group: one of `GROUPS`.
-        often: shown by `--help`, not by `--help_all` alone.
-        read: turns what YAML or a caller may write into the value.
-        bound: of a number, or of None.
-        need: of any value but the default.
+        more: choices: of the value, or of a tuple's items. flag: its name, if it is not the
+            field's. often: shown by `--help`, not by `--help_all` alone. read: turns what YAML or
+            a caller may write into the value. bound: a `Bound` of a number, or of None. need: a
+            `Need` of any value but the default.
     """
-    names = ("help", "choices", "flag", "group", "often", "read", "bound", "need")
-    values = (help, choices, flag, group, often, read, bound, need)
-    return field(default=default, metadata=dict(zip(names, values, strict=True)))
+    assert more.keys() <= _METADATA.keys()
+    return field(default=default, metadata={**_METADATA, "help": help, "group": group, **more})
 
 
 def flag_of(f: Field[Any]) -> str:
     """Return the flag's name, without dashes, of a settings field."""
-    return f.metadata.get("flag") or f.name
+    return f.metadata["flag"] or f.name
 
 
 @functools.cache
-def hints_of(cls: type) -> dict[str, Any]:
-    """Return the fields' types. Annotations are text that must be evaluated, and a study makes
-    settings by the thousand.
+def kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
+    """Return the types that each field may have, that of its flag first: (int, NoneType) of
+    `int | None`. Annotations are text that must be evaluated, and a study makes settings by the
+    thousand.
     """
-    return typing.get_type_hints(cls)
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        found[name] = tuple(typing.get_origin(part) or part for part in parts)
+    return found
 
 
 class Settings:
-    """A group of settings. Each class among its bases may define `check` for what concerns several
-    settings at once; it is called after every value has been checked by itself.
+    """A group of settings. A subclass defines `check` for what concerns several of them at once;
+    it is called after every value has been checked by itself.
     """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        checks = (_check_type, _check_choices, _check_bound, _check_size, _check_need)
         for f in fields(cls):
             if f.metadata["read"] is not None:
                 object.__setattr__(self, f.name, f.metadata["read"](getattr(self, f.name)))
-        for check in checks:
-            for f in fields(cls):
-                check(self, f, getattr(self, f.name))
-        for base in reversed(cls.__mro__):
-            if "check" in vars(base):
-                base.check(self)
+            fault = _fault(f, getattr(self, f.name), kinds_of(cls)[f.name])
+            if fault is not None:
+                raise ConfigError(f"--{flag_of(f)} is {fault}")
+        for f in fields(cls):
+            value, need = getattr(self, f.name), f.metadata["need"]
+            if need is not None and value != f.default and not need.met(self):
+                shown = ",".join(value) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"--{flag_of(f)} {shown} means nothing without {need.words}; add it or drop"
+                    " the other"
+                )
+        self.check()
+
+    def check(self) -> None:
+        """Refuse settings that do not go together."""
 
 
-def _check_type(config: Settings, f: Field[Any], value: Any) -> None:
-    cls: type = type(config)
-    hint = hints_of(cls)[f.name]
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
+def _fault(f: Field[Any], value: Any, kinds: tuple[type, ...]) -> str | None:
+    """Return a value that a setting cannot have and what it can have, or None."""
+    choices, bound = f.metadata["choices"], f.metadata["bound"]
     if isinstance(value, bool):
         fits = bool in kinds
-    elif isinstance(value, int):
-        fits = int in kinds or float in kinds
     else:
-        fits = isinstance(value, kinds)
+        fits = isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
     if not fits:
         names = " or ".join("unset" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ConfigError(f"--{flag_of(f)} is {value!r}; expected {names}")
-
-
-def _check_choices(config: Settings, f: Field[Any], value: Any) -> None:
-    choices = f.metadata["choices"]
-    if not choices or value is None:
-        return
+        return f"{value!r}; expected {names}"
+    if value is None:
+        return None
     for item in value if isinstance(value, tuple) else (value,):
-        if item not in choices:
-            raise ConfigError(f"--{flag_of(f)} is {item!r}; choose from {', '.join(choices)}")
-
-
-def _check_bound(config: Settings, f: Field[Any], value: Any) -> None:
-    bound = f.metadata["bound"]
-    if bound is not None and value is not None and not bound.holds(value):
-        raise ConfigError(f"--{flag_of(f)} is {value}; {bound.words}")
-
-
-def _check_size(config: Settings, f: Field[Any], value: Any) -> None:
+        if choices and item not in choices:
+            return f"{item!r}; choose from {', '.join(choices)}"
+    if bound is not None and not bound.holds(value):
+        return f"{value}; {bound.words}"
     most = INT_MAX if isinstance(value, int) else FLOAT_MAX
     if isinstance(value, int | float) and abs(value) > most:
-        raise ConfigError(f"--{flag_of(f)} is {value}; it must be at most {most}")
-
-
-def _check_need(config: Settings, f: Field[Any], value: Any) -> None:
-    need = f.metadata["need"]
-    if need is not None and value != f.default and not need.met(config):
-        shown = ",".join(value) if isinstance(value, tuple) else value
-        raise ConfigError(
-            f"--{flag_of(f)} {shown} means nothing without {need.words}; add it or drop the other"
-        )
+        return f"{value}; it must be at most {most}"
+    return None

@@ -20,7 +20,7 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
     Raises:
         ConfigError: not of that form; `flag` is what the message calls it.
     """
-    found = []
+    steps = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -29,8 +29,8 @@ def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
                 f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix"
                 " 1-5,8"
             )
-        found.append(range(first, last + 1))
-    return tuple(found)
+        steps.append(range(first, last + 1))
+    return tuple(steps)
 
 
 def parse_bytes(text: str) -> int:
@@ -41,29 +41,26 @@ def parse_bytes(text: str) -> int:
         ConfigError: not of that form, or less than a byte.
     """
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]{0,3})\s*", text, re.IGNORECASE)
-    unit = None if match is None else _UNITS.get(match[2].lower())
-    found = 0 if match is None or unit is None else int(float(match[1]) * unit)
-    if found < 1:
+    size = int(float(match[1]) * _UNITS.get(match[2].lower(), 0)) if match else 0
+    if size < 1:
         raise ConfigError(
             f"--max_memory is {text!r}; write a size like 10GiB, 800MB or a number of bytes"
         )
-    return found
+    return size
 
 
-def joined(given: Any) -> Any:
-    """Return the items of a list as `a,b`; anything else as it is."""
-    return ",".join(map(str, given)) if isinstance(given, list | tuple | range) else given
+def as_text(value: Any) -> Any:
+    """Return the items of a list as `a,b`, and a whole number, which is what YAML makes of a lone
+    3, as its text; anything else as it is.
+    """
+    if isinstance(value, list | tuple | range):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def joined_or_number(given: Any) -> Any:
-    """Return `joined`, and the text of a whole number, which is what YAML makes of a lone 3."""
-    whole = isinstance(given, int) and not isinstance(given, bool)
-    return str(given) if whole else joined(given)
-
-
-def words(given: Any) -> Any:
+def words(value: Any) -> Any:
     """Return the words of `a,b`, or of a list of such, as a tuple; anything else as it is."""
-    parts = [given] if isinstance(given, str) else given
+    parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        return given
+        return value
     return tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
