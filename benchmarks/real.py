@@ -150,7 +150,7 @@ class Bench:
         try:
             if name == "nf4":
                 return {"parameters": 0, "minutes": 0.0, "figures": self._cost_of_nf4()}
-            layers = format_layers([index for index, _ in npt_layers(self.model)])
+            layers = format_layers(tuple(index for index, _ in npt_layers(self.model)))
             if name == "floor":
                 made = {"layers": layers, "rank": None, "parameters": 0, "minutes": 0.0}
                 return {**made, "figures": self._evaluate().floor.as_dict()}
