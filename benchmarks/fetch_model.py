@@ -47,9 +47,8 @@ def fetch() -> Path:
     Raises:
         ModelError: it cannot be had, or is not the file that it should be.
     """
-    given = given_model()
-    if given is not None:
-        return given
+    if own := own_model():
+        return own
     target = cached_file()
     folder = target.parent
     try:
@@ -58,9 +57,8 @@ def fetch() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             part = unpacked(download(Path(place)), Path(place))
-            found = sha256_of(part)
-            if found != SHA256:
-                raise ModelError(f"{FILE} has the sha256 {found}, not {SHA256}; {REMEDY}")
+            if (digest := sha256_of(part)) != SHA256:
+                raise ModelError(f"{FILE} has the sha256 {digest}, not {SHA256}; {REMEDY}")
             os.replace(part, target)
     except OSError as error:
         raise ModelError(
@@ -75,7 +73,7 @@ def fetched() -> Path:
     Raises:
         ModelError: none was.
     """
-    found = given_model() or cached_file()
+    found = own_model() or cached_file()
     if not found.exists():
         raise ModelError(
             f"there is no {found}; fetch it with python benchmarks/fetch_model.py, or name a model"
@@ -84,15 +82,15 @@ def fetched() -> Path:
     return found
 
 
-def given_model() -> Path | None:
+def own_model() -> Path | None:
     """Return the file or folder that REAL_MODEL names."""
-    named = os.environ.get("REAL_MODEL")
-    if not named:
+    name = os.environ.get("REAL_MODEL")
+    if not name:
         return None
-    path = Path(named).expanduser()
-    if path.exists():
-        return path
-    raise ModelError(f"REAL_MODEL is {named}, and there is no such file; check the path")
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ModelError(f"REAL_MODEL is {name}, and there is no such file; check the path")
+    return path
 
 
 def cached_file() -> Path:

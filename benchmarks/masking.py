@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,7 @@ from npt.data.samples import Samples
 from npt.data.source import open_source
 from npt.distill.logit_losses import forward_kl
 from npt.distill.strategies import STRATEGIES
+from tables import masking
 
 ROW = 256
 SHORT, LONG = 16, 64
@@ -167,14 +169,7 @@ class Bench:
         heldout = list(itertools.islice(self.texts(case, "heldout"), self.samples))
         fidelity = npt.evaluate(self.model, self.tokenizer, heldout, batch_size=32)
         npt.detach(self.model)
-        keys = ("perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se", "top1", "top1_se")
-        figures = {key: round(getattr(fidelity.student, key), 4) for key in keys}
-        return {
-            **figures,
-            "counted": counted,
-            "floor_kl": round(fidelity.floor.kl, 4),
-            "tokens": fidelity.student.tokens,
-        }
+        return {**fidelity.student.as_dict(), "counted": counted, "floor_kl": fidelity.floor.kl}
 
 
 def main() -> None:
@@ -191,20 +186,9 @@ def main() -> None:
         cases.append(
             {"left_out": case.left_out, "loss": case.loss.__name__, "steps": case.steps, **arms}
         )
-        if not args.json:
-            print(
-                f"{case.left_out}, {case.loss.__name__} (KL of the floor"
-                f" {arms['masked']['floor_kl']:.3f}):"
-            )
-            for name, arm in arms.items():
-                ratio = f"{arm['perplexity_ratio']:.3f} ± {arm['perplexity_ratio_se']:.3f}"
-                print(
-                    f"  {name:8} {arm['counted']:7,} counted, perplexity ratio {ratio}, KL"
-                    f" {arm['kl']:.3f} ± {arm['kl_se']:.3f}",
-                    flush=True,
-                )
-    if args.json:
-        print(json.dumps({"cases": cases, "batch_size": BATCH_SIZE, "samples": args.samples}))
+        print(f"{case.left_out}, {case.loss.__name__}: trained", file=sys.stderr, flush=True)
+    figures = {"cases": cases, "batch_size": BATCH_SIZE, "samples": args.samples}
+    print(json.dumps(figures) if args.json else masking(figures))
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def widths(trials: Sequence[Json]) -> str:
     limits = {
         (trial["parts"], trial["arms"]): (float(trial["limit_low"]), float(trial["limit_high"]))
         for trial in trials
-        if trial["parts"] in LIMITS
+        if trial["parts"] in LIMITS and trial["limit_low"] and trial["limit_high"]
     }
 
     def between(size: str, row: Json) -> str:
@@ -174,7 +174,7 @@ def widths(trials: Sequence[Json]) -> str:
         lows = [
             (float(s[2:]), low) for (part, s), (low, _) in limits.items() if part == row["part"]
         ]
-        return f"D^{exponent(lows):.2f}"
+        return f"D^{exponent(lows):.2f}" if len(lows) > 1 else ""
 
     columns: dict[str, Cell] = {"trains up to, not at": "{words}"}
     columns |= {size: partial(between, size) for size in sizes}

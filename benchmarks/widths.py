@@ -16,7 +16,6 @@ exists: `npt report FOLDER/study` draws it.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.cli.main import main as npt_main
 from npt.config import PRODUCTS, TARGETS
 from npt.tools.sweep.table import read_table
+from tables import widths as table_of_widths
 
 RATED = 4
 """Width up to which more than one limit is sought, and every rate of a grid is run; wider models
@@ -107,15 +107,6 @@ def specification(bases: dict[int, Path]) -> dict[str, Any]:
     return {"name": "widths", "settings": SETTINGS, "parts": parts}
 
 
-def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Slope of log y over log x, by least squares."""
-    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
-        (a - x) ** 2 for a in xs
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument(
@@ -144,29 +135,7 @@ def main() -> None:
     )
     if status:
         raise SystemExit(status)
-    rows = read_table(args.output / "study")
-    for part in dict.fromkeys(row["parts"] for row in rows if row["parts"].startswith("limit")):
-        own = [row for row in rows if row["parts"] == part]
-        for row in own:
-            print(
-                f"{part}: {row['arms']} trains up to {row['limit_low']}, not at {row['limit_high']}"
-            )
-        points = [
-            (float(row["arms"][2:]), math.sqrt(row["limit_low"] * row["limit_high"]))
-            for row in own
-            if row["limit_low"] and row["limit_high"]
-        ]
-        if len(points) > 1:
-            print(f"{part}: goes with D to the power {exponent(points):.2f}")
-    for arm in dict.fromkeys(row["arms"] for row in rows if row["parts"] == "rates"):
-        own = [row for row in rows if row["parts"] == "rates" and row["arms"] == arm]
-        said = [f"{row['kl']:.3g}" if row["outcome"] == "stable" else row["outcome"] for row in own]
-        print(
-            f"{arm}, KL by rate: "
-            + ", ".join(
-                f"{row['learning_rate']:g}: {kl}" for row, kl in zip(own, said, strict=True)
-            )
-        )
+    print(table_of_widths(read_table(args.output / "study")))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from rich.console import Console
 
 import npt
 from faults.runs import NoTokenizer
-from gpu_sections.models import base_of, embedded_student, full_batch
+from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
-from npt.adapters.converted import adapter_parameters, adapters_disabled
+from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.calibration.placement import free_bytes
 from npt.calibration.plan import plan
@@ -318,7 +318,7 @@ def measure_calibration(bench: Bench, found: Findings) -> None:
 
 
 def measure_generation(bench: Bench, found: Findings) -> None:
-    """Evaluation and greedy continuation, in tokens a second; continued with a cache as without."""
+    """Evaluation and greedy continuation, in tokens a second."""
     length, count, new = bench.pick(48, 512), bench.pick(4, 16), bench.pick(8, 64)
     model = base_of(bench, "llama-3.2-1b", length + new)
     npt.attach(model, npt.NPTConfig(rank=16, layers="upper_half"))
@@ -347,39 +347,6 @@ def measure_generation(bench: Bench, found: Findings) -> None:
         "generated_tokens_per_second": generated,
     }
     found.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} written")
-    _check_cache(bench, found)
-
-
-def _check_cache(bench: Bench, found: Findings) -> None:
-    """On trained weights, whose likeliest tokens lie apart: with a cache and without, student and
-    teacher.
-    """
-    model = embedded_student(bench.device)
-    prompt = list(range(5, 25))
-    for mode in ("student", "teacher"):
-        with torch.no_grad():
-            if mode == "student":
-                written, likeliest = _both_ways(model, prompt)
-            else:
-                with adapters_disabled(model):
-                    written, likeliest = _both_ways(model, prompt)
-        found.check(
-            f"{mode}: as without a cache",
-            written == likeliest,
-            f"{written} and {likeliest}" if written != likeliest else "",
-        )
-
-
-def _both_ways(model: Any, prompt: list[int], count: int = 12) -> tuple[list[int], list[int]]:
-    """Tokens continued with a cache, and the likeliest next one of each prefix in one
-    forward without.
-    """
-    (written,) = continue_greedily(model, [prompt], [count], (), ["prompt"])
-    device = next(model.parameters()).device
-    logits = model(
-        input_ids=torch.tensor([prompt + written], device=device), use_cache=False
-    ).logits[0]
-    return written, logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
 
 
 MEMORY = Section(8, "memory: plan, and too little of it", check_memory)

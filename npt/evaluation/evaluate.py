@@ -203,8 +203,11 @@ def evaluate(
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
     layers = layer_errors.figures()
+    teacher, floor, student = (measured[mode, "teacher"] for mode in MODES)
     return Fidelity(
-        *(measured[mode, "teacher"] for mode in MODES),
+        teacher,
+        floor,
+        student,
         layers={i: values for i, values in layers.items() if "nmse_student" in values},
         unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
         layer_tokens=layer_errors.tokens,

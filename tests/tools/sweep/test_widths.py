@@ -45,7 +45,3 @@ def test_the_study_of_widths_can_start_and_seeks_a_limit_for_each(widths, bases)
     check_design(design)
     sought = [trial for trial in design.trials if trial.bisect is not None]
     assert len(sought) == 6 and len(design.trials) == 6 + 2 * len(widths.RATES)
-
-
-def test_the_exponent_is_that_of_a_power_law(widths) -> None:
-    assert widths.exponent([(d, 7 * d**-0.5) for d in (192, 384, 1536)]) == pytest.approx(-0.5)

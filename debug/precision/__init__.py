@@ -1,1 +1,0 @@
-"""The comparison of number formats that debug/compare_precision.py prints."""
