@@ -61,8 +61,8 @@ def _png(records: Sequence[Record]) -> bytes:
 
     drawn = (row for record in records for row in record.rows if _drawn(row))
     rows = sorted(drawn, key=lambda row: DIRECTIONS.index(row.direction))
-    lines = short_names(dict.fromkeys(row.place[0] for row in rows))
-    columns = list(dict.fromkeys(row.place[1] for row in rows))
+    lines = short_names(dict.fromkeys(row.cell[0] for row in rows))
+    columns = list(dict.fromkeys(row.cell[1] for row in rows))
     directions = [d for d in DIRECTIONS if any(row.direction == d for row in rows)]
     width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
     across, down = min(len(records), 3), math.ceil(len(records) / 3)
@@ -114,7 +114,7 @@ def _paint(
     sizes, bad = np.full((2, len(lines), len(columns)), np.nan)
     first = None
     for row in (r for r in record.rows if r.direction == direction and _drawn(r)):
-        at = lines.index(row.place[0]), columns.index(row.place[1])
+        at = lines.index(row.cell[0]), columns.index(row.cell[1])
         if not row.finite:
             bad[at], first = 1.0, first or at
         elif row.rms is not None:

@@ -55,7 +55,7 @@ class Row:
         return f"{self.module} {self.stage}".strip()
 
     @property
-    def place(self) -> tuple[str, str]:
+    def cell(self) -> tuple[str, str]:
         """The line and the column of a map by layers: `model.layers.3` and `mlp.gate_proj out`."""
         parts = self.module.split(".")
         if self.layer is None or str(self.layer) not in parts:

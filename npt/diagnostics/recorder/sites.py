@@ -47,7 +47,7 @@ def sites_of(modules: Mapping[str, Any]) -> dict[str, Site]:
             layer=int(parts[listed.index(True)]) if any(listed) else None,
             element=bool(listed) and listed[-1],
             grows=not any(word in type(module).__name__.lower() for word in ("norm", "embedding")),
-            parameters=_parameters(type(module)),  # type: ignore[arg-type]
+            parameters=_parameters(module.__class__),
         )
     return sites
 

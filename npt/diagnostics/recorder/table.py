@@ -58,7 +58,7 @@ def _layers(record: Record) -> Table:
     """Return a line for each layer and module; columns without any number are left out."""
     lines: dict[str, list[Row]] = {}
     for row in record.rows:
-        lines.setdefault(row.place[0], []).append(row)
+        lines.setdefault(row.cell[0], []).append(row)
     names, cells = short_names(lines), []
     for line, rows in lines.items():
         forward = [row for row in rows if row.direction == "forward"]

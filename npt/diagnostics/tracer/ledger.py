@@ -209,17 +209,17 @@ class Ledger(TorchDispatchMode):
             was = judge(tensor, self._limit) if before is None else before
             if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
                 continue
-            known, before_pass = self._origins.of(tensor), self._externals.of(tensor)
+            origins, before_pass = self._origins.of(tensor), self._externals.of(tensor)
             trained = any(external.trained for external in before_pass)
-            if not known and was == Badness.SOFT and not trained and looks_like_a_mask(tensor):
+            if not origins and was == Badness.SOFT and not trained and looks_like_a_mask(tensor):
                 masks = True
                 continue
-            if not known and tensor.ndim == 0 and not before_pass:
+            if not origins and tensor.ndim == 0 and not before_pass:
                 continue  # a constant from before the pass, treated as those made in it
             masks |= was == Badness.SOFT
-            for rank, origin in known or [
-                (0, self._from_outside(call, label, was, result, badness))
-            ]:
+            if not origins:
+                origins = [(0, self._from_outside(call, label, was, result, badness))]
+            for rank, origin in origins:
                 if origin.meant:
                     mask = mask or origin
                 # A selection that leaves -Inf alone has dropped the worse of that input.
@@ -293,9 +293,9 @@ class Ledger(TorchDispatchMode):
         """Return what a tensor was before the pass, by the name that it has in `module`; `bad`: of
         several that share its memory only a bad one.
         """
-        known = self._externals.of(tensor)
-        known = [e for e in known if not bad or judge(e.tensor, self._limit)]
-        return min(known, key=lambda external: external.module != module, default=None)
+        externals = self._externals.of(tensor)
+        externals = [e for e in externals if not bad or judge(e.tensor, self._limit)]
+        return min(externals, key=lambda external: external.module != module, default=None)
 
     def _note(self, origin: Origin) -> None:
         if self.first is None and not math.isnan(origin.value):
@@ -336,5 +336,5 @@ class Ledger(TorchDispatchMode):
         last node.
         """
         variable = getattr(node, "variable", None)
-        known = self._external(variable, "") if isinstance(variable, Tensor) else None
-        return "" if known is None else known.module
+        external = self._external(variable, "") if isinstance(variable, Tensor) else None
+        return "" if external is None else external.module

@@ -78,10 +78,10 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
     verdicts: list[Verdict] = []
     seen: list[weakref.ref[Tensor]] = []
     tokens = Tokens(batch)
-    given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    given = batch.attention_mask if isinstance(batch, Batch) else given
-    valid = given.bool() if isinstance(given, Tensor) and given.ndim == 2 else None
-    if unpadded and given is None and tokens.shape is not None:
+    padding = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    padding = batch.attention_mask if isinstance(batch, Batch) else padding
+    valid = padding.bool() if isinstance(padding, Tensor) and padding.ndim == 2 else None
+    if unpadded and padding is None and tokens.shape is not None:
         valid = torch.ones(tokens.shape, dtype=torch.bool)
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
             return
         if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
             return
-        if not any(known() is mask for known in seen):
+        if not any(reference() is mask for reference in seen):
             seen.append(weakref.ref(mask))
             finding = _fault_of(mask.detach(), valid)
             if finding is not None:

@@ -135,12 +135,12 @@ class Call:
         """
         if self.name not in ("add", "add_", "sub", "_to_copy", "to", "mul"):
             return False
-        found = (
+        candidates = (
             (t, values)
             for _, t in self.read
             if (values := numbers(t)) is not None and t.dtype.itemsize > 1 and not t.is_complex()
         )
-        return any(extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min for t, values in found)
+        return any(extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min for t, values in candidates)
 
 
 def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

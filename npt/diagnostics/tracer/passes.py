@@ -61,8 +61,8 @@ def default_run(model: nn.Module, batch: Any) -> Run:
                 ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
             arguments["labels"] = ids
         return lambda: model(**arguments)
-    given = batch if isinstance(batch, tuple | list) else (batch,)
-    return lambda: model(*given)
+    positional = batch if isinstance(batch, tuple | list) else (batch,)
+    return lambda: model(*positional)
 
 
 def _is_language_model(model: nn.Module) -> bool:
@@ -170,6 +170,8 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
 def versions(model: nn.Module) -> dict[str, int]:
     """Return how often each parameter was written to, except those that forward writes to."""
     renormed = {id(weight) for weight in _renormed(model)}
-    named = model.named_parameters()
-    given = [(name, p) for name, p in named if not is_lazy(p) and id(p) not in renormed]
-    return {name: p._version for name, p in given if not p.is_inference()}
+    return {
+        name: parameter._version
+        for name, parameter in model.named_parameters()
+        if not (is_lazy(parameter) or id(parameter) in renormed or parameter.is_inference())
+    }

@@ -59,8 +59,8 @@ class Place:
 
 def layer_of(name: str) -> int | None:
     """Return the index of the decoder layer in a dotted name: the first whole number in it."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(number[1]) if number else None
 
 
 @dataclass(frozen=True)

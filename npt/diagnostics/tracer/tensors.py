@@ -78,10 +78,10 @@ def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tup
     bad = torch.isnan(parts) | (parts == math.inf) | (parts > limit)
     if soft:
         bad |= (parts == -math.inf) | (parts < -limit)
-    found = (bad.any(dim=-1) if values.is_complex() else bad).nonzero()
-    if not len(found):
+    indices = (bad.any(dim=-1) if values.is_complex() else bad).nonzero()
+    if not len(indices):
         return ()
-    index = tuple(found[0].tolist())
+    index = tuple(indices[0].tolist())
     if tensor.layout == torch.sparse_coo:
         return (*tensor.detach()._indices()[:, index[0]].tolist(), *index[1:])
     return index
@@ -123,8 +123,8 @@ def looks_like_a_mask(tensor: Tensor) -> bool:
     if values is None:
         return False
     low, _ = extent(values)
-    known = low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
-    return known or bool(((values == low) | (values == 0)).all())
+    end = low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
+    return end or bool(((values == low) | (values == 0)).all())
 
 
 def _reals(values: Tensor) -> Tensor:
@@ -194,14 +194,14 @@ class Memory(Generic[N]):
         here = stretch_of(tensor)
         if here is None:
             return []
-        return [note for _, known, note in self._live(here.key) if known.overlaps(here)]
+        return [note for _, stretch, note in self._live(here.key) if stretch.overlaps(here)]
 
     def add(self, tensor: Tensor, note: N) -> None:
         here = stretch_of(tensor)
         if here is None:
             return
         notes = self._live(here.key)
-        if not any(other == note and known.covers(here) for _, known, other in notes):
+        if not any(other == note and stretch.covers(here) for _, stretch, other in notes):
             storage = StorageWeakRef(_values(tensor).untyped_storage())
             self._notes[here.key] = [*notes, (storage, here, note)]
 

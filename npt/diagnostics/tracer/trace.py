@@ -227,14 +227,14 @@ class _Tracer:
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
 
     def _verdict_on(self, origin: Origin, reason: rules.Reason, reached: str) -> Verdict:
-        external, own = origin.external, (origin.shape, origin.index)
+        external = origin.external
         module, name = origin.place.module, f"output of {origin.operation}"
         phase: Phase = origin.phase
         if external is not None:
             name = external.name
             phase = phase if external.kind == "outside" else external.kind
             module = external.module if external.kind == "state" else module
-        located = self.tokens.locate(*own)
+        located = self.tokens.locate(origin.shape, origin.index)
         if located[0] is None:
             located = self.tokens.locate(*origin.through)
         row, token, sample = located

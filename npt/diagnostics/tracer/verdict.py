@@ -144,11 +144,11 @@ class Verdict:
 
     def __str__(self) -> str:
         at = f" at {list(self.index)}" if self.index else ""
-        found = f"{self.tensor}{at}: {self.value:g}{self._owner()}"
+        first_bad = f"{self.tensor}{at}: {self.value:g}{self._owner()}"
         lines = [
             f"{self.cause}: {self.explanation}",
             f"  {self.phase}: {self.operation or 'no operation'} in {self.module or OUTSIDE}",
-            f"  first bad: {found}; it reached {self.reached}",
+            f"  first bad: {first_bad}; it reached {self.reached}",
         ]
         lines += [f"  line: {self.source}"] if self.source else []
         lines += [f"  went in: {operand}" for operand in self.operands]

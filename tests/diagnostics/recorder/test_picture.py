@@ -74,9 +74,9 @@ def tags(text: str) -> list[tuple[str, dict[str, str | None]]]:
 
 
 def test_a_row_has_a_line_by_its_layer_and_a_column_by_the_rest_of_its_name() -> None:
-    assert row("model.layers.3.mlp.up", 3, "in").place == ("model.layers.3", "mlp.up in")
-    assert row("model.layers.3", 3).place == ("model.layers.3", "out")
-    assert row("model.norm").place == ("model.norm", "out") and row("").place == ("", "out")
+    assert row("model.layers.3.mlp.up", 3, "in").cell == ("model.layers.3", "mlp.up in")
+    assert row("model.layers.3", 3).cell == ("model.layers.3", "out")
+    assert row("model.norm").cell == ("model.norm", "out") and row("").cell == ("", "out")
     names = short_names(["", "model.norm", "a.layers.0", "a.layers.1", "b.layers.0"])
     assert list(names.values()) == ["model", "norm", "a.layers.0", "1", "b.layers.0"]
 
@@ -113,7 +113,7 @@ def test_every_step_has_a_map_with_the_numbers_of_its_tensors(steps, monkeypatch
     sizes = np.full((len(lines), len(columns)), np.nan)
     for r in shown.rows:
         if r.direction == direction:
-            sizes[lines.index(r.place[0]), columns.index(r.place[1])] = math.log10(r.rms)
+            sizes[lines.index(r.cell[0]), columns.index(r.cell[1])] = math.log10(r.rms)
     np.testing.assert_allclose(np.ma.filled(image.get_array(), np.nan), sizes)
 
 
