@@ -6,7 +6,7 @@ from pathlib import Path
 
 from npt.files import write_text
 from npt.report.page import page
-from npt.report.run import RunRecord, read_run
+from npt.report.run import RunRecord
 from npt.runs.manifest import verify_checkpoint
 from npt.runs.run_folder import REPORT
 
@@ -21,7 +21,7 @@ def write_report(run: Path, output: Path | None = None) -> RunRecord:
     Raises:
         OSError: the page cannot be written.
     """
-    record = read_run(run, verify_checkpoint)
+    record = RunRecord(run, verify_checkpoint)
     place = run / REPORT if output is None else output
     write_text(place, page(record, place))
     return record

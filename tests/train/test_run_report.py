@@ -45,7 +45,7 @@ def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
     assert "Finished at step 3" in text(folder)
     found = json.loads((folder / "modulation.json").read_text())
     assert (found["step"], found["heldout"], list(found["layers"])) == (3, True, ["1", "3"])
-    assert text(folder).count(">verified<") == 2
+    assert text(folder).count(": verified<") == 2
     assert found["passage"]["layers"] == [1, 3] and "Token by token" in text(folder)
     before = text(folder)
     write_report(folder)
