@@ -174,8 +174,10 @@ class RunRecord:
         step, steps, columns = _count(line.get("step")), self.steps, self.columns
         if step is None:
             return
-        for cells in (*columns.values(), steps):
-            del cells[bisect_left(steps, step) :]
+        place = bisect_left(steps, step)
+        del steps[place:]
+        for column in columns.values():
+            del column[place:]
         for key in [key for key in line if key not in columns]:
             if _COLUMNS.fullmatch(key) or _LAYER.fullmatch(key):
                 columns[key] = [math.nan] * len(steps)
