@@ -68,7 +68,7 @@ class ModulationMap:
         return token_texts(tokenizer, self.ids.tolist())
 
     def as_dict(self, tokenizer: Any = None) -> dict[str, Any]:
-        """Return plain values with three digits, for JSON and for `npt/report/token_view.py`.
+        """Return plain values with three digits, for JSON and for `npt/report/generated.py`.
 
         tokenizer: names the tokens; None shows their ids.
         """

@@ -11,10 +11,10 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH = 400  # CSS pixels of a chart before it grows with the page
-LEFT, RIGHT = 72, 14  # margins; the left one has room for a name
+LEFT, RIGHT = 60, 14  # margins; the left one has room for a number
 STRETCHES = 240  # parts of a long line, of which the smallest and the largest value are drawn
 DOTS = 80  # points up to which each value gets a dot
 LARGEST, SMALLEST = 1e100, 1e-100  # numbers beyond are drawn at the end of their scale
 
 INK, SOFT, RULE, PAPER = "#1c2127", "#59636e", "#d3d9df", "#fefefe"
-LINE, SECOND, BAD, ZERO, GOOD = "#0a58a8", "#a35200", "#c5162a", "#a9b0b7", "#0b7285"
+LINE, SECOND, BAD, GOOD = "#0a58a8", "#a35200", "#c5162a", "#0b7285"
 
 _DARK = {
     INK: "#e4e7ea", SOFT: "#9da7b1", RULE: "#3a424a", PAPER: "#14171a", LINE: "#79b8ff",
-    SECOND: "#f0a860", BAD: "#e5484d", ZERO: "#6a727a", GOOD: "#4cc2d4",
+    SECOND: "#f0a860", BAD: "#e5484d", GOOD: "#4cc2d4",
 }  # fmt: skip
 """Each colour on a light page: what it is on a dark one."""
 
@@ -135,16 +135,8 @@ def scale(axes: Axes, which: str, values: Sequence[float], log: bool | None = No
     return log
 
 
-Span = tuple[int, int]
-"""The first and the last step of a chart."""
-
-
-class Series(NamedTuple):
-    """A line over the steps. A value is NaN for none, infinite for one that was not finite."""
-
-    name: str
-    steps: Sequence[int]
-    values: Sequence[float]
+Series = tuple[str, Sequence[float], Sequence[float]]
+"""A line's name, its x and its y; a value is NaN for none, infinite for one that was not finite."""
 
 
 def thin(values: np.ndarray) -> np.ndarray:
@@ -159,106 +151,63 @@ def thin(values: np.ndarray) -> np.ndarray:
     return np.array(sorted(kept), np.int64)
 
 
-def paint_lines(
-    axes: Axes, span: Span, series: Sequence[Series], unit: str, log: bool | None = None
-) -> None:
-    """Draw series over the steps of a span: the first solid, the second dashed. Their names make a
-    legend if there are several.
+def lines(
+    heading: str, unit: str, series: Sequence[Series], *, log: bool | None = None, x: str = "step",
+    marks: Sequence[float] = (),
+) -> Picture:  # fmt: skip
+    """Return a chart of lines, described by what its first one does.
+
+    Args:
+        heading: what is drawn.
+        unit: of the values.
+        series: at least one line; their names make a legend if there are several.
+        log: as for `scale`.
+        x: what is from left to right, whole numbers.
+        marks: refusals, red along the bottom.
     """
-    log = scale(axes, "y", [value for each in series for value in each.values], log)
-    axes.set_title(unit + (", logarithmic" if log else ""), color=SOFT)
-    for each, colour, dash in zip(series, (LINE, SECOND), ("-", "--"), strict=False):
-        steps, values = np.asarray(each.steps), np.asarray(each.values, np.float64)
-        steps, values = steps[~np.isnan(values)], values[~np.isnan(values)]
-        heights, broken = drawable(values, log), steps[np.isinf(values)]
-        kept = thin(heights)
-        axes.plot(
-            steps[kept], heights[kept], dash, color=colour, label=clean(each.name, 40),
-            marker="o" if len(kept) <= DOTS else "", markersize=3,
-        )  # fmt: skip
-        if len(broken):
-            shown = broken[:: 1 + len(broken) // STRETCHES]
-            axes.plot(
-                shown, np.full(len(shown), 0.95), "x", color=BAD, label="not finite",
-                transform=axes.get_xaxis_transform(),
-            )  # fmt: skip
-    paint_steps(axes, span)
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(loc="best")  # above the axes it would lie on a long title
-
-
-def paint_steps(axes: Axes, span: Span, named: bool = True) -> None:
-    """Make the x axis one of steps."""
     from matplotlib.ticker import MaxNLocator
 
-    room = max(0.5, 0.01 * (span[1] - span[0]))
-    axes.set_xlim(span[0] - room, span[1] + room)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlabel("step" if named else "")
-    axes.tick_params(labelbottom=named)
-
-
-def heat(
-    cells: np.ndarray, names: Sequence[str], extent: tuple[float, float], label: str, unit: str
-) -> Picture:
-    """Return a matrix [lines, columns] by colour on a logarithmic scale. NaN is nothing, an
-    infinity not finite (red), and 0 grey. extent: the x of the left and the right edge.
-    """
-    from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
-
-    numbers = drawable(cells, log=True)
-    there = numbers[np.isfinite(numbers)]
-    low, high = (float(there.min()), float(there.max())) if len(there) else (1.0, 1.0)
-    low, high = (low, high) if high > 1.01 * low else (low / 3, high * 3)
-    numbers = np.where(np.isinf(cells), math.inf, np.where(cells == 0, low / 2, numbers))
-    height = max(60.0, min(24.0 * len(names), 320.0))
-    with picture(height + 84, label) as made:
-        axes = made.axes(4, height)
-        image = axes.imshow(
-            numbers, cmap=colormaps["viridis"].with_extremes(under=ZERO, over=BAD),
-            norm=LogNorm(low, high), aspect="auto", interpolation="none",
-            extent=(*extent, len(names) - 0.5, -0.5),
-        )  # fmt: skip
-        shown = range(0, len(names), math.ceil(13 * len(names) / height))
-        axes.set_yticks(shown, [clean(names[i], 8) for i in shown])
-        axes.grid(False)
-        axes.set_xlabel(unit)
-        key = made.figure.colorbar(image, cax=made.axes(height + 52, 8), orientation="horizontal")
-        key.set_ticks([low, high], labels=[number(low, 2), number(high, 2)])
-        key.minorticks_off()
-        key.outline.set_visible(False)
+    with picture(220, _words(heading, series[0][2], len(marks))) as made:
+        axes = made.axes(20, 140)
+        log = scale(axes, "y", [value for _, _, values in series for value in values], log)
+        axes.set_title(unit + (", logarithmic" if log else ""), color=SOFT)
+        across = axes.get_xaxis_transform()
+        for (name, places, values), colour, dash in zip(
+            series, (LINE, SECOND, SOFT), ("-", "--", ":"), strict=False
+        ):
+            at, numbers = np.asarray(places), np.asarray(values, np.float64)
+            at, numbers = at[~np.isnan(numbers)], numbers[~np.isnan(numbers)]
+            heights, broken = drawable(numbers, log), at[np.isinf(numbers)]
+            kept = thin(heights)
+            marker = "o" if len(kept) <= DOTS else ""
+            axes.plot(
+                at[kept], heights[kept], dash, color=colour, label=name, marker=marker, markersize=3
+            )
+            if len(broken):
+                broken = broken[:: 1 + len(broken) // STRETCHES]
+                height = np.full(len(broken), 0.95)
+                axes.plot(broken, height, "x", color=BAD, label="not finite", transform=across)
+        if len(marks):
+            marks = marks[:: 1 + len(marks) // STRETCHES]
+            height = np.full(len(marks), 0.03)
+            axes.plot(marks, height, "^", color=BAD, label="refused", transform=across)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.set_xlabel(x)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=4)
     return made
 
 
-class Marks(NamedTuple):
-    """A mark in each row of a chart, with a line of one standard error to either side."""
-
-    name: str
-    look: Mapping[str, Any]
-    values: Sequence[float]
-    errors: Sequence[float]
-
-
-def rows(
-    names: Sequence[str], marks: Sequence[Marks], what: str, label: str, log: bool = False
-) -> Picture:
-    """Return a chart of named rows of marks on a common scale: dots, not bars, for a scale need not
-    begin at 0. what: name of the scale, with its unit.
-    """
-    height = 20.0 * len(names)
-    with picture(height + 58, label) as made:
-        axes = made.axes(20, height)
-        scale(axes, "x", [value for each in marks for value in each.values], log)
-        for each in marks:
-            values, errors = drawable(each.values, log), drawable(each.errors)
-            axes.errorbar(
-                values, np.arange(len(names)), xerr=np.nan_to_num(np.maximum(errors, 0)),
-                label=each.name, linestyle="none", elinewidth=2, **each.look,
-            )  # fmt: skip
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_yticks(range(len(names)), [clean(name, 12) for name in names])
-        axes.set_xlabel(what + (", logarithmic" if log else ""))
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, columnspacing=1.0)
-    return made
+def _words(heading: str, values: Sequence[float], refusals: int) -> str:
+    """Return a chart in words, for readers who do not see it."""
+    finite = [value for value in values if math.isfinite(value)]
+    bad = sum(math.isinf(value) for value in values)
+    words = f"{heading}: no finite value"
+    if finite:
+        words = (
+            f"{heading}: {number(finite[0])} at first, {number(finite[-1])} at last, between"
+            f" {number(min(finite))} and {number(max(finite))}"
+        )
+    words += f", {bad:,} times not finite" if bad else ""
+    return words + (f"; {refusals:,} refusals" if refusals else "")

@@ -61,11 +61,10 @@ def token_view(passages: Passages) -> dict[str, Any] | None:
 
 
 def _text(title: str, found: Mapping[str, Any], change: np.ndarray, high: float) -> dict[str, Any]:
-    """Return a text. change: [T, L], NaN if not finite. high: of the colour scale,
-    which begins at 0.
-    """
-    counts = np.maximum(np.isfinite(change).sum(axis=1), 1)
-    means = np.where(np.isfinite(change).any(axis=1), np.nansum(change, axis=1) / counts, np.nan)
+    """Return a text. change: [T, L]. high: of the colour scale, which begins at 0."""
+    finite = np.isfinite(change)
+    sums = np.where(finite, change, 0).sum(axis=1)
+    means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
     tokens = []
     for i, text in enumerate(found["tokens"][:TOKENS]):
         kind = f"{_colour(means[i], high)}{' q' * (i < found.get('start', 0))}"

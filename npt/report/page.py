@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from npt.evaluation.formatting import FIGURES
-from npt.report.fidelity import fidelity, layers
 from npt.report.generated import token_view
-from npt.report.modulation import modulation
 from npt.report.pages import render
-from npt.report.run import Event, RunRecord
-from npt.report.training import training
+from npt.report.run import Event, RunRecord, step_of
+from npt.report.sections import fidelity, layers, modulation, refusals, training
 from npt.report.words import as_number, clean, figure, flat, number
 
 SECTIONS = {
@@ -29,14 +27,20 @@ SECTIONS = {
     "configuration": "Configuration",
 }
 
-EVENTS = 200  # the last ones, which are listed
-POSTMORTEMS = 20  # the last ones, which are listed
-HASH_LETTERS = 12  # of a hash, at the head
+LISTED = 200  # events at most, the last ones
 
 _ROUTINE = frozenset({"refusal", "save", "evaluation", "diagnosis", "epoch", "trace"})
 """Events that a long run has so many of that the others would be lost among them."""
 
-_VERSIONS = ("npt", "torch", "transformers", "bitsandbytes", "python")
+_RECIPE = {
+    "base": ("model_name", "base_hash", "device"),
+    "adapters": ("layers", "rank", "targets", "modulation", "trainable_parameters"),
+    "start": ("init", "adapter", "additive_scale", "mult_bound"),
+    "training": ("strategy", "loss", "learning_rate", "scheduler_type", "batch_size", "seed"),
+    "data": ("dataset_name", "num_samples", "max_length"),
+    "versions": ("npt", "torch", "transformers", "bitsandbytes", "python"),
+}
+"""What of `run.json` is at the head of the page, a line each."""
 
 
 def page(record: RunRecord, place: Path) -> str:
@@ -44,7 +48,8 @@ def page(record: RunRecord, place: Path) -> str:
     parts = {
         "recipe": _part(record, "run.json", _recipe) or [],
         "fidelity": _part(record, "fidelity.json", fidelity),
-        "training": _part(record, "metrics.jsonl", training),
+        "training": _part(record, "metrics.jsonl", training) or [],
+        "refusals": _part(record, "events.jsonl", refusals) or [],
         "layers": _part(record, "fidelity.json", layers),
         "modulation": _part(record, "modulation.json", modulation),
         "passage": _part(record, "modulation.json", _passage),
@@ -107,47 +112,19 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _recipe(record: RunRecord) -> list[tuple[str, str]]:
-    """Return base, adapters, training, data and versions, a line each; nothing that `run.json` does
-    not say.
-    """
-    run, settings = record.run, record.settings
-
-    def words(name: str, form: str = "{}", source: Mapping[str, Any] = settings) -> str:
-        value = source.get(name)
-        return "" if value is None else form.format(flat(value))
-
-    quantization = run.get("precision", {}).get("quantization")
-    versions = run.get("versions", {})
+    """Return the lines of `_RECIPE`; nothing that `run.json` does not say."""
+    values = {**record.settings, **record.run, **record.run.get("versions", {})}
     lines = {
-        "base": [
-            words("model_name"),
-            words("quantization", "a GGUF in {}", run.get("base_origin") or {}),
-            words("base_hash", "hash {}", {"base_hash": run.get("base_hash", "")[:HASH_LETTERS]}),
-            str(quantization or "unquantised").upper() if "precision" in run else "",
-            words("device", "on {}", run),
-        ],
-        "adapters": [
-            words("layers", "layers {}", run), words("rank", "rank {}"),
-            words("targets", "targets {}"), words("modulation", "modulation {}"),
-            words("trainable_parameters", "{} parameters", run),
-        ],
-        "start": [
-            words("init"), words("adapter", "from {}"),
-            words("additive_scale", "alpha {}"), words("mult_bound", "beta {}"),
-        ],
-        "training": [
-            words("strategy"), words("loss", "loss {}"), words("learning_rate", "rate {}"),
-            words("scheduler_type", "schedule {}"), words("batch_size", "batch {}")
-            + words("gradient_accumulation_steps", " x {}"),
-            words("processes", "processes {}"), words("seed", "seed {}", run),
-        ],
-        "data": [
-            words("dataset_name"), words("dataset_config"), words("num_samples", "{} samples"),
-            words("max_length", "up to {} tokens each"),
-        ],
-        "versions": [words(name, name + " {}", versions) for name in _VERSIONS],
-    }  # fmt: skip
-    return [(name, ", ".join(filter(None, line))) for name, line in lines.items() if any(line)]
+        line: [
+            f"{name} {clean(flat(values[name]), 60)}"
+            for name in names
+            if values.get(name) is not None
+        ]
+        for line, names in _RECIPE.items()
+    }
+    if quantization := record.run.get("precision", {}).get("quantization"):
+        lines["base"].append(quantization)
+    return [(line, ", ".join(words)) for line, words in lines.items() if words]
 
 
 def _passage(record: RunRecord) -> dict[str, Any] | None:
@@ -157,43 +134,44 @@ def _passage(record: RunRecord) -> dict[str, Any] | None:
 
 def _saved(record: RunRecord) -> dict[str, Any]:
     """Return the best student, recorded steps and post-mortem bundles."""
-    best, folder = record.folder / "best", record.folder
-    attribution = record.best.get("attribution") or {}
-    student = attribution.get("unquantized_to_npt", record.best.get("student", {}))
-    names = [event.get("postmortem") for event in record.of("stopped")]
+    best, folder = record.best, record.folder
+    student = (best.get("attribution") or {}).get("unquantized_to_npt") or best.get("student", {})
     return {
-        "best": best if best.is_dir() else None,
-        "best_words": f"of step {record.best.get('step', 'unknown')}, KL {figure(student, 'kl')}",
-        "traces": sorted((folder / "trace").glob("*.html"))[-POSTMORTEMS:],
+        "best": f"of step {best.get('step')}, KL {figure(student, 'kl')} nats" if best else "",
+        "traces": sorted((folder / "trace").glob("*.html"))[-LISTED:],
         "postmortems": [
             (path.relative_to(folder).as_posix(), path, _cause(bundle))
-            for path, bundle in record.postmortems[-POSTMORTEMS:]
+            for path, bundle in record.postmortems[-LISTED:]
         ],
-        "gone": next((name for name in reversed(names) if name is not None), None),
     }
 
 
 def _cause(bundle: Mapping[str, Any]) -> str:
     """Return why the run stopped, and which number was the first bad one."""
-    if not bundle:
-        return ""
     words = [str(bundle.get("reason", "no reason on record"))]
     if refusals := bundle.get("refusals"):
         words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
     if verdict := bundle.get("verdict"):
-        parts = [verdict[name] for name in ("explanation", "remedy") if name in verdict]
-        words.append(f"The first bad number: {'; '.join(parts) or flat(verdict)}")
+        words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
     return ". ".join(words)
 
 
-def _events(record: RunRecord) -> list[tuple[Event, str, str]]:
-    """Return the last events with time and details; routine ones only if there is room. Refusals
-    are next to the loss.
+def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:
+    """Return the last events but refusals, which are next to the loss; routine ones only if there
+    is room.
     """
     events = [event for event in record.events if event["event"] != "refusal"]
-    if len(events) > EVENTS:
+    if len(events) > LISTED:
         events = [event for event in events if event["event"] not in _ROUTINE]
-    return [(event, _clock(event.get("time")), _words(event)) for event in events[-EVENTS:]]
+    return [
+        (
+            _clock(e.get("time")),
+            "" if e["step"] is None else f"{e['step']:,}",
+            e["event"],
+            _words(e),
+        )
+        for e in events[-LISTED:]
+    ]
 
 
 def _words(event: Event) -> str:
@@ -204,34 +182,24 @@ def _words(event: Event) -> str:
         return f"held-out KL {figure(student, 'kl')} nats, top-1 {figure(student, 'top1')}"
     if isinstance(message, str):
         return f"{error}: {message}" if error else message
-    details = {
-        name: value for name, value in event.items()
-        if name not in ("event", "step", "time", "undone") and value not in (None, {}, [])
-    }  # fmt: skip
-    return ", ".join(f"{name} {flat(value)}" for name, value in details.items())
+    details = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
+    return ", ".join(f"{k} {flat(v)}" for k, v in details.items() if v not in (None, {}, []))
 
 
 def _clock(seconds: float | None) -> str:
     return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
 
 
-def _configuration(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return every setting, and what it was before a resume changed it; then versions, device and
-    everything else of `run.json`.
-    """
-    before = {
-        name: f"was {flat(values[0])} before step {event['step']}"
-        for event in record.of("resume")
-        for name, values in event.get("changed", {}).items()
-    }
-    rows = [(name, flat(v), before.get(name, "")) for name, v in sorted(record.settings.items())]
+def _configuration(record: RunRecord) -> list[tuple[str, str]]:
+    """Return every setting, then versions, device and everything else of `run.json`."""
     others = {k: v for k, v in record.run.items() if k not in ("settings", "wandb_run")}
-    return rows + [(name, flat(value), "") for name, value in others.items()]
+    return [(k, flat(v)) for k, v in [*sorted(record.settings.items()), *others.items()]]
 
 
 def summary(record: RunRecord) -> dict[str, Any]:
     """Return the content of `npt report --json`: plain numbers, shares as fractions of 1."""
-    student, state = record.fidelity.get("student") or {}, record.end[0]
+    student, state = record.fidelity.get("student"), record.end[0]
+    student = student if isinstance(student, dict) else {}
     last = {key: record.last(key) for key in ("tokens", "loss")}
     figures = {name: as_number(student, name) for key in FIGURES for name in (key, f"{key}_se")}
     return {
@@ -246,8 +214,8 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "refused_by_kind": dict(record.refused()),
         **{name: value if math.isfinite(value) else None for name, value in figures.items()},
         "checkpoints": [
-            {"step": saved.step, "folder": saved.path.name, "verified": saved.verified}
-            for saved in record.checkpoints
+            {"step": step_of(path), "folder": path.name, "verified": verified}
+            for path, verified, _ in record.checkpoints
         ],
         "postmortems": [path.name for path, _ in record.postmortems],
         "missing": dict(record.notes),

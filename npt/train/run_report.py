@@ -7,7 +7,7 @@ from pathlib import Path
 from npt.files import write_text
 from npt.manifest import verify_checkpoint
 from npt.report.page import page
-from npt.report.run import RunRecord, read_run
+from npt.report.run import RunRecord
 from npt.runs.run_folder import REPORT
 
 
@@ -15,6 +15,7 @@ def write_report(run: Path, output: Path | None = None) -> RunRecord:
     """Read the run folder, verify its checkpoints, and write the page about it, by default as
     `report.html` in the folder; OSError if it cannot be written.
     """
-    record, path = read_run(run, verify_checkpoint), output or run / REPORT
-    write_text(path, page(record, path))
+    record = RunRecord(run, verify_checkpoint)
+    place = run / REPORT if output is None else output
+    write_text(place, page(record, place))
     return record

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
 
 from npt.report import charts
-from npt.report.charts import Marks, Series, picture, scale
+from npt.report.charts import lines, picture, scale
 from npt.report.page import page
-from npt.report.run import read_run
+from npt.report.run import RunRecord
 
-DOT = {"color": charts.LINE, "fmt": "o"}
+STEPS = [1, 2, 3, 4, 5]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -39,7 +39,7 @@ def check(svg: str) -> ET.Element:
 
 
 def test_a_chart_is_a_file_with_the_colours_of_light_and_dark() -> None:
-    svg = charts.rows(["a"], [Marks("one", DOT, [1.0], [0.5])], "what", "a chart").svg
+    svg = lines("a chart", "nats", [("one", STEPS, [1.0] * 5)]).svg
     assert "var(--c0a58a8)" in svg and "prefers-color-scheme: dark" in svg
     style = svg[svg.index("<style>") : svg.index("</style>")]
     assert all(f"--{name}:" in style for name in re.findall(r"var\(--(\w+)\)", svg))
@@ -50,7 +50,7 @@ def test_charts_depend_on_their_numbers_and_on_no_users_settings() -> None:
     import matplotlib
 
     def drawn() -> str:
-        return charts.rows(["4"], [Marks("one", DOT, [0.1], [0.05])], "NMSE", "one layer").svg
+        return lines("one layer", "NMSE", [("one", STEPS, [0.1] * 5)]).svg
 
     first = drawn()
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": False}):
@@ -62,28 +62,25 @@ def test_charts_depend_on_their_numbers_and_on_no_users_settings() -> None:
     "name", ["</svg><script>alert(1)</script>", r"$\frac{1}$", "日本", "\ud800 half", "a\x00b"]
 )
 def test_texts_of_a_chart_are_text_whatever_they_are(name) -> None:
-    made = charts.rows([name], [Marks("one", DOT, [1.0], [0.1])], "what", name * 2)
+    made = lines(name, "nats", [("one", STEPS, [1.0] * 5)])
     assert not [e for e in check(made.svg).iter() if e.tag.endswith("script")]
     assert unquote(made.address) == f"data:image/svg+xml,{made.svg}" and '"' not in made.address
 
 
-def test_a_number_that_is_not_finite_breaks_the_line_and_is_marked() -> None:
-    with picture(180, "broken") as made:
-        axes = made.axes(20, 120)
-        series = Series("loss", [1, 2, 3, 4, 5], [1.0, 2.0, math.inf, 2.0, 1.0])
-        charts.paint_lines(axes, (1, 5), [series], "loss")
-        line, crosses = axes.lines
-        assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False]
-        assert list(crosses.get_xdata()) == [3]
+def test_what_is_not_finite_breaks_the_line_and_is_marked_as_are_refusals() -> None:
+    made = lines("loss", "nats", [("loss", STEPS, [1.0, 2.0, math.inf, 2.0, 1.0])], marks=[3, 4])
+    line, crosses, refused = made.figure.axes[0].lines
+    assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False]
+    assert list(crosses.get_xdata()) == [3] and list(refused.get_xdata()) == [3, 4]
+    words = "loss: 1 at first, 1 at last, between 1 and 2, 1 times not finite; 2 refusals"
+    assert made.label == words
 
 
 def test_a_spike_of_one_step_in_a_hundred_thousand_reaches_the_chart() -> None:
     values = [1.0] * 100_000
     values[54_321] = 900.0
-    with picture(180, "spiked") as made:
-        axes = made.axes(20, 120)
-        charts.paint_lines(axes, (1, 100_000), [Series("loss", range(1, 100_001), values)], "loss")
-        assert max(axes.lines[0].get_ydata()) == 900.0
+    made = lines("loss", "nats", [("loss", range(1, 100_001), values)])
+    assert max(made.figure.axes[0].lines[0].get_ydata()) == 900.0
     assert len(made.svg) < 60_000
 
 
@@ -127,14 +124,8 @@ ODD = [math.nan, 0.0, -0.0, 1e-300, 1e300, math.inf, math.nan, -1.7e308, -5.0, 2
 )
 @pytest.mark.parametrize("log", [False, True])
 def test_charts_are_sound_whatever_the_numbers(values, log) -> None:
-    steps = range(3, 3 + len(values))
-    with picture(180, "a line") as made:
-        span = (3, 2 + len(values))
-        charts.paint_lines(made.axes(20, 120), span, [Series("<nats>", steps, values)], "<nats>")
-    check(made.svg)
-    check(charts.heat(np.array([values]), ["x"], (0, len(values)), "a heat map", "step").svg)
-    names = ["x"] * len(values)
-    check(charts.rows(names, [Marks("one", DOT, values, values)], "x", "rows", log).svg)
+    steps = list(range(3, 3 + len(values)))
+    check(lines("a line", "<nats>", [("<nats>", steps, values)] * 2, log=log).svg)
 
 
 RUNS = {
@@ -157,7 +148,7 @@ RUNS = {
 @pytest.mark.parametrize("kind", RUNS)
 def test_every_chart_of_a_runs_page_is_sound(tmp_path, kind) -> None:
     folder = make_run(tmp_path / "run", **RUNS[kind])
-    images = Reader(page(read_run(folder), folder / "report.html")).of("img", class_="chart")
+    images = Reader(page(RunRecord(folder), folder / "report.html")).of("img", class_="chart")
     assert len(images) > 4
     for image in images:
         check(unquote(image["src"] or "").removeprefix("data:image/svg+xml,"))

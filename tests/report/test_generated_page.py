@@ -12,7 +12,7 @@ from made_runs import Reader, make_run, modulation
 from npt.report.generated import COLOURS, TOKENS
 from npt.report.generated import page as generated_page
 from npt.report.page import page
-from npt.report.run import read_run
+from npt.report.run import RunRecord
 
 HOSTILE = "</script><script>alert(1)</script>"
 TOKENS_SHOWN = ["<s>", " the", "\n\n", "<script>", HOSTILE, "\u202e", "</td>", "&amp;", "\t", ""]
@@ -81,6 +81,6 @@ def test_a_long_text_is_cut() -> None:
 def test_a_report_has_the_view_of_its_passage(tmp_path) -> None:
     for name, more in (("plain", {}), ("shown", {"passage": passage()}), ("odd", {"passage": 3})):
         folder = make_run(tmp_path / name, modulation={**modulation(12), **more})
-        reader = Reader(page(read_run(folder), folder / "report.html"))
+        reader = Reader(page(RunRecord(folder), folder / "report.html"))
         assert ("Token by token" in reader.sections["modulation"]) == (name == "shown")
         assert ("is not what a run writes" in reader.text) == (name == "odd")

@@ -14,7 +14,7 @@ from npt.cli.main import main
 from npt.config import TrainConfig
 from npt.errors import DivergedError
 from npt.report.page import status
-from npt.report.run import read_run
+from npt.report.run import RunRecord
 from npt.runs.run_folder import NullRunFolder
 from npt.runs.trackers import Trackers
 from npt.train.observers import Divergence
@@ -41,7 +41,7 @@ def test_a_ruined_run_warns_at_once_and_ends_in_red(here) -> None:
     first = next(x for x in found if x["diverged"] == "saturation")
     assert first["step"] == 2 and "--learning_rate" in first["message"]
     assert "the run has diverged" in here.said.getvalue()
-    mood, said = status(read_run(result.folder))
+    mood, said = status(RunRecord(result.folder))
     assert mood == "bad" and "diverged" in said and "at their bounds" in said
     assert len(result.diverged) == 3 and result.refused == 0
 
@@ -49,7 +49,7 @@ def test_a_ruined_run_warns_at_once_and_ends_in_red(here) -> None:
 def test_a_healthy_run_says_nothing_of_it(here) -> None:
     result = here.run("run", max_steps=12, eval_steps=4)
     assert not causes(result.folder) and result.diverged == ()
-    assert status(read_run(result.folder))[0] == "good"
+    assert status(RunRecord(result.folder))[0] == "good"
 
 
 PAIRS = [
@@ -86,7 +86,7 @@ def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
     folder = here.place / "run"
     assert [x["step"] for x in events(folder, "stopped")] == [2] and not events(folder, "error")
     assert [x["step"] for x in events(folder, "save")] == [2]
-    assert status(read_run(folder))[0] == "bad"
+    assert status(RunRecord(folder))[0] == "bad"
 
 
 def test_a_loss_that_came_back_is_no_divergence_any_more(here) -> None:

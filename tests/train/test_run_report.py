@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import npt
 from npt.errors import TooManyRefusalsError
 from npt.evaluation.modulation import Modulation
+from npt.report.run import RunRecord
 from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
 
@@ -45,7 +46,7 @@ def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
     assert "Finished at step 3" in text(folder)
     found = json.loads((folder / "modulation.json").read_text())
     assert (found["step"], found["heldout"], list(found["layers"])) == (3, True, ["1", "3"])
-    assert text(folder).count(">verified<") == 2
+    assert text(folder).count(": verified<") == 2
     assert found["passage"]["layers"] == [1, 3] and "Token by token" in text(folder)
     before = text(folder)
     write_report(folder)
@@ -93,11 +94,8 @@ def test_a_resumed_run_has_one_report_of_all_its_steps(here) -> None:
     write_report(here.place / "run")
     assert "No end is on record" in text(here.place / "run")
     folder = here.run("run", resume="auto").folder
-    assert (
-        "Finished at step 6" in text(folder)
-        and "6 logged steps" in text(folder)
-        and "resumed" in text(folder)
-    )
+    assert "Finished at step 6" in text(folder) and "<td>resume</td>" in text(folder)
+    assert RunRecord(folder).steps == list(range(1, 7))
 
 
 def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch) -> None:

@@ -1,0 +1,257 @@
+"""What a run's page shows of its measurements: the course of training, the student between floor
+and teacher, NMSE by layer, and the modulation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from npt.evaluation.formatting import FIGURES, percent
+from npt.report import charts
+from npt.report.run import RunRecord
+from npt.report.words import as_number, figure, number
+
+MODELS = {
+    "floor": "floor (attention dropped)",
+    "initial": "student before training",
+    "student": "student",
+    "teacher": "teacher (the base)",
+}
+
+_COMPARISONS = {
+    "unquantized_to_4bit": "unquantised to 4-bit",
+    "4bit_to_npt": "4-bit to NPT",
+    "unquantized_to_npt": "unquantised to NPT",
+}
+
+_CHARTS = (
+    ("grad_norm", "Gradient norm, before clipping", "norm", None),
+    ("lr", "Learning rate", "rate", False),
+    ("tokens_per_second", "Tokens per second", "tokens/s", False),
+)
+
+REFUSALS = 200  # the last ones, which are listed one by one
+
+SATURATED = 0.05
+"""Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
+
+_ALARM = Markup('<span class="alarm">{}</span>')
+
+Table = tuple[list[str], list[list[str]]]
+"""Headings, each with a star before one of numbers, and rows."""
+
+Models = Mapping[str, Mapping[str, Any]]
+
+
+def training(record: RunRecord) -> list[tuple[str, charts.Picture]]:
+    """Return the charts of a run over its steps, with their headings."""
+    steps, columns, pictures = record.steps, record.columns, []
+
+    def draw(heading: str, unit: str, series: Sequence[charts.Series], **more: Any) -> None:
+        pictures.append((heading, charts.lines(heading, unit, series, **more)))
+
+    if "loss" in columns:
+        losses = {"loss": "loss", "loss_nmse": "its NMSE part"}
+        series = [(name, steps, columns[key]) for key, name in losses.items() if key in columns]
+        refused = [event["step"] for event in record.of("refusal") if event["step"]]
+        draw("Loss per valid token, and what was refused", "loss", series, marks=refused)
+    for key, heading, unit, log in _CHARTS:
+        if key in columns:
+            draw(heading, unit, [(unit, steps, columns[key])], log=log)
+    if measured := {e["step"]: as_number(e["student"], "kl") for e in record.of("evaluation")}:
+        draw("Held-out KL", "nats per token", [("KL", list(measured), list(measured.values()))])
+    if record.layers:
+        nmse = np.array([columns[f"layers.{i}.nmse"] for i in record.layers])
+        ends = {"worst layer": np.fmax.reduce(nmse), "best layer": np.fmin.reduce(nmse)}
+        draw("NMSE by layer", "NMSE", [(name, steps, list(end)) for name, end in ends.items()])
+    return pictures
+
+
+def refusals(record: RunRecord) -> list[list[str]]:
+    """Return the last refusals, each with its step, kind, place, reason and samples."""
+    rows = []
+    for event in record.of("refusal")[-REFUSALS:]:
+        index, process, samples = (event.get(key) for key in ("micro_batch", "rank", "sample_ids"))
+        where = "the whole window" if index is None else f"micro-batch {index}"
+        where += f" on process {process}" if process else ""
+        ids = ", ".join(map(str, (samples or [])[:8]))
+        detail = str(event.get("detail", "–"))[:200]
+        rows.append([str(event["step"]), str(event.get("kind", "–")), where, detail, ids])
+    return rows
+
+
+def fidelity(record: RunRecord) -> dict[str, Any] | None:
+    """Return the part on the whole model; None if there are no figures."""
+    models = {name: values for name in MODELS if (values := record.fidelity.get(name))}
+    if not models:
+        return None
+    shares = {key: share for key in FIGURES if (share := _share(models, key)) is not None}
+    tables = [(*_table(models, MODELS, shares), "Fidelity to the teacher")]
+    if costs := record.fidelity.get("attribution"):
+        tables.append((*_table(costs, _COMPARISONS), "What costs how much"))
+    if divergence := record.fidelity.get("divergence"):
+        parted = _table({"student and teacher": divergence}, {})
+        tables.append((*parted, "Greedy texts after the same prompts, until they part"))
+    return {
+        "headline": _headline(models, shares),
+        "tables": tables,
+        "training_text": record.fidelity.get("heldout") is False,
+    }
+
+
+def _share(models: Models, key: str) -> float | None:
+    """Return how much of the way from floor (0) to teacher (1) the student has gone in a figure;
+    None if there is no way, since the floor is not worse than the teacher by more than rounding.
+    """
+    floor, student, teacher = (
+        as_number(models.get(name, {}), key) for name in ("floor", "student", "teacher")
+    )
+    ideal = FIGURES[key].ideal
+    if ideal is None or math.isnan(student) or not math.isfinite(floor):
+        return None
+    way = (teacher if math.isfinite(teacher) else ideal) - floor
+    worse = abs(way) > 1e-6 and (way > 0) == FIGURES[key].percent
+    return (student - floor) / way if worse else None
+
+
+def _headline(models: Models, shares: Mapping[str, float]) -> str:
+    """Return how far the student has got in the first figure that has a way."""
+    key = next(iter(shares), "")
+    if not key:
+        return ""
+    written = FIGURES[key]
+    if not math.isfinite(shares[key]):
+        return f"The student's {written.name} is not finite."
+    return Markup(
+        "The student has gone <strong>{}</strong> of the way from its floor to its teacher in {}:"
+        " {}, from {} at the floor."
+    ).format(
+        _in_words(shares[key]), written.name, figure(models["student"], key),
+        written.write(models["floor"][key]),
+    )  # fmt: skip
+
+
+def _in_words(share: float) -> str:
+    if 0 <= share <= 1 or not math.isfinite(share):
+        return percent(share)
+    return f"{100 * share:.1f}%".replace("-", "−")
+
+
+def _table(
+    models: Models, names: Mapping[str, str], shares: Mapping[str, float] | None = None
+) -> Table:
+    """Return every figure that any of them has; one with a `<name>_se` is written with it."""
+    keys = dict.fromkeys(key for values in models.values() for key in values)
+    shown = [
+        key
+        for key in keys
+        if re.fullmatch(r"\w{1,40}", key) and key.removesuffix("_se") not in keys.keys() - {key}
+    ]
+    heads = [FIGURES[key].short if key in FIGURES else key.replace("_", " ") for key in shown]
+    rows = [
+        [names.get(name, name), *(figure(values, key) for key in shown)]
+        for name, values in models.items()
+    ]
+    if shares:
+        cells = (_in_words(shares[key]) if key in shares else "" for key in shown)
+        rows.append(["the student's way from floor to teacher", *cells])
+    return ["of", *(f"*{head}" for head in heads)], rows
+
+
+def layers(record: RunRecord) -> dict[str, Any] | None:
+    """Return the part on the layers' NMSE on held-out text; None if nothing was measured."""
+    measured: Models = record.fidelity.get("layers", {})
+    keys = {
+        f"{kind}_{model}": MODELS[model] + fed
+        for kind, fed in (("nmse", ""), ("free_running", ", on its own"))
+        for model in MODELS
+        if any(f"{kind}_{model}" in values for values in measured.values())
+    }
+    if not keys:
+        return None
+    columns = {key: [as_number(values, key) for values in measured.values()] for key in keys}
+    students = dict(zip(measured, columns.get("nmse_student", ()), strict=False))
+    finite = {name: value for name, value in students.items() if math.isfinite(value)}
+    hardest = max(finite, key=lambda name: finite[name], default=None)
+    order = {"nmse_student": "student", "nmse_initial": "before training", "nmse_floor": "floor"}
+    drawn: list[charts.Series] = [
+        (name, list(map(int, measured)), columns[key])
+        for key, name in order.items()
+        if key in columns
+    ]
+    cells = zip(*(map(number, column) for column in columns.values()), strict=True)
+    rows = [[name, *row] for name, row in zip(measured, cells, strict=True)]
+    return {
+        "picture": charts.lines("NMSE by layer", "NMSE", drawn, x="layer") if drawn else None,
+        "hardest": None if hardest is None else (hardest, number(finite[hardest])),
+        "bad": sum(map(math.isinf, students.values())),
+        "table": (["*layer", *(f"*{head}" for head in keys.values())], rows),
+    }
+
+
+def modulation(record: RunRecord) -> dict[str, Any] | None:
+    """Return the part on `modulation.json`; None if it holds no layer."""
+    measured = record.modulation
+    if not (layers := measured.get("layers")):
+        return None
+    cells = {
+        (name, target): {**cell, "stream_rms": layer["stream_rms"]}
+        for name, layer in layers.items()
+        for target, cell in layer["targets"].items()
+    }
+    bad = {place: cell["bad"] for place, cell in cells.items() if cell.get("bad")}
+    finite = {place: cell for place, cell in cells.items() if bad.get(place, 0.0) < 1}
+    saturated = _largest({place: cell.get("saturated") for place, cell in finite.items()})
+    bound = float(measured.get("mult_bound", 0.5))
+    return {
+        "rows": [[*place, *_row(cell)] for place, cell in cells.items()],
+        "range": f"({number(1 - bound)}, {number(1 + bound)})",
+        "tokens": measured.get("tokens", 0),
+        "kind": "held-out" if measured.get("heldout") is not False else "training",
+        "step": measured.get("step"),
+        "bad": (len(bad), _largest(bad)),
+        "saturated": saturated,
+        "additive_only": len(finite) == len(cells) and saturated is None,
+        "ratio": _largest({place: _ratio(cell, "product_rms") for place, cell in cells.items()}),
+        "worth_saying": SATURATED,
+    }
+
+
+def _row(cell: Mapping[str, Any]) -> list[str]:
+    """Return mean and deviation of the multipliers, the share at their bounds, and the size of the
+    additive term over the product's and over the stream's. A form without multipliers has null for
+    all of theirs.
+    """
+    sizes = [number(_ratio(cell, key), 3) for key in ("product_rms", "stream_rms")]
+    bad, saturated = cell.get("bad") or 0.0, cell.get("saturated")
+    if bad >= 1:
+        return ["", "", _ALARM.format("none finite"), *sizes]
+    share: str = "–" if saturated is None else percent(saturated, 2)
+    share = _ALARM.format(share) if (saturated or 0) >= SATURATED else share
+    if bad:
+        share = Markup("{} {}").format(share, _ALARM.format(f"and {percent(bad)} not finite"))
+    return [number(cell.get("mean"), 3), number(cell.get("std"), 3), share, *sizes]
+
+
+def _ratio(cell: Mapping[str, Any], key: str) -> float | None:
+    """Return the size of an additive term over another. A file has null for a term that a form
+    lacks and for one that is not finite; the divisor always exists where a target has one.
+    """
+    added, whole = cell.get("add_rms"), as_number(cell, key)
+    if math.isinf(whole):
+        return math.inf
+    return added / whole if added is not None and whole > 0 else None
+
+
+def _largest(values: Mapping[tuple[str, str], float | None]) -> tuple[float, str] | None:
+    numbers = {
+        place: value for place, value in values.items() if value is not None and value < math.inf
+    }
+    place = max(numbers, key=lambda place: numbers[place], default=None)
+    return None if place is None else (numbers[place], f"layer {place[0]}, {place[1]}")
