@@ -204,7 +204,9 @@ def evaluate(
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
     layers = layer_errors.figures()
     return Fidelity(
-        *(measured[mode, "teacher"] for mode in MODES),
+        measured["teacher", "teacher"],
+        measured["floor", "teacher"],
+        measured["student", "teacher"],
         layers={i: values for i, values in layers.items() if "nmse_student" in values},
         unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
         layer_tokens=layer_errors.tokens,

@@ -15,7 +15,6 @@ from test_generated_page import TOKENS_SHOWN, passage
 from npt.report.generated import page as generated_page
 from npt.report.page import page
 from npt.report.run import read_run
-from npt.tools.sweep.page import Study
 from npt.tools.sweep.page import page as study_page
 
 HOSTILE = (
@@ -97,7 +96,7 @@ def test_the_other_pages_fit_and_are_shown_without_complaint(
     passages = [(name, passage(tokens, 32, start=4, parts=9)) for name in ("one", "other")]
     made = {
         "generated": lambda: generated_page("Said", [], [], passages),
-        "study": lambda: study_page(Study("made", table())),
+        "study": lambda: study_page({"name": "made", "parts": {}}, table()),
     }
     place.write_text(made[kind](), encoding="utf-8")
     browser.complaints.clear()
