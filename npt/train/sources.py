@@ -30,7 +30,11 @@ DATASETS: dict[str, dict[str, Any]] = {
         "streaming": True,
     },
     "wikitext": {"dataset_name": "Salesforce/wikitext", "dataset_config": "wikitext-103-raw-v1"},
-    "alpaca": {"dataset_name": "tatsu-lab/alpaca"},
+    "alpaca": {
+        "dataset_name": "tatsu-lab/alpaca",
+        "prompt_column": "instruction",
+        "completion_column": "output",
+    },
 }
 """Data sets of the hub by short names, with the settings that each abbreviates."""
 
