@@ -8,19 +8,32 @@
                 loss.backward()
         outcome = guard.step()
 
-It is the step of the distillation trainer too: one implementation. Nothing here needs
-more than torch.
+It is the step of the distillation trainer too: one implementation. Nothing here needs more than
+torch; what belongs to a Trainer or to a post-mortem is imported when it is first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import Finding
 from npt.guard.guard import Guard, MicroBatch
 from npt.guard.outcome import Outcome, Refusal
-from npt.guard.postmortem import Postmortem, read_postmortem
-from npt.guard.replay import replay
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import Seeded
-from npt.guard.trainer import TrainerMixin, protect
+
+if TYPE_CHECKING:
+    from npt.guard.postmortem import Postmortem, read_postmortem
+    from npt.guard.retrace import replay
+    from npt.guard.trainer import TrainerMixin, protect
+
+_LATER = {
+    "Postmortem": "postmortem",
+    "TrainerMixin": "trainer",
+    "protect": "trainer",
+    "read_postmortem": "postmortem",
+    "replay": "retrace",
+}
 
 __all__ = [
     "Finding",
@@ -37,3 +50,15 @@ __all__ = [
     "read_postmortem",
     "replay",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'npt.guard' has no attribute {name!r}")
+    value = getattr(import_module(f"npt.guard.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -33,7 +33,6 @@ from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import Counts, MicroBatchRecord, Outcome, Refusal
 from npt.guard.parallel import share_buffers, unsynchronised, whole
 from npt.guard.parameters import Guarded, Trainable
-from npt.guard.postmortem import Situation, tried_postmortem
 from npt.guard.settings import GuardSettings
 from npt.guard.shared import gathered
 from npt.guard.spikes import SpikeGuard
@@ -452,6 +451,11 @@ class Guard:
         """Write it, if it is asked for; return what to say of it."""
         if self.settings.postmortem is None:
             return ""
+        from npt.guard.postmortem import (  # a run that ends well has none
+            Situation,
+            tried_postmortem,
+        )
+
         before = outcome.snapshot
         situation = Situation(
             reason=reason,

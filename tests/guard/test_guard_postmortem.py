@@ -16,7 +16,7 @@ from faults.row_faults import plant, row
 from npt.cli.main import main
 from npt.errors import BundleError, CheckpointError, TooManyRefusalsError
 from npt.guard import Guard, postmortem, protect, read_postmortem, replay
-from npt.guard.replay import _nested, _weights
+from npt.guard.retrace import _nested, _weights
 
 
 def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[World, Path]:
