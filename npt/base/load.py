@@ -25,10 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
 from npt.base.families import check_family
-from npt.base.gguf.configuration import configuration_of
-from npt.base.gguf.convert import convert
 from npt.base.gguf.file import GGUFFile, find_gguf
-from npt.base.gguf.tokenizer import tokenizer_of
 from npt.base.identity import note_source
 from npt.base.linear import quantized_linears
 from npt.base.placement import check_placement, device_map_of
@@ -218,6 +215,8 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
         ModelError: no such model, or an unknown family.
     """
     if (file := _gguf_of(name)) is not None:
+        from npt.base.gguf.configuration import configuration_of
+
         return configuration_of(GGUFFile(file))
     source = _locate(name)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
@@ -232,6 +231,8 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
         ModelError: no such model, or it has no tokenizer.
     """
     if (file := _gguf_of(name)) is not None:
+        from npt.base.gguf.tokenizer import tokenizer_of
+
         return tokenizer_of(GGUFFile(file))
     source = _locate(name)
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
@@ -324,6 +325,8 @@ def _located(name: str) -> Iterator[str]:
         yield _locate(name)
         return
     with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch:
+        from npt.base.gguf.convert import convert
+
         folder = Path(scratch, file.stem)
         with _quiet():
             convert(GGUFFile(file), folder)

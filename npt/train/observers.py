@@ -14,8 +14,6 @@ import torch
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
-from npt.diagnostics.recorder.recorder import Recorder
-from npt.diagnostics.recorder.recording import Recording, describe
 from npt.distill.local import REPORTED
 from npt.errors import DivergedError, StoppedError
 from npt.evaluation.evaluate import Fidelity
@@ -94,8 +92,13 @@ class StepRecording:
     """
 
     def __init__(self, context: RunContext):
+        from npt.diagnostics.recorder import recorder, recording  # few runs record
+
         self._model, self._say, c = context.model, context.say, context.config
-        self._recording = Recording(context.folder.path / "trace", c.trace_steps, c.trace_every)
+        self._recorder, self._describe = recorder.Recorder, recording.describe
+        self._recording = recording.Recording(
+            context.folder.path / "trace", c.trace_steps, c.trace_every
+        )
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         self._seconds = 0.0
 
@@ -114,18 +117,18 @@ class StepRecording:
             yield
             return
         self._recording.begin(step)
-        recorder: Recorder | None = None
+        recorder: Any = None
         with contextlib.ExitStack() as stack:
             with self._survived(f"step {step} could not be recorded"):
                 valid = batch.attention_mask.bool() if batch.padded else None
-                recorder = stack.enter_context(Recorder(self._model, valid=valid))
+                recorder = stack.enter_context(self._recorder(self._model, valid=valid))
             yield
         if recorder is not None:
             since = time.perf_counter()
             with self._survived(f"step {step} could not be recorded"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of sites that were skipped
                 record = recorder.record(step, index)
-                self._say(describe(record, self._recording.keep(record)))
+                self._say(self._describe(record, self._recording.keep(record)))
             self._seconds += time.perf_counter() - since
 
     def take_seconds(self) -> float:

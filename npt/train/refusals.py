@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch
@@ -17,8 +17,10 @@ from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome
 from npt.guard.shared import gathered
 from npt.guard.window import HISTORY
-from npt.postmortem.write import Situation, write_postmortem
 from npt.train.run_context import RunContext, Window
+
+if TYPE_CHECKING:
+    from npt.postmortem.write import Situation
 
 REFUSED_SHARE = 0.2
 """A run stops when more of its micro-batches were refused."""
@@ -116,6 +118,8 @@ class Refusals:
         def fill(batch: Batch) -> MicroBatch:
             return forward_backward(context.model, strategy, batch, context.config, splitter)
 
+        from npt.postmortem.write import Situation  # it brings the tracer; few runs end so
+
         situation = Situation(
             model=context.model,
             gradients=self._guard.window,
@@ -153,6 +157,8 @@ class Refusals:
 
     def _write_postmortem(self, situation: Situation) -> dict[str, Any]:
         """Return the bundle's path, or why there is none; the run reports its end either way."""
+        from npt.postmortem.write import write_postmortem
+
         path = self._context.folder.path
         try:
             return {"postmortem": str(write_postmortem(path, situation).relative_to(path))}

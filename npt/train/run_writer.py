@@ -35,7 +35,6 @@ from npt.train.loop import Loop
 from npt.train.observers import named
 from npt.train.preparation import MemoryFit
 from npt.train.run_data import RunData
-from npt.train.run_report import write_report
 from npt.train.run_setup import RunSetup
 
 MODULATION_SAMPLES = 8
@@ -225,6 +224,8 @@ class RunWriter(CheckpointWriter):
         path = self._folder.path
         if self._reports and status is not None:
             with self._written(REPORT):
+                from npt.train.run_report import write_report  # at the end of a run
+
                 write_report(path)
         if lost := self._folder.lines_lost:
             self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")

@@ -22,7 +22,6 @@ from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
 from npt.train import loop as step_module
-from npt.train import observers
 from npt.train import trainer as trainer_module
 
 
@@ -165,7 +164,7 @@ def test_with_late_results_a_record_bears_its_windows_step(here, monkeypatch) ->
 
 
 def test_without_chosen_steps_nothing_is_recorded_or_written(here, monkeypatch, drawn) -> None:
-    monkeypatch.setattr(observers, "Recorder", lambda *_, **__: pytest.fail("a recorder was made"))
+    monkeypatch.setattr("npt.train.loop.StepRecording", lambda *_: pytest.fail("one was made"))
     result = here.run("run")
     assert not (result.folder / "trace").exists() and drawn == []
     assert "record" not in here.said.getvalue()

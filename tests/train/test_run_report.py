@@ -104,7 +104,7 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(trainer_module, "write_report", fail)
+    monkeypatch.setattr("npt.train.run_report.write_report", fail)
     monkeypatch.setattr(trainer_module, "measure_modulation", fail)
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
@@ -128,7 +128,7 @@ def test_an_unwritable_report_does_not_hide_why_the_run_ended(here, monkeypatch)
     def broken(count: int, batch: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(trainer_module, "write_report", fail)
+    monkeypatch.setattr("npt.train.run_report.write_report", fail)
     with pytest.raises(ZeroDivisionError):
         here.run("run", broken)
     assert "No space left on device" in warnings(here.place / "run")[-1]

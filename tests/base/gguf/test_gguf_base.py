@@ -113,7 +113,9 @@ def test_a_plan_reads_no_weights_and_a_load_leaves_no_folder(tmp_path, monkeypat
     file = str(write_gguf(tmp_path / "a.gguf"))
     base, tokenizer = npt.load_base(file)
     assert not list(scratch.iterdir())
-    monkeypatch.setattr("npt.base.load.convert", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "npt.base.gguf.convert.convert", lambda *_: pytest.fail("weights were read")
+    )
     config = read_config(file)
     skipped = {"npt_origin", "_name_or_path", "transformers_version", "dtype"}
     assert {k: v for k, v in config.to_dict().items() if k not in skipped} == {
