@@ -43,7 +43,7 @@ RETIRED = {
         ("optimizer_type", "the optimizer is AdamW, whose moments stay in fp32"),
         ("modulation_scale", "see --additive_scale and --mult_bound"),
         ("log_file", "a run writes metrics.jsonl and events.jsonl into --output_dir"),
-        ("behaviour", "npt generate --compare shows texts, npt evaluate --lm_eval measures"),
+        ("behaviour", "npt evaluate --divergence_prompts and --lm_eval measure it"),
         ("context_length", "--max_length says how many tokens npt evaluate reads at once"),
         ("assisted draft_tokens", "give generate npt.student_view(model) as assistant_model"),
         ("compile", "leave it out: compiling what a converted layer computes gained nothing"),

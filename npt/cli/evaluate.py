@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, load_student, print_json, with_base
+from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
 from npt.config import BaseConfig, DataConfig
 from npt.console import make_console
 from npt.errors import ConfigError
@@ -17,7 +17,11 @@ from npt.flags import build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
-NEEDS = {"lm_eval_tasks_path": "lm_eval", "lm_eval_limit": "lm_eval"}
+NEEDS = {
+    "lm_eval_tasks_path": "lm_eval",
+    "lm_eval_limit": "lm_eval",
+    "max_new_tokens": "divergence_prompts",
+}
 """Flags that mean nothing without another."""
 
 
@@ -59,7 +63,10 @@ def evaluate(given: dict[str, Any]) -> int:
         reference, further["attribution_memory"] = _reference(base, samples_of, given, console)
     model, tokenizer, _, other_base = load_student(base, given, console)
     samples, heldout = samples_of(model, tokenizer)
-    fidelity = npt.evaluate(model, tokenizer, samples, batch_size=size, unquantized=reference)
+    greedy = {key: given[key] for key in ("divergence_prompts", "max_new_tokens") if given[key]}
+    fidelity = npt.evaluate(
+        model, tokenizer, samples, batch_size=size, unquantized=reference, **greedy
+    )
     if tasks is not None:
         path, most = given["lm_eval_tasks_path"], given["lm_eval_limit"]
         further["lm_eval"] = lm_eval(
@@ -128,6 +135,9 @@ def _reference(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "eval_samples", "samples to evaluate on", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
+    text = "samples whose beginnings student and teacher continue greedily, to see where they part"
+    add_number(parser, "divergence_prompts", text, 0, natural)
+    add_number(parser, "max_new_tokens", "of such a continuation (default: 64)")
     parser.add_argument(
         "--attribution",
         nargs="?",

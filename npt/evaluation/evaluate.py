@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
 from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, reference_outputs
+from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
 from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
@@ -51,7 +52,10 @@ class Fidelity:
             (`nmse_<model>`) and of the model's own stream (`free_running_<model>`), with `_se`.
         unconverted_layers: the latter of unconverted layers after the first converted one.
         layer_tokens: valid tokens.
+        divergence: where greedy texts part, if that was asked for.
         attribution: `COMPARISONS`, if an unquantised base was given.
+        positions: the student's figures by how many tokens of the text lie before the one that
+            predicts, in octaves ("0-1", "2-3", "4-7", ...) that two samples or more reach.
     """
 
     teacher: Figures
@@ -61,7 +65,9 @@ class Fidelity:
     layers: _Layers = field(default_factory=dict)
     unconverted_layers: _Layers = field(default_factory=dict)
     layer_tokens: int | None = None
+    divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
+    positions: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def aim(self) -> Figures:
@@ -86,7 +92,11 @@ class Fidelity:
             raise ValueError(
                 f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
             )
-        attribution = values.get("attribution", {}).items()
+        parted = values.get("divergence")
+        attribution, positions = (
+            {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
+            for kind in ("attribution", "positions")
+        )
         return cls(
             models["teacher"],
             models["floor"],
@@ -95,7 +105,9 @@ class Fidelity:
             layers=_layers(values["layers"]),
             unconverted_layers=_layers(values.get("unconverted_layers", {})),
             layer_tokens=values.get("layer_tokens"),
-            attribution={name: Figures.from_dict(f) for name, f in attribution},
+            divergence=Divergence(**nan_for_null(parted)) if parted else None,
+            attribution=attribution,
+            positions=positions,
         )
 
     def after(self, initial: Fidelity) -> Fidelity:
@@ -134,6 +146,8 @@ def evaluate(
     completion_column: str | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
+    divergence_prompts: int = 0,
+    max_new_tokens: int = 64,
     unquantized: PreTrainedModel | Reference | None = None,
     between: Callable[[], None] | None = None,
 ) -> Fidelity:
@@ -153,12 +167,17 @@ def evaluate(
         text_column, prompt_column, completion_column: fields of a record.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
+        divergence_prompts: continue the beginnings of so many samples greedily and see where the
+            student parts from its teacher.
+        max_new_tokens: of such a continuation.
         unquantized: the base before quantisation, to attribute the loss, or the outputs that
             `attribution.reference_outputs` kept of it for these samples, which need it no longer.
         between: called before every batch; what it raises ends the evaluation.
 
     Raises:
         DataError: no tokens to evaluate on, or token ids outside the vocabulary.
+        ConfigError: continuations that leave no room for a prompt.
+        NumericalError: logits of greedy continuations that are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
@@ -169,6 +188,8 @@ def evaluate(
         completion_column=completion_column,
     )
     samples = _samples(data, tokenizer, config, max_samples)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, limit)
     if unquantized is not None and not isinstance(unquantized, Reference):
         unquantized = reference_outputs(unquantized, samples, batch_size=batch_size)
     if unquantized is not None and len(unquantized.states) != len(samples):
@@ -176,7 +197,9 @@ def evaluate(
     comparisons = COMPARISONS if unquantized is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
+    octaves: dict[int, list[Tensor]] = {}
     layer_errors = LayerErrors(model)
+    parted = None
     done = 0
     with torch.no_grad(), evaluating(model):
         every = batches(samples, batch_size)
@@ -197,7 +220,15 @@ def evaluate(
             per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
             for pair, columns in per_token.items():
                 sums[pair].append(per_sample_sums(columns, rows, size))
+            octave = batch.position_ids[:, :-1][predicted].clamp(min=1).float().frexp().exponent
+            for index in octave.unique().tolist():
+                columns = per_token["student", "teacher"][octave == index]
+                inside = per_sample_sums(columns, rows[octave == index], size)
+                octaves.setdefault(index, []).append(inside)
             done += size
+        if prompts:
+            ends = end_ids(model, tokenizer)
+            parted = measure_divergence(model, prompts, ends, max_new_tokens, batch_size, between)
     per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
     if not len(per_sample["student", "teacher"]):
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
@@ -211,7 +242,13 @@ def evaluate(
         layers={i: values for i, values in layers.items() if "nmse_student" in values},
         unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
         layer_tokens=layer_errors.tokens,
+        divergence=parted,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
+        positions={
+            f"{2 ** (index - 1) if index > 1 else 0}-{2**index - 1}": figures(torch.cat(parts))
+            for index, parts in sorted(octaves.items())
+            if sum(map(len, parts)) > 1  # one sample has no standard error
+        },
     )
 
 
@@ -219,7 +256,7 @@ def _plain(value: Any) -> Any:
     """Return figures as JSON has them."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    return value.as_dict() if hasattr(value, "as_dict") else value
+    return asdict(value) if isinstance(value, Figures | Divergence) else value
 
 
 def _layers(values: Mapping[str, Mapping[str, Any]]) -> _Layers:

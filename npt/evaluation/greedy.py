@@ -10,11 +10,17 @@ The teacher continues each prompt; on its tokens the student is asked, position 
 its own. Up to the first position at which that differs the two texts are the same, so this is
 where the student, left to itself, would part from its teacher: one forward of the student instead
 of a second text.
+
+A text that agrees up to the limit on new tokens is *censored*: it parts later, if at all. A mean
+position over the others would be biased low, so none is given. The median is by the product-limit
+estimator, which takes censoring into account (Kaplan and Meier, 1958).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,8 +32,16 @@ from npt.adapters.layer import Mode
 from npt.adapters.stream import MASKED, model_inputs
 from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
-from npt.errors import NumericalError
-from npt.evaluation.metrics import check_ids, compare_tokens, final_states, most_likely
+from npt.errors import ConfigError, NumericalError
+from npt.evaluation.metrics import (
+    check_ids,
+    compare_tokens,
+    final_states,
+    mean_and_error,
+    most_likely,
+)
+
+PROMPT_TOKENS = 32  # of a text, at most
 
 
 @torch.no_grad()
@@ -185,3 +199,114 @@ def completion_states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode
     batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
     with adapter_mode(model, mode):
         return final_states(model, batch)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
+    prompts, of the figure before it.
+
+    Attributes:
+        prompts, parted: how many, and how many of their texts part within `max_new_tokens`.
+        censored, ended: still the same at that limit, and the same up to an end token.
+        tokens: of the teacher's texts.
+        agreed: mean number of tokens that are the same before the parting, the limit or the end; a
+            lower bound.
+        median: of the number of tokens before the parting; NaN if fewer than half part.
+        rate: partings per token that was compared.
+    """
+
+    prompts: int
+    max_new_tokens: int
+    parted: int
+    censored: int
+    ended: int
+    tokens: int
+    agreed: float
+    agreed_se: float
+    median: float
+    rate: float
+    rate_se: float
+
+
+def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:
+    """Return the figures of at least one comparison, made with this limit on new tokens."""
+    texts = [
+        (len(c.completion), False) if c.position is None else (c.position, True)
+        for c in comparisons
+    ]
+    agreed, parted = torch.tensor(texts, dtype=torch.float64).T.contiguous()
+    censored = texts.count((max_new_tokens, False))
+    mean, error = mean_and_error(agreed, torch.ones_like(agreed))
+    # the token at which two texts part was compared as well
+    rate, rate_error = mean_and_error(parted, agreed + parted)
+    return Divergence(
+        prompts=len(texts),
+        max_new_tokens=max_new_tokens,
+        parted=int(parted.sum()),
+        censored=censored,
+        ended=len(texts) - int(parted.sum()) - censored,
+        tokens=sum(len(c.completion) for c in comparisons),
+        agreed=mean,
+        agreed_se=error,
+        median=_median(texts),
+        rate=rate,
+        rate_se=rate_error,
+    )
+
+
+def _median(texts: Sequence[tuple[int, bool]]) -> float:
+    """Return the first number of tokens by which half have parted, NaN if none, of pairs: tokens
+    that agree, and whether the texts part there.
+    """
+    surviving = 1.0
+    for tokens in sorted({n for n, parts in texts if parts}):
+        # one that only ends there, or is cut off, has left before
+        at_risk = sum(text >= (tokens, True) for text in texts)
+        surviving *= 1 - texts.count((tokens, True)) / at_risk
+        if surviving <= 0.5:
+            return float(tokens)
+    return math.nan
+
+
+def parting_prompts(
+    samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
+) -> list[Sample]:
+    """Return prompts of the first `count` samples: the text before a completion, or the leading
+    tokens of the first document. They lose their beginning to fit the model's positions.
+
+    Raises:
+        ConfigError: no room for a prompt.
+    """
+    room = PROMPT_TOKENS + max_new_tokens if positions is None else positions - max_new_tokens
+    if count and (max_new_tokens < 1 or room < 1):
+        raise ConfigError(
+            f"--max_new_tokens is {max_new_tokens}; it must be at least 1 and below the model's"
+            f" {positions} positions"
+        )
+    prompts = []
+    for sample in samples[:count]:
+        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
+        labels = sample.labels or ()
+        masked = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))
+        length = masked if 0 < masked < len(ids) else max(1, min(len(ids) // 2, PROMPT_TOKENS))
+        prompts.append(Sample(sample.id, ids[:length][-room:]))
+    return prompts
+
+
+def measure_divergence(
+    model: PreTrainedModel,
+    prompts: Sequence[Sample],
+    ends: frozenset[int],
+    max_new_tokens: int,
+    batch_size: int,
+    between: Callable[[], None] | None = None,
+) -> Divergence:
+    """Continue the prompts and compare, `between` being called before every batch."""
+    comparisons: list[Comparison] = []
+    for start in range(0, len(prompts), batch_size):
+        if between is not None:
+            between()
+        batch = prompts[start : start + batch_size]
+        comparisons += compare_prompts(model, batch, max_new_tokens, ends)
+    return divergence(comparisons, max_new_tokens)

@@ -1,4 +1,5 @@
-"""The figures of an evaluation for a terminal: models, layers, attribution.
+"""The figures of an evaluation for a terminal: models, layers, positions, attribution, greedy
+divergence.
 
 A figure is a row and a model a column, so that all of it fits 80 columns, errors included.
 """
@@ -6,15 +7,17 @@ A figure is a row and a model a column, so that all of it fits 80 columns, error
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.formatting import FIGURES, NO_ERROR
+from npt.evaluation.greedy import Divergence
 from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
 
@@ -45,10 +48,31 @@ def print_fidelity(
     models = _models(fidelity, width >= WIDE)
     console.print(_figures_table(f"{title} (± standard error)", models, width))
     console.print(_layers_table(fidelity, width))
+    if fidelity.positions:
+        console.print(_positions_table(fidelity.positions, width))
     if fidelity.attribution:
         columns = [(_COMPARISONS[name], f) for name, f in fidelity.attribution.items()]
         title = "What quantisation costs, and what the conversion"
         console.print(_figures_table(title, columns, width))
+    if fidelity.divergence is not None:
+        console.print(Text(divergence_line(fidelity.divergence)))
+
+
+def divergence_line(d: Divergence) -> str:
+    """Return a line about where greedy texts part, those that never did counted."""
+    ended = f", {d.ended} ended the same" if d.ended else ""
+    median = (
+        "fewer than half part"
+        if math.isnan(d.median)
+        else f"half have parted within {d.median:.0f} tokens"
+    )
+    agreed, rate = _plus_minus(d.agreed, d.agreed_se, 1), _plus_minus(d.rate, d.rate_se, 4)
+    bound = " (at least: the limit cuts some off)" if d.censored else ""
+    return (
+        f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
+        f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}. {agreed} tokens"
+        f" agree on average{bound}; {median}; {rate} partings per token."
+    )
 
 
 def print_scores(scores: Results, console: Console) -> None:
@@ -91,6 +115,17 @@ def _figures_table(title: str, columns: Sequence[tuple[str, Figures]], width: in
     for name in _ROWS:
         if not all(math.isnan(getattr(f, name)) for _, f in columns):
             table.add_row(FIGURES[name].short, *(_figure(f, name) for _, f in columns))
+    return table
+
+
+def _positions_table(positions: Mapping[str, Figures], width: int) -> Table:
+    """Return a table with a row for each octave, of which there may be many."""
+    names = ("perplexity_ratio", "kl", "top1")
+    title = "The student by position, the tokens before the one that predicts"
+    headings = ["tokens", *(FIGURES[name].short for name in names)]
+    table = _table(title, width, ["position"], headings)
+    for octave, f in positions.items():
+        table.add_row(octave, f"{f.tokens:,}", *(_figure(f, name) for name in names))
     return table
 
 

@@ -93,6 +93,9 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         return None
     shares = {key: share for key in FIGURES if (share := _share(models, key)) is not None}
     tables = [(*_table(models, MODELS, shares), "Fidelity to the teacher")]
+    if positions := record.fidelity.get("positions"):
+        caption = "The student by position, the tokens before the one that predicts"
+        tables.append((*_table(positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
         tables.append((*_table(costs, _COMPARISONS), "What costs how much"))
     if divergence := record.fidelity.get("divergence"):

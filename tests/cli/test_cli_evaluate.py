@@ -38,7 +38,7 @@ def command(adapter, *arguments: str) -> list[str]:
     ]
 
 
-WHOLE = flags("--use_quantization --attribution")
+WHOLE = flags("--use_quantization --attribution --divergence_prompts 2 --max_new_tokens 4")
 
 
 def test_all_that_is_asked_for_is_in_the_json(adapter, capsys) -> None:
@@ -50,6 +50,10 @@ def test_all_that_is_asked_for_is_in_the_json(adapter, capsys) -> None:
         and found["layers"].keys() == {"4", "6"}
         and found["unconverted_layers"].keys() == {"5", "7"}
     )
+    assert found["divergence"]["prompts"] == 2 and found["divergence"]["max_new_tokens"] == 4
+    assert list(found["positions"]) == ["0-1", "2-3", "4-7", "8-15", "16-31"]
+    tokens = sum(figures["tokens"] for figures in found["positions"].values())
+    assert tokens == found["student"]["tokens"]
     assert found["attribution"].keys() == {
         "unquantized_to_4bit",
         "4bit_to_npt",
@@ -69,7 +73,7 @@ def test_all_that_is_asked_for_is_in_the_json(adapter, capsys) -> None:
     assert memory["kept_state_bytes"] == found["teacher"]["tokens"] * 192 * 4
     assert "is gone; kept of it are final states" in err
     read = Fidelity.from_dict(found)
-    assert read.student.tokens == found["student"]["tokens"]
+    assert read.divergence is not None and read.student.tokens == tokens
 
 
 def test_the_tables_show_it(adapter, capsys) -> None:
@@ -80,7 +84,9 @@ def test_the_tables_show_it(adapter, capsys) -> None:
         "reverse KL",
         "top-5",
         "student, free",
+        "16-31",
         "unquantised to 4-bit",
+        "after 2 prompts",
     ):
         assert part in out, part
 
@@ -88,6 +94,7 @@ def test_the_tables_show_it(adapter, capsys) -> None:
 def test_nothing_more_is_measured_than_is_asked_for(adapter, capsys) -> None:
     assert main(command(adapter, "--use_quantization", "--json")) == 0
     assert not json.loads(capsys.readouterr().out).keys() & {
+        "divergence",
         "attribution",
         "attribution_memory",
         "lm_eval",

@@ -19,7 +19,7 @@ from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.config import NPTConfig
 from npt.data.batch import Sample, collate
 from npt.data.packing import pack
-from npt.errors import DataError, ModelError
+from npt.errors import DataError, ModelError, NumericalError
 from npt.evaluation import evaluate as evaluate_module
 from npt.evaluation import layers as layers_module
 from npt.evaluation.evaluate import Fidelity, evaluate
@@ -27,6 +27,7 @@ from npt.evaluation.metrics import Figures, mean_and_error
 from npt.files import to_json
 
 LENGTHS = (9, 4, 12, 7, 2)
+OCTAVES = {"0-1": 1, "2-3": 3, "4-7": 7, "8-15": 15}
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
@@ -125,6 +126,26 @@ def test_figures_equal_those_of_single_samples_on_the_plain_model(
         found.acceptance,
     ) == pytest.approx(expected, rel=1e-4)
     assert found.kl > 0.01  # the comparison is of something
+
+
+def test_figures_by_position_are_those_of_the_tokens_there(student, load_model, tokenizer) -> None:
+    base, expected = load_model(), {}
+    for sample in samples():
+        log_p, log_q = (logits_of(m, sample).log_softmax(-1)[:-1] for m in (base, student))
+        for t, target in enumerate(sample.input_ids[1:]):
+            octave = next(name for name, last in OCTAVES.items() if t <= last)
+            kl = float((log_p[t].exp() * (log_p[t] - log_q[t])).sum())
+            expected.setdefault(octave, []).append((kl, -float(log_q[t, target])))
+    # A position is that in its own document, so packing changes none.
+    for data, batch_size in ((samples(), 1), (samples(), 8), (list(pack(samples(), 16)), 8)):
+        found = evaluate(student, tokenizer, data, batch_size=batch_size).positions
+        # the last tokens of the longest sample alone are at 8 and beyond: one has no error
+        assert list(found) == list(OCTAVES)[:-1]
+        for name, figures in found.items():
+            kl, nll = torch.tensor(expected[name]).mean(dim=0).tolist()
+            assert figures.tokens == len(expected[name])
+            assert figures.kl == pytest.approx(kl, rel=1e-4)  # as above
+            assert math.log(figures.perplexity) == pytest.approx(nll, rel=1e-4)
 
 
 def test_the_teacher_against_itself_is_exact(student, tokenizer) -> None:
@@ -265,12 +286,14 @@ def test_a_broken_student_is_reported_as_broken_and_nobody_else(
     # fed the teacher's states, it is whole
     assert found.layers[3]["nmse_student"] == before.layers[3]["nmse_student"]
     assert found.layers[1]["nmse_floor"] == before.layers[1]["nmse_floor"]
+    with pytest.raises(NumericalError, match="not finite"):
+        evaluate(model, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4)
 
 
 def test_a_base_in_sixteen_bits_is_measured_in_thirty_two(load_model, tokenizer) -> None:
     model = load_model(None, use_fp16=True)
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    found = evaluate(model, tokenizer, samples())
+    found = evaluate(model, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4)
     assert found.teacher.kl == 0.0 < found.student.kl < math.inf
     assert all(math.isfinite(value) for layer in found.layers.values() for value in layer.values())
 
@@ -484,6 +507,7 @@ def test_the_record_has_the_promised_keys_and_is_json(student, tokenizer) -> Non
         "layers",
         "unconverted_layers",
         "layer_tokens",
+        "positions",
     }
     assert found["layers"].keys() == {"1", "3"} and found["unconverted_layers"].keys() == {"2"}
     names = ("perplexity", "perplexity_ratio", "kl", "reverse_kl", "top1", "top5", "acceptance")
@@ -499,9 +523,11 @@ def test_the_record_has_the_promised_keys_and_is_json(student, tokenizer) -> Non
 
 
 def test_the_record_reads_back_through_json(student, tokenizer) -> None:
-    found = evaluate(student, tokenizer, samples()).after(evaluate(student, tokenizer, samples()))
+    found = evaluate(student, tokenizer, samples(), divergence_prompts=2, max_new_tokens=4).after(
+        evaluate(student, tokenizer, samples())
+    )
     assert Fidelity.from_dict(json.loads(to_json(found.as_dict()))) == found
-    assert found.initial is not None
+    assert found.initial is not None and found.divergence is not None
 
 
 def test_an_old_record_reads_with_nan_for_missing_figures() -> None:
@@ -521,5 +547,6 @@ def test_an_old_record_reads_with_nan_for_missing_figures() -> None:
     )
     assert read.layers[3]["nmse_floor"] == 0.5 and math.isnan(read.layers[3]["nmse_student"])
     assert (read.attribution, read.unconverted_layers, read.layer_tokens) == ({}, {}, None)
+    assert (read.divergence, read.positions) == (None, {})
     again = read.after(read)  # a run that is resumed from a checkpoint of that version
     assert again.layers[3].keys() == {"nmse_floor", "nmse_student", "nmse_initial"}

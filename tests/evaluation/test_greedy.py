@@ -1,20 +1,34 @@
-"""Greedy continuation in a padded batch with a cache is what one gets without either."""
+"""Greedy continuation in a padded batch with a cache is what one gets without either; where two
+greedy texts part, and what is said of those that do not.
+"""
 
 from __future__ import annotations
 
 import math
 from types import SimpleNamespace
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from slow_greedy import alone
 
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
-from npt.errors import DataError, NumericalError
-from npt.evaluation.greedy import compare_prompts, continue_greedily, end_ids
+from npt.errors import ConfigError, DataError, NumericalError
+from npt.evaluation.greedy import (
+    PROMPT_TOKENS,
+    Comparison,
+    compare_prompts,
+    continue_greedily,
+    divergence,
+    end_ids,
+    measure_divergence,
+    parting_prompts,
+)
+from npt.evaluation.metrics import COLUMNS
 
 PROMPTS = [[5], [9, 17, 40, 3, 77, 21, 8], [60, 61, 62], [9, 17, 40, 3]]
 NAMES = list("abcd")
@@ -138,6 +152,9 @@ def test_a_student_that_is_its_teacher_never_parts(load_model) -> None:
     npt.attach(model, NPTConfig(rank=4, layers="all", residual="keep"))
     found = compare_prompts(model, prompts(), 6, frozenset())
     assert {(c.position, len(c.completion)) for c in found} == {(None, 6)}
+    same = measure_divergence(model, prompts(), frozenset(), 6, 4)
+    assert (same.parted, same.censored, same.ended, same.tokens) == (0, 12, 0, 72)
+    assert (same.agreed, same.rate) == (6.0, 0.0) and math.isnan(same.median)
 
 
 def test_what_is_no_token_or_not_finite_is_refused_and_named(load_model) -> None:
@@ -149,3 +166,91 @@ def test_what_is_no_token_or_not_finite_is_refused_and_named(load_model) -> None
         model.model.layers[1].npt.A[0, 0] = math.nan
     with pytest.raises(NumericalError, match="not finite"):
         compare_prompts(model, prompts(2), 4, frozenset())
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 100])
+def test_the_figures_are_those_of_the_comparisons_in_batches_of_any_size(
+    student, batch_size
+) -> None:
+    calls, ends = [], frozenset({9})
+    expected = divergence(compare_prompts(student, prompts(), 8, ends), 8)
+    found = measure_divergence(
+        student, prompts(), ends, 8, batch_size, between=lambda: calls.append(1)
+    )
+    assert repr(found) == repr(expected)  # where fewer than half part, the median is NaN
+    assert found.parted and len(calls) == -(-12 // batch_size)
+
+
+def compared(position: int | None, length: int) -> Comparison:
+    figures = torch.zeros(length, len(COLUMNS))
+    return Comparison(Sample("p", (3,)), (5,) * length, figures, position, position and 7)
+
+
+def test_figures_by_hand() -> None:
+    # Parted after 2, 0 and 4 tokens; two still the same at the limit of 6; one that ended after 3
+    # tokens, the same throughout.
+    texts = [(2, 6), (0, 6), (4, 6), (None, 6), (None, 6), (None, 3)]
+    found = divergence([compared(*text) for text in texts], 6)
+    assert (found.prompts, found.parted, found.censored, found.ended) == (6, 3, 2, 1)
+    assert found.tokens == 33 and found.agreed == pytest.approx((2 + 0 + 4 + 6 + 6 + 3) / 6)
+    # At 0: 6 at risk, survival 5/6. At 2: 5, 4/6. At 4: the one that ended is gone, 3 at risk, 4/9.
+    assert found.median == 4.0
+    assert found.rate == pytest.approx(3 / (21 + 3))
+
+
+def test_with_one_prompt_there_is_no_error() -> None:
+    found = divergence([compared(2, 6)], 6)
+    assert (found.agreed, found.median, found.rate) == (2.0, 2.0, pytest.approx(1 / 3))
+    assert math.isnan(found.agreed_se) and math.isnan(found.rate_se)
+
+
+@given(outcomes=st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=30))
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_the_parts_make_up_the_whole_and_bounds_hold(outcomes) -> None:
+    limit = 8
+    texts = [(n, limit) if parts and n < limit else (None, max(n, 1)) for n, parts in outcomes]
+    found = divergence([compared(*text) for text in texts], limit)
+    assert found.parted + found.censored + found.ended == found.prompts == len(outcomes)
+    assert 0 <= found.agreed <= limit and 0 <= found.rate <= 1
+    assert math.isnan(found.median) or 0 <= found.median < limit
+    if 2 * found.parted < found.prompts and not found.ended:
+        assert math.isnan(found.median)  # fewer than half part, and nothing left the count early
+
+
+@given(rate=st.sampled_from([0.02, 0.1, 0.4]), seed=st.integers(0, 100))
+@settings(deadline=None, max_examples=20, derandomize=True)
+def test_the_rate_is_found_whatever_the_limit_cuts_off(rate, seed) -> None:
+    """Texts that part at a constant rate, and a limit below what most of them live: the estimate is
+    not drawn towards the limit.
+    """
+    limit, generator = 10, torch.Generator().manual_seed(seed)
+    uniform = torch.rand(4000, generator=generator, dtype=torch.float64)
+    first = (uniform.log() / math.log1p(-rate)).floor().to(torch.int64).tolist()
+    found = divergence([compared(n if n < limit else None, limit) for n in first], limit)
+    # of 20 draws none beyond 4.5 standard errors
+    assert abs(found.rate - rate) < 4.5 * found.rate_se
+
+
+def test_prompts_are_the_text_before_a_completion_or_its_beginning() -> None:
+    ids = tuple(range(10, 110))
+    cases = [
+        (Sample("completion", ids[:8], (*(-100,) * 5, *ids[5:8])), ids[:5]),
+        (Sample("text", ids[:9]), ids[:4]),
+        (Sample("long", ids), ids[:PROMPT_TOKENS]),
+        (Sample("two", ids[:2]), ids[:1]),
+        (Sample("packed", ids[:20], None, (6, 14)), ids[:3]),
+        (Sample("masked first", ids[:20], (*(-100,) * 8, *ids[8:20]), (6, 14)), ids[:3]),
+        (Sample("nothing in front", ids[:8], ids[:8]), ids[:4]),
+    ]
+    found = parting_prompts([sample for sample, _ in cases], 99, 16, 256)
+    assert [(p.id, p.input_ids) for p in found] == [(s.id, prompt) for s, prompt in cases]
+    assert parting_prompts([sample for sample, _ in cases], 2, 16, 256) == found[:2]
+
+
+def test_a_prompt_that_would_not_fit_loses_its_front() -> None:
+    ids = tuple(range(10, 60))
+    # the end of its first half
+    assert parting_prompts([Sample("a", ids)], 1, 10, 16)[0].input_ids == ids[19:25]
+    for limit in (0, 16, 17):
+        with pytest.raises(ConfigError, match=f"max_new_tokens is {limit}"):
+            parting_prompts([Sample("a", ids)], 1, limit, 16)

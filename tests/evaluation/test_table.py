@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.greedy import Divergence
 from npt.evaluation.metrics import Figures
-from npt.evaluation.table import print_fidelity
+from npt.evaluation.table import divergence_line, print_fidelity
 
 
 def some(seed: int, se: float = 0.0625) -> Figures:
@@ -49,6 +50,7 @@ LAYERS = {
         "free_running_student": 0.3125,
     },
 }
+DIVERGENCE = Divergence(20, 64, 12, 7, 1, 1200, 31.25, 2.5, 27.0, 0.0185, 0.004)
 
 
 def shown(fidelity: Fidelity, width: int = 200) -> list[str]:
@@ -135,6 +137,23 @@ def test_attribution_has_its_columns() -> None:
     ]
 
 
+def test_positions_have_their_rows() -> None:
+    lines = shown(Fidelity(some(0), some(3), some(2), positions={"64-127": some(4)}))
+    figures = ["5.5000 ± 0.0625", "0.5000 ± 0.0625", "40.0 ± 6.2%"]
+    assert row(lines, "64-127") == ["64-127", "12,345", *figures]
+
+
+def test_partings_are_said_with_what_the_limit_hides() -> None:
+    assert divergence_line(DIVERGENCE) == (
+        "Greedy texts of student and teacher after 20 prompts, up to 64 tokens: 12 part, 7 are the"
+        " same at the limit, 1 ended the same. 31.2 ± 2.5 tokens agree on average (at least: the"
+        " limit cuts some off); half have parted within 27 tokens; 0.0185 ± 0.0040 partings per"
+        " token."
+    )
+    line = divergence_line(replace(DIVERGENCE, censored=0, ended=0, median=math.nan))
+    assert "at least" not in line and "ended" not in line and "fewer than half part" in line
+
+
 def test_an_error_that_is_unknown_or_none_is_left_out() -> None:
     unknown = shown(Fidelity(some(0, math.nan), some(3, math.nan), some(2, math.nan), None, LAYERS))
     assert not [line for line in unknown[1:] if "nan" in line or "±" in line]
@@ -165,8 +184,9 @@ def test_a_terminal_shows_every_figure_whole_and_on_one_line(width) -> None:
     }
     names = ("unquantized_to_4bit", "4bit_to_npt", "unquantized_to_npt")
     whole = Fidelity(
-        some(0), some(3), some(1), some(2), layers, {}, 9, {name: some(1) for name in names}
-    )
+        some(0), some(3), some(1), some(2), layers, {}, 9, DIVERGENCE,
+        {name: some(1) for name in names}, {"1024-2047": some(1)},
+    )  # fmt: skip
     lines = shown(whole, width)
     assert "…" not in "".join(lines) and max(map(len, lines)) <= width
     assert not [line for line in lines if line.rstrip("│ ").endswith("±")]

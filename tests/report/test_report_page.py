@@ -253,10 +253,12 @@ def test_a_student_is_told_from_its_teacher_wherever_it_lies(tmp_path, figures, 
 def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
     more = fidelity()
     more["attribution"] = {"unquantized_to_4bit": figures(0.016)}
+    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0, "median": None}
+    more["positions"] = {"64-127": figures(0.25)}
     for values in more["layers"].values():
         values["free_running_student"] = 0.0625
     said = read(tmp_path / "run", fidelity=more).sections
-    for words in ("unquantised to 4-bit", "0.0160 ± 0.0010"):
+    for words in ("unquantised to 4-bit", "0.0160 ± 0.0010", "31.5 ± 4", "64-127", "0.2500 ±"):
         assert words in said["fidelity"]
     assert "student, on its own" in said["layers"] and said["layers"].count("0.0625") == 3
 
