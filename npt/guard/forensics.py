@@ -140,7 +140,7 @@ class Forensics:
         self._keep, self._record = keep, record
         self._parallel = model
         self._model = model = None if model is None else whole(model)
-        self._traces = traces
+        self.left = traces  # refusals that may still be traced
         self._open: dict[tuple[int, int], Kept] = {}  # by window and place
         self._now: Kept | None = None
         self._handle = None
@@ -152,7 +152,7 @@ class Forensics:
     @contextmanager
     def watching(self, place: tuple[int, int], kept: Kept) -> Iterator[None]:
         """Note the model's calls in the micro-batch of that window and place."""
-        if not self._keep and self._traces <= len(self.findings):
+        if not self._keep and not self.left:
             yield
             return
         self._now = self._open[place] = kept
@@ -166,7 +166,7 @@ class Forensics:
         findings: list[Finding] = []
         for refusal in refusals:
             kept = self._kept(window, refusal.micro_batch)
-            if kept is not None and len(self.findings) + len(findings) < self._traces:
+            if kept is not None and self.left:
                 findings.append(self._traced(refusal, kept, step))
         self.findings += findings
         return findings
@@ -182,7 +182,7 @@ class Forensics:
         A step that spoilt weights or moments is the optimizer's: no pass made the bad number.
         """
         size = next((r for r in refusals if r.kind in ("norm", "spike")), None)
-        if size is None or largest is None or len(self.findings) >= self._traces:
+        if size is None or largest is None or not self.left:
             return []
         kept = self._kept(window, largest.micro_batch)
         if kept is None:
@@ -199,6 +199,7 @@ class Forensics:
 
     def _traced(self, refusal: Refusal, kept: Kept, step: int) -> Finding:
         assert self._model is not None
+        self.left -= 1
         with unsynchronised(self._parallel):  # the other processes trace nothing, or their own
             found = traced(self._model, refusal, kept)
             if self._record:

@@ -240,7 +240,7 @@ class Guard:
         """
         self._follow()
         step = self.counts.windows + 1
-        if self.settings.trace and not self.update.late:
+        if self._forensics.left and not self.update.late:
             self._findings += self._forensics.trace(
                 self.window.committed, self.window.open_refusals(), step
             )
@@ -317,6 +317,10 @@ class Guard:
     def findings(self) -> Sequence[Finding]:
         """All that were made, of as many refusals as `trace` says."""
         return self._forensics.findings
+
+    def count_findings(self, made: int) -> None:
+        """Count findings that were made before a resume among those that `trace` allows."""
+        self._forensics.left = max(0, self.settings.trace - made)
 
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
@@ -402,7 +406,7 @@ class Guard:
                 self._forensics.forget(outcome.index)
                 continue
             outcome.longest = self.counts.add(outcome, self.window.processes)
-            if self.settings.trace and outcome.refused:
+            if self._forensics.left and outcome.refused:
                 step = self.counts.windows
                 with weights_of(outcome.snapshot, self.update):
                     if self.update.late:

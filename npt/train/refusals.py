@@ -58,6 +58,7 @@ class Refusals:
         counts = {int(epoch): count for epoch, count in state["refused_by_epoch"].items()}
         self.by_epoch = Counter(counts)
         self._guard.counts.in_a_row, self._diagnoses = state["in_a_row"], state["diagnoses"]
+        self._guard.count_findings(self._diagnoses)
 
     def add(self, window: Window, outcome: Outcome, step: int) -> None:
         """Count and report what was refused at a step, and what the tracer found of it."""
