@@ -164,7 +164,9 @@ def evaluate(
         data: records, or samples already cut. Of prompts with completions only the completions'
             tokens are predicted; the layers' NMSE is over all tokens.
         max_length: tokens of a sample, when `data` are records.
-        text_column, prompt_column, completion_column: fields of a record.
+        text_column: of a record that is text.
+        prompt_column: of one with a completion.
+        completion_column: likewise.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
         divergence_prompts: continue the beginnings of so many samples greedily and see where the

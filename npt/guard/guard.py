@@ -216,7 +216,8 @@ class Guard:
 
         Args:
             detail: what is wrong with it.
-            ids, place: as in `micro_batch`.
+            ids: of its samples.
+            place: as in `micro_batch`.
         """
         with self._own_place(place):
             self.window.refuse(detail, tuple(map(str, ids)))

@@ -12,11 +12,12 @@ import runpy
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_words import flags
 from forked import Program
 
@@ -24,6 +25,7 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.cli.main import main
 from npt.cli.pretrain import _check_placing
 from npt.config import BaseConfig
+from npt.distill.strategies import STRATEGIES
 from npt.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("short_library")
@@ -252,7 +254,7 @@ def test_packed_prompts_and_replayed_text_are_trained_and_measured(tmp_path, cap
     columns += flags("--prompt_column question --completion_column answer")
     folder = tmp_path / "run"
     line = (
-        "--packing --padding_side left --replay_dataset builtin --replay_ratio 0.5 --num_epochs 2"
+        "--packing --replay_dataset builtin --replay_ratio 0.5 --num_epochs 2"
         " --max_steps 2 --no_smoke_test --strategy end_to_end --logit_kl_weight 1"
     )
     assert run(folder, line, *columns) == 0
@@ -329,12 +331,16 @@ def test_out_of_memory_is_one_line(device: str, tmp_path, monkeypatch, capsys) -
     assert "lower --batch_size or --max_length" in capsys.readouterr().err
 
 
-def test_a_failing_smoke_test_ends_4_and_writes_nothing(tmp_path, capsys) -> None:
-    file = write_ids(tmp_path / "ids.jsonl", [[5, 99_999, i] for i in range(40)])
-    # The held-out rows are evaluated after the smoke test, so it is the one to speak.
-    assert run(tmp_path / "run", "--dataset_name", file) == 4
-    assert "outside the vocabulary" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_a_failing_smoke_test_ends_4_and_writes_nothing(tmp_path, capsys, monkeypatch) -> None:
+    local = STRATEGIES["local"]
+
+    def spoilt(*arguments: Any) -> Any:
+        sums = local(*arguments)
+        return replace(sums, loss=sums.loss * torch.nan)
+
+    monkeypatch.setitem(STRATEGIES, "local", spoilt)
+    assert run(tmp_path / "run") == 4
+    assert "nan" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_sigterm_saves_and_ends_143(tmp_path) -> None:

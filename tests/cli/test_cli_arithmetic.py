@@ -22,13 +22,13 @@ SHORT = flags(
 
 def test_matmul_precision_is_set_for_the_run_recorded_and_restored(tmp_path, monkeypatch):
     seen = []
-    fill = train_step.forward_backward
+    fill = train_step.summed
 
     def watched(*arguments: Any, **named: Any) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return fill(*arguments, **named)
 
-    monkeypatch.setattr(train_step, "forward_backward", watched)
+    monkeypatch.setattr("npt.train.loop.summed", watched)
     torch.set_float32_matmul_precision("medium")
     try:
         assert (

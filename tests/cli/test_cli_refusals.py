@@ -40,7 +40,6 @@ pretrain --dataset_split heldout => dataset_split | heldout
 pretrain --dataset_split foo => foo | train, heldout
 pretrain --dataset_config x => dataset_config | x
 pretrain --seed NUMBER => seed | NUMBER
-pretrain --layer_weights 1,2,3 => layer_weights | 1,2,3 | 4 layers
 pretrain --logit_temperature 2 => logit_temperature | logit_kl_weight
 pretrain --logit_kl_weight 1 => logit_kl_weight | end_to_end
 evaluate @ --attribution --no_use_quantization => --attribution | --use_quantization

@@ -413,7 +413,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a place below zero": (entry("position", "place")([0, -1, 0]), "-1"),
     "an epoch of text": (entry("position", "epoch")("0"), "'0'"),
     "no figures": (entry("initial")({}), "figures of teacher"),
-    "figures of text": (entry("initial", "teacher", "kl")("low"), "'low'"),
+    "figures of text": (entry("initial", "teacher", "kl")("low"), "a figure is no number"),
     "a figure too many": (entry("initial", "teacher", "rouge")(1.0), "rouge"),
     "layers that are a list": (entry("initial", "layers")([]), "items"),
     "a layer without figures": (entry("initial", "layers", "1")({}), "nmse_student"),

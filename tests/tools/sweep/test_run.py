@@ -127,7 +127,6 @@ def test_a_bracket_that_does_not_hold_the_limit_says_so(bases, trial, low, high,
     "settings",
     [
         {"strategy": "propagated", "loss": "nmse_update", "gradient_accumulation_steps": 2},
-        {"stages": "local:0.5,end_to_end:0.5", "logit_kl_weight": 1.0},
         {"init": "calibrated", "calibration_tokens": 256},
         {"residual": "keep", "teacher_precision": "fp32", "safe_mode": True},
         {"use_quantization": False, "use_fp16": True, "mult_form": "one_plus_tanh"},
