@@ -84,12 +84,7 @@ def student_guard(
 
 
 def add_batch(
-    guard: Guard,
-    batch: Batch,
-    compute: Callable[[Batch], MicroBatch],
-    vocab_size: int | None,
-    place: int | None = None,
-    again: Callable[[], Any] | None = None,
+    guard: Guard, batch: Batch, compute: Callable[[Batch], MicroBatch], vocab_size: int | None
 ) -> None:
     """Add a micro-batch to the guard's window, or refuse it before anything is computed.
 
@@ -98,18 +93,14 @@ def add_batch(
         batch: on the host.
         compute: adds its gradients to `.grad` and returns its sums.
         vocab_size: of the model; None checks nothing, for tensors that are on a device already.
-        place: in the window over all processes; default the next of this process.
-        again: computes it once more, for the tracer; default `compute` with its random numbers.
     """
     fault = None if vocab_size is None else find_fault(batch, vocab_size)
     if fault is not None:
-        guard.refuse(fault, batch.sample_ids, place)
+        guard.refuse(fault, batch.sample_ids)
         return
     ids, offset = batch.sample_ids, batch.offset
-    with guard.micro_batch(
-        batch.tokens, ids, batch, again or partial(_drawn, guard, batch, compute),
-        offset=offset, place=place,
-    ) as micro:  # fmt: skip
+    again = partial(_drawn, guard, batch, compute)
+    with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
         sums = compute(batch)
         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
 

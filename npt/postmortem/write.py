@@ -13,8 +13,7 @@ findings are added to `postmortem.json` afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from npt.diagnostics.tracer.trace import first_fault
 from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
+from npt.guard.forensics import weights_of
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.guard.schedule import kind_of_run, rate_at
 from npt.guard.window import GradientWindow
@@ -195,7 +195,7 @@ def _observed(situation: Situation) -> dict[str, Any]:
             return None
 
     found: dict[str, Any] = {}
-    with _as_before(situation):
+    with weights_of(situation.result.snapshot, situation.gradients.update):
         parameters = adapter_parameters(model)
         optimizer = situation.gradients.update.optimizer
         looks: dict[str, Callable[[], Finding | None]] = {
@@ -216,26 +216,6 @@ def _observed(situation: Situation) -> dict[str, Any]:
             )
             found["verdict"] = None if verdict is None else verdict.as_dict()
     return found | {"failures": failures}
-
-
-@contextmanager
-def _as_before(situation: Situation) -> Iterator[None]:
-    """Give the model the adapters that the window started from, within the context."""
-    before = situation.result.snapshot
-    if before is None:
-        yield
-        return
-    parameters = adapter_parameters(situation.model)
-    now = {name: p.detach().clone() for name, p in parameters.items()}
-    with torch.no_grad():
-        for name, (value, _) in before.items():
-            parameters[name].copy_(value)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in now.items():
-                parameters[name].copy_(value)
 
 
 def _precision(model: PreTrainedModel) -> dict[str, Any] | str:

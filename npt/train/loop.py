@@ -142,8 +142,8 @@ class Loop:
                 break
             index = index + 1 if self._add(batches[index], index) else 0
         self.guard.window.place = index  # with those of the other processes
-        several = window is not None and self.context.processes.size > 1
-        outcomes: list[Outcome] = self.guard.step(window.fingerprint if several and window else 0)
+        compared = window if self.context.processes.size > 1 else None
+        outcomes: list[Outcome] = self.guard.step(0 if compared is None else compared.fingerprint)
         return outcomes
 
     def _add(self, batch: Batch, index: int) -> bool:

@@ -404,7 +404,7 @@ def test_writing_changes_no_weights_gradients_or_random_state(
 
 
 @pytest.mark.parametrize(
-    "broken", ["first_fault", "base_fault", "base_hash", "audit_precision", "_as_before"]
+    "broken", ["first_fault", "base_fault", "base_hash", "audit_precision", "weights_of"]
 )
 def test_an_observer_that_fails_is_written_down_and_loses_nothing(
     student, tmp_path, monkeypatch, broken
