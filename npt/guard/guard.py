@@ -111,7 +111,10 @@ class Guard:
         scaler = prepared if scaler is None else scaler
         self.lists = rates is not None  # `step` returns one
         if self.lists and (scheduler is not None or scaler is not None):
-            raise ConfigError("rates take the place of a scheduler, and know no scaler; leave them")
+            raise ConfigError(
+                "rates take the place of a scheduler and do not work with a scaler; leave out"
+                " scheduler= and scaler="
+            )
         if draws is None or not self.lists:
             if late:
                 raise ConfigError(
