@@ -354,28 +354,7 @@ def speed(figures: Json) -> str:
         f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
         f" {setting['rounds']} rounds.\n\n"
         f"{table(columns, figures['runs'], words=1)}{left_out(figures['missing'])}"
-    ) + (f"\n{sweep(figures['sweep'])}" if "sweep" in figures else "")
-
-
-def sweep(figures: Json) -> str:
-    """Return the table of `speed.py --sweep`, and how straight its curves against tokens are."""
-    columns: dict[str, Cell] = {
-        "converted layers": "{converted}",
-        "rows": "{batch_size}",
-        "length": "{length}",
-        "tokens": "{tokens}",
-        "local, s": "{local_seconds:.3g}",
-        "two_model, s": "{two_model_seconds:.3g}",
-        "ratio": lambda point: f"{point['two_model_seconds'] / point['local_seconds']:.2f}",
-    }
-    lines = [
-        f"\n`{kind}` against tokens: {1e3 * line['seconds_per_token']:.3g} ms a token and"
-        f" {line['fixed_seconds']:.2g} s a step; points lie within"
-        f" {100 * line['largest_deviation']:.0f}% of that line, and the upper part of the curve is"
-        f" {line['slope_ratio']:.2f} times as steep as the lower one.\n"
-        for kind, line in figures["linearity"].items()
-    ]
-    return table(columns, figures["points"], words=1) + "".join(lines)
+    )
 
 
 def gpu_check(figures: Json) -> str:
