@@ -97,9 +97,8 @@ def _reference(
     """Run the unquantised base on the samples; return the outputs that are kept, and bytes of
     memory by name. The base is freed.
     """
-    from npt.base.load import read_config
+    from npt.base.load import load_base, read_config
     from npt.base.quantization_error import set_matmul_precision
-    from npt.diagnostics.variants import load_variant
     from npt.evaluation.attribution import reference_outputs
 
     if getattr(read_config(base.model_name), "quantization_config", None) is not None:
@@ -113,8 +112,11 @@ def _reference(
             " drop it"
         )
     precision = given["attribution"]
-    model, tokenizer = load_variant(
-        base.model_name, precision, attn_implementation=base.attn_implementation
+    model, tokenizer = load_base(
+        base.model_name,
+        quantization=None,
+        dtype=precision,
+        attn_implementation=base.attn_implementation,
     )
     set_matmul_precision(base.matmul_precision, model)
     samples, _ = samples_of(model, tokenizer)
