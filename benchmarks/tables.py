@@ -140,48 +140,6 @@ def forms(figures: Json) -> str:
     )
 
 
-LIMITS = {
-    "limit": "random start, alpha 0.1",
-    "limit, alpha 1": "random start, alpha 1",
-    "limit, calibrated": "closed-form start",
-}
-"""Parts of the study of `widths.py` that seek a limit."""
-
-
-def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of log y over log x, by least squares."""
-    xs, ys = ([math.log(value) for value in column] for column in zip(*points, strict=True))
-    return statistics.linear_regression(xs, ys).slope
-
-
-def widths(trials: Sequence[Json]) -> str:
-    """Return the largest rates that train, from the table of `widths.py`."""
-    sizes = list(dict.fromkeys(trial["arms"] for trial in trials))
-    limits = {
-        (trial["parts"], trial["arms"]): (float(trial["limit_low"]), float(trial["limit_high"]))
-        for trial in trials
-        if trial["parts"] in LIMITS and trial["limit_low"] and trial["limit_high"]
-    }
-
-    def between(size: str, row: Json) -> str:
-        if (row["part"], size) not in limits:
-            return ""
-        low, high = limits[row["part"], size]
-        digits = 3 if low >= 0.01 else 4
-        return f"{low:.{digits}f}, {high:.{digits}f}"
-
-    def power(row: Json) -> str:
-        lows = [
-            (float(s[2:]), low) for (part, s), (low, _) in limits.items() if part == row["part"]
-        ]
-        return f"D^{exponent(lows):.2f}" if len(lows) > 1 else ""
-
-    columns: dict[str, Cell] = {"trains up to, not at": "{words}"}
-    columns |= {size: partial(between, size) for size in sizes}
-    rows = ({"part": part, "words": words} for part, words in LIMITS.items())
-    return table({**columns, "goes as": power}, rows)
-
-
 def guards(npt_step: Json, lora: Json) -> str:
     """Return what `guards.py --json` and `guard_lora.py --json` print."""
     columns = {
