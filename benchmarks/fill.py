@@ -43,7 +43,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "forms-tiny": (tables.forms, ("forms-tiny",)),
     "forms-real": (tables.forms, ("forms-real",)),
     "fault-campaign": (tables.campaign, ("faults",)),
-    "fault-loops": (tables.compared, ("fault-loops",)),
     "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
     "guards": (tables.guards, ("guards", "guard_lora")),
     "tracer": (tables.tracer, ("tracer",)),

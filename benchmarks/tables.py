@@ -184,13 +184,6 @@ def totals(figures: Json) -> str:
     )
 
 
-def compared(rows: Sequence[Json]) -> str:
-    """Return what `inject_fault.py --compare --json` prints."""
-    heads = {"name": "planted", "ours": "NPT"}
-    names = [name for name in rows[0] if name != "id"]
-    return table({heads.get(n, n.replace("_", " ")): f"{{{n}}}" for n in names}, rows)
-
-
 TRAINERS = ("loop", "accelerate", "hf", "trl")
 """Trainers of `inject_fault.py --trainer`, in the order of their columns."""
 
