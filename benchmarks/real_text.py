@@ -80,18 +80,11 @@ def read_text(
     choosing_tokens: int = 4096,
     seed: int = 0,
 ) -> Text:
-    """Return the samples of a data set, by document.
+    """Return the samples of a data set (a file, a folder, a glob, or a name for --dataset_name).
 
     As many documents are held out as it takes to have one sample of each, or a quarter of all; the
-    ones that choose are an eighth at most.
-
-    Args:
-        name: a file, a folder, a glob, or a name for --dataset_name.
-        tokenizer: of the base model.
-        vocab_size: V; samples with other ids are left out.
-        length: tokens of a sample at most.
-        heldout_tokens, choosing_tokens: of these parts, about.
-        seed: of the split and of the samples' places in their documents.
+    ones that choose are an eighth at most. Samples with ids of V or more are left out. The seed is
+    that of the split and of the samples' places in their documents.
 
     Raises:
         DataError: nothing can be read.

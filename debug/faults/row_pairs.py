@@ -70,20 +70,11 @@ def _process(
 ) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    os.environ |= {  # for accelerate, which takes the group that exists
-        "RANK": str(process),
-        "LOCAL_RANK": str(process),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(folder, 'store').absolute()}",
-        rank=process,
-        world_size=size,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
+    # for accelerate, which takes the group that exists
+    os.environ |= {"RANK": f"{process}", "LOCAL_RANK": f"{process}", "WORLD_SIZE": f"{size}"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store, wait = f"file://{Path(folder, 'store').absolute()}", timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store, rank=process, world_size=size, timeout=wait)
     for case in cases:
         try:
             pipe.send(compared(case, trainer))

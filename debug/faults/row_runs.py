@@ -11,21 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faults.bench import difference
 from faults.row_cases import TENSOR, RowCase
 from faults.row_trainers import TRAINERS
 from faults.verdict import Verdict, verdict_of
 from npt.guard import Refusal
-
-
-def difference(one: Any, other: Any, place: str = "") -> str | None:
-    """Return where two states differ in a bit, or None."""
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return f"the entries of {place}"
-        found = (difference(one[key], other[key], f"{place} {key}".strip()) for key in one)
-        return next((where for where in found if where is not None), None)
-    same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
-    return None if same else place
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
 import math
@@ -16,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from faults.verdict import Verdict, verdict_of
 from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
+from npt.console import silent_console
 from npt.data.batch import Batch
 from npt.diagnostics.guards import tensor_fault
 from npt.distill.local import MicroBatch
@@ -137,7 +136,7 @@ def looped(
             config,
             folder,
             Trackers(config, folder.path),
-            ProgressDisplay(len(windows), Console(file=io.StringIO())),
+            ProgressDisplay(len(windows), silent_console()),
             StopOnSignal(),
         )
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
@@ -175,7 +174,7 @@ def trainer(
             config,
             data_config=DataConfig(max_length=16, packing=packing),
             eval_data=[{"input_ids": list(range(5, 15))}],
-            console=Console(file=io.StringIO()),
+            console=silent_console(),
         )
 
 

@@ -166,7 +166,7 @@ class TestCommand:
         ("content", "words"),
         [
             ("[1]", "is not a file of this benchmark"),
-            ('{"rows": [], "model": "other"}', "has rows of another model or text"),
+            ('{"rows": [], "model": "other"}', "has rows of other settings"),
         ],
     )
     def test_another_file_is_not_written_over(self, content, words, folder, tmp_path, capsys):
