@@ -133,11 +133,11 @@ class Campaign:
     def _one_process(self, folder: Path, kills: int) -> bool:
         """Start one, and kill it if there are kills left; return False at the run's end."""
         figures = self.figures
-        said = resumptions(folder)
+        before = resumptions(folder)
         kill = figures.kills < kills
         process = started(folder, self.steps)
         status = wait(process, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
-        self._check_resumption(folder, said)
+        self._check_resumption(folder, before)
         if status is None:
             figures.kills += 1
             self._check_checkpoints(folder)
@@ -148,10 +148,9 @@ class Campaign:
             return status == -signal.SIGKILL
         return False
 
-    def _check_resumption(self, folder: Path, said: int) -> None:
+    def _check_resumption(self, folder: Path, before: int) -> None:
         """Check which step the process that has just ended resumed from, if it said so."""
-        found = resumptions(folder)
-        if found == said or not self.pending:
+        if resumptions(folder) == before or not self.pending:
             return
         step = events(folder, "resume")[-1]["step"]
         good = sum(step == wanted for wanted in self.pending)

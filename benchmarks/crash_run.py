@@ -31,8 +31,8 @@ def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
     saving = {"save_steps": 1, "save_total_limit": 1, "eval_steps": 4, "log_steps": 1}
     length = {"max_steps": steps, "num_epochs": 99, "warmup_steps": 4, "batch_size": 1}
     given: dict[str, Any] = {**saving, **length, "gradient_accumulation_steps": 2}
-    folders = {"output_dir": str(folder), "resume": "auto"}
-    config = npt.TrainConfig(learning_rate=1e-2, smoke_test=False, **folders, **given)
+    given |= {"output_dir": str(folder), "resume": "auto", "learning_rate": 1e-2}
+    config = npt.TrainConfig(smoke_test=False, **given)
     data = npt.DataConfig(max_length=16, packing=True)
     rest: dict[str, Any] = {"eval_data": records(1, seed=1), "console": silent_console()}
     trainer = npt.Trainer(model, tokenizer, records(30), config, data_config=data, **rest)

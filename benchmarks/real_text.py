@@ -114,11 +114,13 @@ def read_text(
             for samples in taken
         ]
 
-    own = own_heldout(config)
-    measured = windows(documents_of(own)) if own is not None else []
+    apart = own_heldout(config)
+    measured = windows(documents_of(apart)) if apart is not None else []
     documents = windows(read_documents(config))
     count = len(documents)
-    heldout = take(documents if own is None else measured, heldout_tokens, 4 if own is None else 1)
+    heldout = take(
+        documents if apart is None else measured, heldout_tokens, 4 if apart is None else 1
+    )
     choosing = take(documents, choosing_tokens, 8)
     if min(len(heldout), len(choosing)) < 2 or not documents:
         raise TooLittleTextError(

@@ -36,10 +36,10 @@ SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limi
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return what the results are of: the card and the libraries."""
-    found: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
+    about: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        about |= {
             "device": properties.name,
             "memory": shown(properties.total_memory),
             "capability": f"{properties.major}.{properties.minor}",
@@ -47,10 +47,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         }
     for name in ("torch", "transformers", "bitsandbytes", "accelerate", "peft", "triton"):
         try:
-            found[name] = version(name)
+            about[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            about[name] = None
+    return about
 
 
 def _smi() -> dict[str, str]:
@@ -67,34 +67,36 @@ def _smi() -> dict[str, str]:
     )
 
 
-def describe_machine(bench: Bench, found: Findings) -> None:
+def describe_machine(bench: Bench, findings: Findings) -> None:
     """A card that torch does not see, and a bitsandbytes without CUDA, are failures: both are
     silent elsewhere.
     """
     smi = _smi()
-    found.figures |= machine(bench.device) | {f"smi {name}": value for name, value in smi.items()}
-    found.check(
+    findings.figures |= machine(bench.device) | {
+        f"smi {name}": value for name, value in smi.items()
+    }
+    findings.check(
         "torch sees the card that nvidia-smi sees",
         bench.cuda or not smi,
         "torch.cuda.is_available() is False" if smi else "",
     )
     if bench.cuda:
-        found.check(
+        findings.check(
             "bitsandbytes is built for CUDA",
             getattr(native, "compiled_with_cuda", False),
             type(native).__name__,
         )
         total = torch.ones(1000, device=bench.device).sum()
-        found.check("the card adds", total.item() == 1000.0)
+        findings.check("the card adds", total.item() == 1000.0)
     names = ("device", "memory", "smi driver_version", "torch", "cuda", "transformers")
-    shown = {name: found.figures.get(name) for name in (*names, "bitsandbytes")}
-    found.notes.append(", ".join(f"{n.removeprefix('smi ')} {v}" for n, v in shown.items() if v))
+    shown = {name: findings.figures.get(name) for name in (*names, "bitsandbytes")}
+    findings.notes.append(", ".join(f"{n.removeprefix('smi ')} {v}" for n, v in shown.items() if v))
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def _relative(value: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of what is expected."""
     return float(
-        torch.linalg.vector_norm(found.double() - expected.double())
+        torch.linalg.vector_norm(value.double() - expected.double())
         / torch.linalg.vector_norm(expected.double())
     )
 
@@ -115,7 +117,7 @@ def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
     return layer.eval()
 
 
-def check_products(bench: Bench, found: Findings) -> None:
+def check_products(bench: Bench, findings: Findings) -> None:
     """`Linear4bit` and the products that training makes, against fp64 products of the same
     dequantised weight.
     """
@@ -151,15 +153,15 @@ def check_products(bench: Bench, found: Findings) -> None:
                 worst[name, precision] = max(worst.get((name, precision), 0.0), error)
                 if not error <= limit:
                     case = f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}"
-                    found.check(case, False, f"error {error:.2g} > {limit:.0e}")
+                    findings.check(case, False, f"error {error:.2g} > {limit:.0e}")
             operations = 2 * count * shape[0] * shape[1] / 1e12
             cells = [f"{errors[name]:.1e} | {operations / seconds[name]:.3g}" for name in acts]
             start = f"{shape[0]} x {shape[1]} | {count} | {precision}"
             lines.append(f"| {start} | {' | '.join(cells)} |")
     for (name, precision), error in worst.items():
-        found.below(f"{name}, {precision}, largest relative error", error, limits[precision])
-        found.figures[f"{name} error, {precision}"] = error
-    found.tables.append("\n".join(lines))
+        findings.below(f"{name}, {precision}, largest relative error", error, limits[precision])
+        findings.figures[f"{name} error, {precision}"] = error
+    findings.tables.append("\n".join(lines))
 
 
 KINDS = ("no mask", "padded right", "padded left", "packed")
@@ -186,7 +188,7 @@ def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
     return replace(batch, documents=documents, position_ids=positions)
 
 
-def check_attention(bench: Bench, found: Findings) -> None:
+def check_attention(bench: Bench, findings: Findings) -> None:
     """A layer's attention, forward and backward: which kernel, how much memory, how long; padding
     changes no valid token.
     """
@@ -216,27 +218,27 @@ def check_attention(bench: Bench, found: Findings) -> None:
             valid, gradient = stream.rows(forward()), stream.rows(both())
             name = f"{length} tokens, {kind}"
             finite = torch.isfinite(valid).all() and torch.isfinite(gradient).all()
-            found.check(f"{name}: finite", bool(finite))
+            findings.check(f"{name}: finite", bool(finite))
             # causal: what comes after the valid tokens changes none of them
             if kind == "padded right":
                 alone = attention_of_valid(model, layer, batch)
                 # fp32 sums over as many keys, in blocks of another size
-                found.below(f"{name}: as without padding", _relative(valid, alone), 1e-5)
+                findings.below(f"{name}: as without padding", _relative(valid, alone), 1e-5)
             kernel = _kernel(both)
             kernels.add(kernel)
             times = bench.seconds(forward), bench.seconds(both)
             peak = peak_bytes(both, bench.device) if bench.cuda else None
-            found.figures[f"{name}: kernel"] = kernel
-            found.figures[f"{name}: seconds"], found.figures[f"{name}: peak"] = times, peak
+            findings.figures[f"{name}: kernel"] = kernel
+            findings.figures[f"{name}: seconds"], findings.figures[f"{name}: peak"] = times, peak
             of_both = "" if peak is None else shown(peak)
             if peak is not None and length == lengths[-1]:
                 # The math kernel holds at least the scores and their gradient, fp32 for every head.
                 detail = f"peak {of_both} by {kernel}, the scores alone are {shown(scores)}"
-                found.check(f"{name}: memory", peak < scores / 2, detail)
+                findings.check(f"{name}: memory", peak < scores / 2, detail)
             cells = [kernel, *(f"{1000 * spent:.3g}" for spent in times), of_both, shown(scores)]
             lines.append(f"| {length} | {kind} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    found.tables.append("\n".join(lines))
-    found.notes.append(
+    findings.tables.append("\n".join(lines))
+    findings.notes.append(
         " and ".join(sorted(kernels)) + ("" if bench.cuda else "; memory needs CUDA")
     )
 
@@ -265,7 +267,7 @@ def _kernel(act: Any) -> str:
     return ", ".join(forward) or "none of torch's"
 
 
-def compare_gradients(bench: Bench, found: Findings) -> None:
+def compare_gradients(bench: Bench, findings: Findings) -> None:
     """Loss and gradients of every strategy on the GPU against those on the CPU, from the same
     codes.
     """
@@ -287,15 +289,17 @@ def compare_gradients(bench: Bench, found: Findings) -> None:
         (loss, expected), (other, gradients) = results
         name = f"{strategy}, {kind}"
         # fp32 on both, by kernels that sum some hundred terms in other orders, through eight layers
-        found.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
-        found.check(f"{name}: the same tensors have gradients", gradients.keys() == expected.keys())
+        findings.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
+        findings.check(
+            f"{name}: the same tensors have gradients", gradients.keys() == expected.keys()
+        )
         apart = max(
             float((gradients[n] - g).abs().max() / g.abs().max())
             for n, g in expected.items()
             if n in gradients
         )
-        found.below(f"{name}: gradients", apart, 1e-3)
-        found.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
+        findings.below(f"{name}: gradients", apart, 1e-3)
+        findings.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
 
 
 MACHINE = Section(1, "driver, card, libraries", describe_machine)

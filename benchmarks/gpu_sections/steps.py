@@ -37,7 +37,7 @@ def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill 
     yield batch, fill
 
 
-def check_bits(bench: Bench, found: Findings) -> None:
+def check_bits(bench: Bench, findings: Findings) -> None:
     """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with
     a micro-batch refused and without it, and of a run that is resumed."""
     model = npt.load_base("tiny", quantization="nf4", device=bench.device)[0]
@@ -53,19 +53,19 @@ def check_bits(bench: Bench, found: Findings) -> None:
             "without the refused one": run(late, base, absent=[place])[1],
         }
         refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]
-        found.check(
+        findings.check(
             f"{strategy}: the bad micro-batch alone is refused",
             refused == [place],
             f"refused {refused}",
         )
         for name, outcome in list(runs.items())[1:]:
             apart = runs["late"].difference(outcome)
-            found.check(
+            findings.check(
                 f"{strategy}: {name}", apart is None, "" if apart is None else f"differs in {apart}"
             )
         npt.detach(model)
         apart = _resumed(model, strategy, bench.folder / strategy)
-        found.check(f"{strategy}: resumed", apart is None, apart or "")
+        findings.check(f"{strategy}: resumed", apart is None, apart or "")
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
@@ -121,7 +121,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             load_file(checkpoint / "state.safetensors")
             | load_file(checkpoint / "adapter" / "adapter_model.safetensors")
         )
-    apart = difference(*states)
+    apart = difference(states[0], states[1])
     return None if apart is None else f"differs in {apart}"
 
 

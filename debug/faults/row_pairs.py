@@ -35,8 +35,8 @@ def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowL
         pipes, started = [], []
         for process in range(size):
             here, there = context.Pipe()
-            given = (there, process, size, folder, list(cases), trainer)
-            one = context.Process(target=_process, args=given, daemon=True)
+            arguments = (there, process, size, folder, list(cases), trainer)
+            one = context.Process(target=_process, args=arguments, daemon=True)
             one.start()
             there.close()
             pipes.append(here)
@@ -45,13 +45,13 @@ def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowL
             error = ""
             for case in cases:
                 begun = time.perf_counter()
-                found = [] if error else [_received(pipe) for pipe in pipes]
-                error = error or next((said for said in found if isinstance(said, str)), "")
+                results = [] if error else [_received(pipe) for pipe in pipes]
+                error = error or next((each for each in results if isinstance(each, str)), "")
                 seconds = time.perf_counter() - begun
                 if error:
                     yield RowLine(case, Verdict("crashed", False, False, detail=error), "", seconds)
                 else:
-                    yield line_of(case, [c for c in found if isinstance(c, Compared)], seconds)
+                    yield line_of(case, [c for c in results if isinstance(c, Compared)], seconds)
         finally:
             for one in started:
                 one.join(5.0)

@@ -113,5 +113,5 @@ def _located(case: RowCase, refusals: Sequence[Refusal]) -> tuple[bool, int]:
     one = case.fault is not None and case.fault.startswith("tensor-")
     named = all(TENSOR in (refusal.tensor or "") for refusal in fits) if one else True
     named &= all(r.process == (r.micro_batch or 0) % case.processes for r in fits)
-    said = [refusal.micro_batch for refusal in fits]
-    return named and said == case.refused, len(refusals) - len(fits)
+    places = [refusal.micro_batch for refusal in fits]
+    return named and places == case.refused, len(refusals) - len(fits)

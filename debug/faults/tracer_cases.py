@@ -65,8 +65,8 @@ class Truth:
 
     @property
     def layer(self) -> int | None:
-        found = re.match(r"model\.layers\.(\d+)", self.module)
-        return None if found is None else int(found[1])
+        number = re.match(r"model\.layers\.(\d+)", self.module)
+        return None if number is None else int(number[1])
 
     def __str__(self) -> str:
         return sentence(self.phase, self.operation, self.module, self.index)

@@ -83,7 +83,7 @@ def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
     program = Program(command(adapter, prompts, path), tmp_path / "errors")
     journal = path.with_name("failures.jsonl.journal")
     program.wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1)
-    program.send(number)
+    program.send_signal(number)
     assert program.wait() == status, program.errors.read_text()
     # it was in the middle
     assert journal.read_bytes().count(b"\n") < 1 + PROMPTS // 2
