@@ -234,9 +234,7 @@ def measure_speed(bench: Bench, findings: Findings) -> None:
             _judge_speed(findings, f"{shape}, {precision}", figures)
 
 
-def _judge_speed(
-    findings: Findings, name: str, figures: dict[str, Any], rows: dict[str, Any]
-) -> None:
+def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None:
     """The targets, which are the 8 B shape's with TF32; of the others the same figures are told."""
     ours = next((row for row in figures["runs"] if row["name"] == "local"), None)
     if ours is None:

@@ -88,9 +88,11 @@ Computed = Callable[[Student, Batch], Truth]
 class Case:
     """A planted fault.
 
-    truth: fixed, or computed from the clean student and its batch. fault: of one micro-batch. act:
-    done to the student before. plain: the model's own forward and its loss are traced, not a
-    training step.
+    Attributes:
+        truth: fixed, or computed from the clean student and its batch.
+        fault: of one micro-batch.
+        act: done to the student before.
+        plain: trace the model's own forward and its loss, not a training step.
     """
 
     id: str
