@@ -19,8 +19,8 @@ from rich.text import Text
 from npt.cli import main as command
 from npt.cli.main import main
 from npt.console import QuietConsole
-from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import printable
+from npt.tracer.verdict import Verdict
 from npt.train.run_context import ProgressDisplay
 
 

@@ -40,7 +40,7 @@ from npt.diagnostics.guards import (
     moments_fault,
     tensor_fault,
 )
-from npt.diagnostics.tracer.mask_check import mask_fault
+from npt.tracer.mask_check import mask_fault
 
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))
 

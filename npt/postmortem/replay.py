@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 
 from npt.data.batch import IGNORE_INDEX, Batch, find_fault
-from npt.diagnostics.tracer.trace import first_fault
-from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import ConfigError, printable_lines
 from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.postmortem.bundle import Bundle, read_bundle
 from npt.postmortem.restore import RestoredState, Tried, restored
 from npt.postmortem.write import suspect
+from npt.tracer.trace import first_fault
+from npt.tracer.verdict import Verdict
 from npt.versions import versions
 
 Classification = Literal["data", "state", "transient"]

@@ -30,8 +30,6 @@ from npt.base.precision import audit_precision, declared_dtype, policy_dtype, qu
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding, base_fault, moments_fault, tensor_fault
-from npt.diagnostics.tracer.passes import untouched
-from npt.diagnostics.tracer.trace import first_fault
 from npt.distill.local import MicroBatch
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
@@ -42,6 +40,8 @@ from npt.guard.window import GradientWindow
 from npt.manifest import POSTMORTEM, write_manifest
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_state
+from npt.tracer.passes import untouched
+from npt.tracer.trace import first_fault
 
 VERSION = 2
 WINDOW = "window.safetensors"
@@ -229,7 +229,7 @@ def _precision(model: PreTrainedModel) -> dict[str, Any] | str:
 def _recorded(situation: Situation, micro_batch: int) -> dict[str, Any]:
     """Return the record of every tensor of one micro-batch."""
     # here, so that all else can be had without it
-    from npt.diagnostics.recorder.recorder import Recorder
+    from npt.recorder.recorder import Recorder
 
     model = situation.model
     with untouched(model, None), Recorder(model) as recorder:

@@ -92,7 +92,7 @@ class StepRecording:
     """
 
     def __init__(self, context: RunContext):
-        from npt.diagnostics.recorder import recorder, recording  # few runs record
+        from npt.recorder import recorder, recording  # few runs record
 
         self._model, self._say, c = context.model, context.say, context.config
         self._recorder, self._describe = recorder.Recorder, recording.describe

@@ -19,13 +19,13 @@ from torch import Tensor
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.fused import unfused
-from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
 from npt.postmortem.replay import replay
+from npt.recorder.statistics import summarise
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,6 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.diagnostics.tracer import trace as tracer
-from npt.diagnostics.tracer.passes import untouched
-from npt.diagnostics.tracer.verdict import Verdict
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
@@ -35,6 +32,9 @@ from npt.postmortem.replay import replay
 from npt.postmortem.write import Situation, suspect, write_postmortem
 from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
+from npt.tracer import trace as tracer
+from npt.tracer.passes import untouched
+from npt.tracer.verdict import Verdict
 from npt.train.run_context import Window
 from npt.train.run_data import RunData
 

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import npt
 from npt.diagnostics import RecorderCallback
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.recorder import Recorder
+from npt.recorder.record import Record
+from npt.recorder.recorder import Recorder
 
 GUIDE = Path(npt.__file__).parent.parent / "docs" / "guides" / "watching-tensors.md"
 
@@ -43,15 +43,15 @@ def data() -> list[dict[str, list[int]]]:
 def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[tuple[list[int], Path]] = []
-    picture = ModuleType("npt.diagnostics.recorder.picture")
+    picture = ModuleType("npt.recorder.picture")
 
     def write_pictures(records: list[Record], folder: Path) -> list[Path]:
         calls.append(([record.step for record in records], folder))
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
     return calls
 
 
@@ -170,7 +170,7 @@ def test_a_failing_recorder_is_a_warning_and_training_continues(
     monkeypatch.setattr(Recorder, failing, broken)
     plain = [p.detach().clone() for p in model.parameters()]
     callback = RecorderCallback(tmp_path / "trace", steps="2", say=lambda _: None)
-    with caplog.at_level(logging.WARNING, logger="npt.diagnostics.recorder.callback"):
+    with caplog.at_level(logging.WARNING, logger="npt.recorder.callback"):
         after = trained(model, data, tmp_path, [callback])
     assert "could not record at step 2: OSError: no space left on device" in caplog.messages
     assert hooks(model) == 0 and not torch.equal(plain[0], after[0])

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from npt.diagnostics.recorder.record import Direction, Row
-from npt.diagnostics.recorder.sites import Site
-from npt.diagnostics.recorder.statistics import FIELDS, share_beyond, summarise
 from npt.errors import kind_of
+from npt.recorder.record import Direction, Row
+from npt.recorder.sites import Site
+from npt.recorder.statistics import FIELDS, share_beyond, summarise
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import nn
 
 import npt
 from npt.data.batch import Batch, Sample, collate
-from npt.diagnostics.recorder.ranking import FACTOR, explosions, gradients, growths, worst
-from npt.diagnostics.recorder.record import Record, Row
-from npt.diagnostics.recorder.recorder import Recorder
+from npt.recorder.ranking import FACTOR, explosions, gradients, growths, worst
+from npt.recorder.record import Record, Row
+from npt.recorder.recorder import Recorder
 
 TEXT = (
     "import os\n\n\nclass Stack:\n    def __init__(self, items):\n        self.items ="

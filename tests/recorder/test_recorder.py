@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import PRODUCTS, TARGETS, NPTConfig, TrainConfig
-from npt.diagnostics.recorder import observations, statistics
-from npt.diagnostics.recorder.record import Record, Row
-from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
+from npt.recorder import observations, statistics
+from npt.recorder.record import Record, Row
+from npt.recorder.recorder import Recorder
 
 NAN, INF = math.nan, math.inf
 

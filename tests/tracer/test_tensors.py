@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npt.diagnostics.tracer.tensors import (
+from npt.tracer.tensors import (
     Badness,
     Memory,
     absmax,

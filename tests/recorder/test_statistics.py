@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from npt.diagnostics.recorder import statistics
-from npt.diagnostics.recorder.statistics import FIELDS, share_beyond, summarise
+from npt.recorder import statistics
+from npt.recorder.statistics import FIELDS, share_beyond, summarise
 
 NAN, INF = math.nan, math.inf
 

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 import npt
-from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import ConfigError
+from npt.tracer.verdict import Verdict
 
 NAN, INF = math.nan, math.inf
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

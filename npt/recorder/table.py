@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from npt.diagnostics.recorder.ranking import FACTOR, explosions, gradients, growths, worst
-from npt.diagnostics.recorder.record import Record, Row, short_names
+from npt.recorder.ranking import FACTOR, explosions, gradients, growths, worst
+from npt.recorder.record import Record, Row, short_names
 
 _LARGEST, _LISTED = 3, 8
 """Lines at most of a list of the largest, and of a list of faults."""

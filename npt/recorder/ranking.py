@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from npt.diagnostics.recorder.record import Record, Row
+from npt.recorder.record import Record, Row
 
 FACTOR = 1000.0
 """Growth of the RMS from which on a tensor has exploded."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from npt.data.batch import IGNORE_INDEX
-from npt.diagnostics.tracer.operations import WRITERS, External, Origin, names
-from npt.diagnostics.tracer.tensors import absmax, element
-from npt.diagnostics.tracer.verdict import dtype_name
+from npt.tracer.operations import WRITERS, External, Origin, names
+from npt.tracer.tensors import absmax, element
+from npt.tracer.verdict import dtype_name
 
 HUGE = 1e6
 """A finite weight, statistic or activation of this size is no trained model's: theirs stay below a

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npt.adapters.stream import open_stream
 from npt.data.batch import batch_from_tensors
-from npt.diagnostics.tracer.mask_check import MASKED, mask_fault
+from npt.tracer.mask_check import MASKED, mask_fault
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from markupsafe import Markup
 
-from npt.diagnostics.recorder.ranking import FACTOR, explosions, growths
-from npt.diagnostics.recorder.record import DIRECTIONS, Direction, Record, Row, short_names
 from npt.files import write_bytes
+from npt.recorder.ranking import FACTOR, explosions, growths
+from npt.recorder.record import DIRECTIONS, Direction, Record, Row, short_names
 from npt.report.pages import render
 from npt.report.words import clean
 

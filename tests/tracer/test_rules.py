@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import npt
-from npt.diagnostics.tracer import mask_check, rules, trace
-from npt.diagnostics.tracer.rules import element_at
-from npt.diagnostics.tracer.verdict import CAUSES, Verdict
+from npt.tracer import mask_check, rules, trace
+from npt.tracer.rules import element_at
+from npt.tracer.verdict import CAUSES, Verdict
 
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[0.5, -1.0, 2.0, 3.0], [1.0, 4.0, -2.0, 0.25]])

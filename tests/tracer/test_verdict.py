@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from npt.diagnostics.tracer.verdict import OUTSIDE, Operand, Verdict
+from npt.tracer.verdict import OUTSIDE, Operand, Verdict
 
 VERDICT = Verdict(
     cause="division by zero",

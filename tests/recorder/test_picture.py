@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from npt.diagnostics.recorder import picture
-from npt.diagnostics.recorder.picture import write_pictures
-from npt.diagnostics.recorder.record import Record, Row, short_names
+from npt.recorder import picture
+from npt.recorder.picture import write_pictures
+from npt.recorder.record import Record, Row, short_names
 
 BAD = (208, 28, 44)  # the colour of a non-finite cell
 HOSTILE = [
@@ -185,8 +185,8 @@ def test_a_picture_that_fails_leaves_the_old_files(tmp_path, monkeypatch) -> Non
 
 def test_matplotlib_is_loaded_for_drawing_only_and_pyplot_never(tmp_path) -> None:
     script = (
-        "import sys; from pathlib import Path; from npt.diagnostics.recorder.picture import"
-        " write_pictures; from npt.diagnostics.recorder.record import Record, Row\nassert"
+        "import sys; from pathlib import Path; from npt.recorder.picture import"
+        " write_pictures; from npt.recorder.record import Record, Row\nassert"
         " 'matplotlib' not in sys.modules\nrow = Row('a', None, 'out', 'forward', (1,), 'float32',"
         " 1, 1.0, 0, 0, 0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0)\nwrite_pictures([Record(1, (row,))],"
         f" Path({str(tmp_path)!r}))\nassert 'matplotlib.pyplot' not in sys.modules"

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from npt.config import parse_steps
-from npt.diagnostics.recorder.ranking import worst
-from npt.diagnostics.recorder.record import Record
 from npt.errors import ConfigError
 from npt.files import to_json, write_text
+from npt.recorder.ranking import worst
+from npt.recorder.record import Record
 
 PICTURED = 6
 """Records that are drawn at most, evenly spread over the run, the first bad one among them."""
@@ -69,7 +69,7 @@ class Recording:
         """Draw the run's records, if any, and return the files."""
         if not self._files:
             return []
-        from npt.diagnostics.recorder.picture import write_pictures  # loads matplotlib
+        from npt.recorder.picture import write_pictures  # loads matplotlib
 
         last, gaps = len(self._files) - 1, PICTURED - 1 - len(self._bad)
         chosen = self._bad | {round(i * last / gaps) for i in range(gaps + 1)}

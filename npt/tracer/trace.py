@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from npt.adapters.fused import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.diagnostics.guards import quantization_statistics, target_fault
-from npt.diagnostics.tracer import rules
-from npt.diagnostics.tracer.ledger import Ledger
-from npt.diagnostics.tracer.mask_check import mask_check
-from npt.diagnostics.tracer.operations import External, Origin
-from npt.diagnostics.tracer.passes import (
+from npt.errors import ConfigError
+from npt.tracer import rules
+from npt.tracer.ledger import Ledger
+from npt.tracer.mask_check import mask_check
+from npt.tracer.operations import External, Origin
+from npt.tracer.passes import (
     Run,
     Sink,
     default_run,
@@ -33,10 +34,9 @@ from npt.diagnostics.tracer.passes import (
     untouched,
     versions,
 )
-from npt.diagnostics.tracer.source_location import Place, Tokens, layer_of
-from npt.diagnostics.tracer.tensors import absmax, count, element, first_bad
-from npt.diagnostics.tracer.verdict import CAUSES, OUTSIDE, Operand, Phase, Verdict, dtype_name
-from npt.errors import ConfigError
+from npt.tracer.source_location import Place, Tokens, layer_of
+from npt.tracer.tensors import absmax, count, element, first_bad
+from npt.tracer.verdict import CAUSES, OUTSIDE, Operand, Phase, Verdict, dtype_name
 
 OPERANDS_SHOWN = 6
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from npt.diagnostics.recorder.recorder import Recorder
-from npt.diagnostics.recorder.recording import Recording, describe
+from npt.recorder.recorder import Recorder
+from npt.recorder.recording import Recording, describe
 
 _log = logging.getLogger(__name__)
 

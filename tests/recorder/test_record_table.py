@@ -12,10 +12,10 @@ from torch import nn
 
 import npt
 from npt.config import NPTConfig, TrainConfig
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.recorder import Recorder
-from npt.diagnostics.recorder.table import print_record
 from npt.distill.strategies import STRATEGIES
+from npt.recorder.record import Record
+from npt.recorder.recorder import Recorder
+from npt.recorder.table import print_record
 
 
 def printed(record: Record, width: int = 80, **arguments: Any) -> list[str]:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from npt.base.hooks import only_looks
 from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding
-from npt.diagnostics.tracer.source_location import Tokens, layer_of
-from npt.diagnostics.tracer.verdict import Verdict, dtype_name
+from npt.tracer.source_location import Tokens, layer_of
+from npt.tracer.verdict import Verdict, dtype_name
 
 MASKED = -1e3
 """An additive entry that low is masked. It lies between biases, of which every row has one near 0

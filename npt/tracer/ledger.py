@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npt.diagnostics.tracer.operations import (
+from npt.tracer.operations import (
     ATTENTION,
     BLANK,
     CONSTANTS,
@@ -35,8 +35,8 @@ from npt.diagnostics.tracer.operations import (
     Sequence,
     call_of,
 )
-from npt.diagnostics.tracer.source_location import Place, Stack, read_stack
-from npt.diagnostics.tracer.tensors import (
+from npt.tracer.source_location import Place, Stack, read_stack
+from npt.tracer.tensors import (
     Badness,
     Memory,
     element,

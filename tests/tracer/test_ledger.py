@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from npt.diagnostics.tracer.ledger import Ledger
-from npt.diagnostics.tracer.operations import External, Origin
+from npt.tracer.ledger import Ledger
+from npt.tracer.operations import External, Origin
 
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])

@@ -58,9 +58,9 @@ from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks
-from npt.diagnostics.recorder.observations import Observations, Reduced
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.sites import Site, named_inputs, sites_of, tensors
+from npt.recorder.observations import Observations, Reduced
+from npt.recorder.record import Record
+from npt.recorder.sites import Site, named_inputs, sites_of, tensors
 
 SATURATED = 0.99
 """A multiplier counts as saturated beyond this share of the way from the middle of its form's range

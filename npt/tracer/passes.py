@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 from npt.adapters.stream import model_inputs
 from npt.base.families import is_known
 from npt.data.batch import IGNORE_INDEX, Batch
-from npt.diagnostics.recorder.sites import tensors
-from npt.diagnostics.tracer.tensors import Badness, judge
 from npt.errors import ConfigError, kind_of
 from npt.random_state import kept_random_state
+from npt.recorder.sites import tensors
+from npt.tracer.tensors import Badness, judge
 
 Run = Callable[[], Any]
 

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from npt.diagnostics.recorder.record import Record, Row
-from npt.diagnostics.recorder.recording import PICTURED, Recording, describe
 from npt.errors import ConfigError
+from npt.recorder.record import Record, Row
+from npt.recorder.recording import PICTURED, Recording, describe
 
 
 def chosen(recording: Recording, last: int = 20) -> list[int]:
@@ -64,15 +64,15 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
 def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[tuple[list[int], Path]] = []
-    picture = ModuleType("npt.diagnostics.recorder.picture")
+    picture = ModuleType("npt.recorder.picture")
 
     def write_pictures(records, folder):
         calls.append(([record.step for record in records], folder))
         return [folder / "health.png"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
     return calls
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from npt.diagnostics.tracer.source_location import Place
-from npt.diagnostics.tracer.tensors import Badness, extent, numbers
-from npt.diagnostics.tracer.verdict import Phase
+from npt.tracer.source_location import Place
+from npt.tracer.tensors import Badness, extent, numbers
+from npt.tracer.verdict import Phase
 
 
 def names(text: str) -> frozenset[str]:

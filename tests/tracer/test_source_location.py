@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from npt.data.batch import Batch, batch_from_tensors
-from npt.diagnostics.tracer.source_location import Stack, Tokens, layer_of, read_stack
+from npt.tracer.source_location import Stack, Tokens, layer_of, read_stack
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
