@@ -60,7 +60,8 @@ from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks
 from npt.recorder.observations import Observations, Reduced
 from npt.recorder.record import Record
-from npt.recorder.sites import Site, named_inputs, sites_of, tensors
+from npt.recorder.sites import Site, named_inputs, sites_of
+from npt.tracer.tensors import tensors_in
 
 SATURATED = 0.99
 """A multiplier counts as saturated beyond this share of the way from the middle of its form's range
@@ -225,7 +226,7 @@ class Recorder:
 
     def _outputs(self, site: Site, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         source = self._sources.pop(site.name, None)
-        for position, (name, tensor) in enumerate(tensors(output)):
+        for position, (name, tensor) in enumerate(tensors_in(output)):
             if position == 0:
                 stage = "out" if name in ("", "0") else f"out.{name}"
                 first = None if source is None else source.entries[0]

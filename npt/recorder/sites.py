@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from npt.tracer.tensors import tensors_in
 
 _MAIN_INPUTS = ("hidden_states", "inputs_embeds", "input_ids", "input", "x")
 
@@ -62,25 +63,6 @@ def _parameters(kind: Any) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
 
 
-def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses, and
-    the parts of a tensor made of tensors, but not those of caches and the like.
-    """
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        items = ((part, getattr(value, part)) for part in value.__tensor_flatten__()[0])
-    elif isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = ((f.name, getattr(value, f.name)) for f in fields(value))
-    for key, item in items:
-        yield from tensors(item, f"{name}.{key}" if name else str(key))
-
-
 def named_inputs(
     site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Tensor], str]:
@@ -88,7 +70,7 @@ def named_inputs(
     of them goes through the module: one of the usual names, else the first.
     """
     names = (*site.parameters, *map(str, range(len(site.parameters), len(args))))
-    inputs = dict(tensors({**dict(zip(names, args, strict=False)), **kwargs}))
+    inputs = dict(tensors_in({**dict(zip(names, args, strict=False)), **kwargs}))
     usual = [name for name in _MAIN_INPUTS if name in inputs]
     main = usual[0] if usual else next((name for name in inputs if "mask" not in name), "")
     return inputs, main

@@ -29,13 +29,13 @@ from npt.tracer.operations import (
     CONSTANTS,
     REPLACING,
     WRITERS,
-    Call,
     External,
     Origin,
     Sequence,
+    TorchCall,
     call_of,
 )
-from npt.tracer.source_location import Place, Stack, read_stack
+from npt.tracer.source_location import Place, read_stack
 from npt.tracer.tensors import (
     Badness,
     Memory,
@@ -46,19 +46,25 @@ from npt.tracer.tensors import (
     numbers,
     storage_key,
 )
+from npt.tracer.verdict import Phase
 
 _ORIGINS_KEPT = 8
 """Origins kept, the oldest ones, of a tensor that is bad for several reasons."""
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The operation that was waited for. hid: it gave a bad number. sequence: of its forward, if it
-    is backward itself.
+class Location:
+    """Where an operation ran.
+
+    Attributes:
+        place: in backward, that of a hook or a custom function, or nothing but a leaf's module.
+        node: of the graph, in backward, unless a hook or a custom function ran it.
+        sequence: of the forward operation whose backward this is.
     """
 
+    phase: Phase
     place: Place
-    hid: bool
+    node: str
     sequence: Sequence | None
 
 
@@ -67,13 +73,17 @@ class Ledger(TorchDispatchMode):
 
     Inputs are kept for one origin only: a model with thousands of harmless ones is not held twice.
 
+    Attributes:
+        first: the first origin that is no mask's and no NaN, of a number beyond the limit.
+        hid: the operation `watched` gave a bad number.
+
     Args:
         modules: dotted names of the model's modules by identity.
         externals: tensors that exist before the pass.
         limit: a size from which finite numbers count as bad.
         keep: number and output of the operation whose origin keeps copies of all arguments: `kept`.
         asked: number of the operation whose inputs' origins are noted: `read_origins`.
-        watch: a forward operation whose place is wanted, for a fault in its backward: `watched`.
+        watch: the forward operation to locate, for a fault in its backward: `watched`.
     """
 
     def __init__(
@@ -88,10 +98,10 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.supports_higher_order_operators = True
         self.first: Origin | None = None
-        """The first origin that is no mask's and no NaN: of a number beyond the limit."""
         self.kept: Origin | None = None
         self.read_origins: dict[str, Origin | None] = {}
-        self.watched: Watched | None = None
+        self.watched: Location | None = None
+        self.hid = False
         self._modules, self._limit = modules, limit
         self._keep, self._asked, self._watch = keep, asked, watch
         self.count = 0
@@ -106,8 +116,8 @@ class Ledger(TorchDispatchMode):
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return where the badness of this tensor came from, if the pass saw it arise.
 
-        Of several origins, those of what was certainly bad (0) go before those of what may have
-        been a mask (1), and the older before the younger.
+        Of several origins, those of what was certainly bad (0) precede those of what may have been
+        a mask (1), and the older the younger.
         """
         _, origin = min(
             self._origins.of(tensor),
@@ -134,10 +144,8 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         results = call.results(out)
         if watch is not None and away == watch[0] and now > watch[1]:
-            stack = read_stack(sys._getframe(), self._modules)
-            hid = any(judge(t, self._limit) != Badness.FINE for t in results)
-            place = stack.place if call.node is None or stack.own or stack.recomputing else Place()
-            self.watched = Watched(place, hid, self._sequence(call.node, stack))
+            self.watched = self._location(call.node)
+            self.hid = any(judge(t, self._limit) != Badness.FINE for t in results)
         if call.name in BLANK:
             for tensor in results:
                 if storage_key(tensor):
@@ -146,12 +154,14 @@ class Ledger(TorchDispatchMode):
             self._account_for(call, results[:1] if call.name.startswith(ATTENTION) else results)
         return out
 
-    def _look_at_inputs(self, call: Call) -> None:
+    def _look_at_inputs(self, call: TorchCall) -> None:
         """Judge, and keep if asked, the inputs that the operation will write over."""
         memory = {key for t in call.written if (key := storage_key(t))}
-        if memory:
-            replaced = [t for _, t in call.read if storage_key(t) in memory]
-            call.before = {id(t): judge(t, self._limit) for t in replaced}
+        call.replaced = {
+            id(t): judge(t, self._limit)
+            for _, t in call.read
+            if memory and storage_key(t) in memory
+        }
         if self._keep is not None and call.number == self._keep[0]:
             call.kept = [
                 (label, t.detach() if self._externals.of(t) else t.detach().clone())
@@ -160,7 +170,7 @@ class Ledger(TorchDispatchMode):
         if call.number == self._asked:
             self.read_origins = {label: self.origin_of(t) for label, t in call.read}
 
-    def _account_for(self, call: Call, results: list[Tensor]) -> None:
+    def _account_for(self, call: TorchCall, results: list[Tensor]) -> None:
         for position, result in enumerate(results):
             badness = judge(result, self._limit)
             if badness != Badness.FINE:
@@ -170,7 +180,7 @@ class Ledger(TorchDispatchMode):
             if call.written:
                 self._blank.pop(storage_key(result), None)
 
-    def _account(self, call: Call, position: int, result: Tensor, badness: Badness) -> None:
+    def _account(self, call: TorchCall, position: int, result: Tensor, badness: Badness) -> None:
         """Give a bad result its origin: that of the input it has it from, else a new one."""
         inherited, mask, masks = self._inherited(call, result, badness)
         constant = result.ndim == 0 and call.name in CONSTANTS
@@ -197,7 +207,7 @@ class Ledger(TorchDispatchMode):
             self._note(origin)
 
     def _inherited(
-        self, call: Call, result: Tensor, badness: Badness
+        self, call: TorchCall, result: Tensor, badness: Badness
     ) -> tuple[list[tuple[int, Origin]], Origin | None, bool]:
         """Return the origins that a bad result has from its inputs, the first mask among them, and
         whether any input is a mask.
@@ -205,8 +215,8 @@ class Ledger(TorchDispatchMode):
         inherited: list[tuple[int, Origin]] = []
         mask, masks = None, False
         for label, tensor in call.read:
-            before = call.before.get(id(tensor))
-            was = judge(tensor, self._limit) if before is None else before
+            replaced = call.replaced.get(id(tensor))
+            was = judge(tensor, self._limit) if replaced is None else replaced
             if was == Badness.FINE or (self._is_blank(tensor) and call.writes(tensor)):
                 continue
             origins, before_pass = self._origins.of(tensor), self._externals.of(tensor)
@@ -232,44 +242,48 @@ class Ledger(TorchDispatchMode):
                     inherited.append((max(rank, int(was < badness)), origin))
         return inherited, mask, masks
 
-    def _origin(self, call: Call, result: Tensor, position: int, index: tuple[int, ...]) -> Origin:
-        stack = read_stack(sys._getframe(), self._modules)
-        backward = call.node is not None and not stack.recomputing
-        place = stack.place if stack.own or not backward else Place()
-        if backward and not place.module:
-            place = Place(self._leaf(call.node), place.source)
+    def _origin(
+        self, call: TorchCall, result: Tensor, position: int, index: tuple[int, ...]
+    ) -> Origin:
         shape = tuple(result.shape)
         origin = Origin(
             number=call.number,
             output=position,
             operation=call.name,
-            node=call.node.name().rpartition("::")[2] if backward and not stack.own else "",
-            sequence=self._sequence(call.node, stack) if backward else None,
-            phase="backward" if backward else "forward" if call.node is None else "recomputation",
-            place=place,
             shape=shape,
             dtype=result.dtype,
             index=index,
             value=element(result, index),
             through=(shape, index),
             pointwise=call.pointwise,
+            **vars(self._location(call.node)),
         )
         if self._keep == (call.number, position):
             origin.inputs, origin.constants = call.kept, call.constants
             for label, tensor in call.read:
-                external = self._external(tensor, place.module)
+                external = self._external(tensor, origin.place.module)
                 if external is not None:
                     origin.externals[label] = external
             self.kept = origin
         return origin
 
+    def _location(self, node: Any) -> Location:
+        stack = read_stack(sys._getframe(), self._modules)
+        if node is None or stack.recomputing:
+            return Location("forward" if node is None else "recomputation", stack.place, "", None)
+        place = stack.place if stack.user_code else Place()
+        if not place.module:
+            place = Place(self._leaf(node), place.source)
+        name = "" if stack.user_code else node.name().rpartition("::")[2]
+        return Location("backward", place, name, self._sequence(node, stack.nested))
+
     def _from_outside(
-        self, call: Call, label: str, was: Badness, result: Tensor, badness: Badness
+        self, call: TorchCall, label: str, was: Badness, result: Tensor, badness: Badness
     ) -> Origin:
         """Return the origin of an input that no operation of this pass made bad; its note makes it
         the same for every reader.
         """
-        arguments = dict(call.inputs)
+        arguments = dict(call.read)
         tensor, ids = arguments[label], arguments.get("indices")
         shown = first_bad(result, self._limit, soft=badness == Badness.SOFT)
         origin = self._origin(call, result, 0, shown)
@@ -301,7 +315,7 @@ class Ledger(TorchDispatchMode):
         if self.first is None and not math.isnan(origin.value):
             self.first = origin
 
-    def _masks_with(self, call: Call) -> bool:
+    def _masks_with(self, call: TorchCall) -> bool:
         """Tell if a number of the program itself is beyond the limit: (1 - mask) * -1e9."""
         constants = [*call.constants.values()]
         for _, t in call.read:
@@ -316,14 +330,12 @@ class Ledger(TorchDispatchMode):
         thread, now = threading.get_ident(), torch._C._autograd._get_sequence_nr()
         return thread != self._home, now - self._starts.setdefault(thread, now)
 
-    def _sequence(self, node: Any, stack: Stack) -> Sequence | None:
+    def _sequence(self, node: Any, nested: bool) -> Sequence | None:
         """Return the forward operation that a node belongs to; None for one that has none, such as
         the end of a leaf's gradient.
         """
-        if node is None:
-            return None
         thread = threading.get_ident()
-        away = thread != self._home and stack.nested
+        away = thread != self._home and nested
         number = node._sequence_nr() - self._starts.get(thread if away else self._home, 0)
         return (away, number) if 0 <= number < 2**62 else None
 

@@ -15,16 +15,16 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from npt.base.hooks import only_looks
 from npt.data.batch import Batch
-from npt.diagnostics.guards import Finding
 from npt.tracer.source_location import Tokens, layer_of
-from npt.tracer.verdict import Verdict, dtype_name
+from npt.tracer.tensors import dtype_name
+from npt.tracer.verdict import Verdict
 
 MASKED = -1e3
 """An additive entry that low is masked. It lies between biases, of which every row has one near 0
@@ -32,9 +32,17 @@ MASKED = -1e3
 (in bf16 -9984) in older code."""
 
 
-def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
-    """Find a valid query that may attend to nothing, or a row with an entry that no softmax can
-    take (NaN, +Inf). A padded query may be without keys. Waits for the device.
+class MaskFault(NamedTuple):
+    """The row [b, t] of a mask that no softmax can take, its largest entry, and why it is bad."""
+
+    index: tuple[int, int]
+    value: float
+    message: str
+
+
+def mask_fault(mask: Tensor, valid: Tensor) -> MaskFault | None:
+    """Find a valid query that may attend to nothing, or a row with NaN or +Inf. A padded query may
+    be without keys. Waits for the device.
 
     The mask is [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
     """
@@ -48,12 +56,11 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
     b, t = (int(i) for i in bad.nonzero()[0])
     message = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}: "
     if bad is broken:
-        value = float(mask[b, :, t].max())
         message += (
             f"{int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}], which"
             " comes out as NaN; make the mask anew"
         )
-        return Finding("attention mask", (b, t), value, message)
+        return MaskFault((b, t), float(mask[b, :, t].max()), message)
     value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
     row = f"at most {value:g}" if mask.is_floating_point() else "all False"
     comes_out = "NaN or zeros, depending on the kernel"
@@ -64,7 +71,7 @@ def mask_fault(mask: Tensor, valid: Tensor) -> Finding | None:
         f" such are {int((keyless & valid).sum())} valid and {int((keyless & ~valid).sum())} padded"
         f" ones of {valid.numel()}); let every valid token see itself"
     )
-    return Finding("attention mask", (b, t), value, message)
+    return MaskFault((b, t), value, message)
 
 
 @contextmanager
@@ -86,15 +93,14 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
 
     def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
-        if verdicts or not isinstance(mask, Tensor) or mask.ndim != 4:
+        if verdicts or not isinstance(mask, Tensor) or mask.ndim != 4 or 0 in mask.shape:
             return
-        if not (mask.dtype == torch.bool or mask.is_floating_point()) or 0 in mask.shape:
-            return
-        if not any(reference() is mask for reference in seen):
+        usual = mask.dtype == torch.bool or mask.is_floating_point()
+        if usual and not any(reference() is mask for reference in seen):
             seen.append(weakref.ref(mask))
-            finding = _fault_of(mask.detach(), valid)
-            if finding is not None:
-                verdicts.append(_verdict(finding, name, mask, tokens))
+            fault = _fault_of(mask.detach(), valid)
+            if fault is not None:
+                verdicts.append(_verdict(fault, name, mask, tokens))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -104,20 +110,25 @@ def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator
         yield verdicts
 
 
-def _fault_of(mask: Tensor, valid: Tensor | None) -> Finding | None:
+def _fault_of(mask: Tensor, valid: Tensor | None) -> MaskFault | None:
     """Return the fault of a mask; None also if it cannot be told whose queries are valid."""
     rows, queries = mask.shape[0], mask.shape[2]
-    if valid is None and mask.shape[3] == queries:
+    square = mask.shape[3] == queries
+    if valid is None and square:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
         valid = allowed.any(dim=1).any(dim=1)
     if valid is None or tuple(valid.shape) != (rows, queries):
         return None
     valid = valid.to(mask.device)
-    return None if _means_the_opposite(mask, valid) else mask_fault(mask, valid)
+    if square and mask.dtype == torch.bool:
+        sees_itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
+        if not bool((sees_itself & valid).any()):
+            return None  # True says masked, as in some models
+    return mask_fault(mask, valid)
 
 
-def _verdict(finding: Finding, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
-    row, token = finding.index
+def _verdict(fault: MaskFault, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
+    row, token = fault.index
     return Verdict(
         cause="fully masked row",
         phase="data",
@@ -125,21 +136,11 @@ def _verdict(finding: Finding, module: str, mask: Tensor, tokens: Tokens) -> Ver
         module=module,
         operation="attention_mask",
         tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
-        index=finding.index,
-        value=finding.value,
+        index=fault.index,
+        value=fault.value,
         reached="the attention of a valid token, maybe as finite numbers",
-        explanation=finding.message,
+        explanation=fault.message,
         row=row,
         token=token,
         sample=tokens.samples[row] if row < len(tokens.samples) else None,
     )
-
-
-def _means_the_opposite(mask: Tensor, valid: Tensor) -> bool:
-    """Tell if a boolean mask says True for masked keys, as in some models: then every valid token
-    sees itself through it.
-    """
-    if mask.dtype != torch.bool or mask.shape[2] != mask.shape[3]:
-        return False
-    itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
-    return not bool((itself & valid.bool()).any())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npt.tracer.source_location import Place
-from npt.tracer.tensors import Badness, extent, numbers
+from npt.tracer.tensors import Badness, extent, numbers, tensors_in
 from npt.tracer.verdict import Phase
 
 
@@ -45,9 +44,12 @@ and its number there.
 
 @dataclass(frozen=True)
 class External:
-    """A tensor from before the pass. kind: `state` (parameter, buffer, quantisation statistic),
-    `data`, or `outside` if code that torch does not see made it. trained: a parameter or statistic,
-    in which -Inf is no mask.
+    """A tensor from before the pass.
+
+    Attributes:
+        kind: `state` (parameter, buffer, quantisation statistic), `data`, or `outside` if code that
+            torch does not see made it.
+        trained: a parameter or statistic, in which -Inf is no mask.
     """
 
     name: str
@@ -101,11 +103,19 @@ class Origin:
     constants: dict[str, float] = field(default_factory=dict)
     externals: dict[str, External] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.operation} in {self.node}" if self.node else self.operation
+
 
 @dataclass
-class Call:
-    """One dispatched operation: its arguments by name. read: what it reads; written: what it writes
-    to, which it may read too. before: how bad what it writes over was. kept: copies of `read`.
+class TorchCall:
+    """One dispatched operation.
+
+    Attributes:
+        read: the tensors that it reads, by the names of its arguments.
+        written: the tensors that it writes to, which it may read too.
+        replaced: how bad those were that it reads and writes over.
+        kept: copies of `read`.
     """
 
     number: int
@@ -113,11 +123,10 @@ class Call:
     node: Any
     is_view: bool = False
     pointwise: bool = False
-    inputs: list[tuple[str, Tensor]] = field(default_factory=list)
     read: list[tuple[str, Tensor]] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
     constants: dict[str, float] = field(default_factory=dict)
-    before: dict[int, Badness] = field(default_factory=dict)
+    replaced: dict[int, Badness] = field(default_factory=dict)
     kept: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def writes(self, tensor: Tensor) -> bool:
@@ -125,8 +134,7 @@ class Call:
 
     def results(self, out: Any) -> list[Tensor]:
         """Return what it wrote to, and the other tensors of its output."""
-        returned = (tensor for _, tensor in _labelled("", out))
-        return [*self.written, *(tensor for tensor in returned if not self.writes(tensor))]
+        return [*self.written, *(t for _, t in tensors_in(out) if not self.writes(t))]
 
     @property
     def made_of_masks(self) -> bool:
@@ -143,14 +151,16 @@ class Call:
         return any(extent(values)[0] <= 0.5 * torch.finfo(t.dtype).min for t, values in candidates)
 
 
-def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchCall:
+    """Return the call of an operation that torch is about to run."""
     node = torch._C._current_autograd_node()
     # an operator of functions, such as flex_attention
     if not isinstance(func, torch._ops.OpOverload):
-        inputs = [*_labelled("args", list(args)), *_labelled("kwargs", list(kwargs.values()))]
-        return Call(number, func.name(), node, inputs=inputs, read=inputs)
+        return TorchCall(
+            number, func.name(), node, read=[*tensors_in({**dict(enumerate(args)), **kwargs})]
+        )
     name = func._schema.name.split("::")[-1]
-    call = Call(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
+    call = TorchCall(number, name, node, func.is_view, torch.Tag.pointwise in func.tags)
     declared = func._schema.arguments
     named = [(declared[i], value) for i, value in enumerate(args)]
     named += [(argument, kwargs[argument.name]) for argument in declared if argument.name in kwargs]
@@ -159,18 +169,7 @@ def call_of(number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             call.constants[argument.name] = value
         writes = argument.alias_info is not None and argument.alias_info.is_write
         only = name == "lift_fresh" or (writes and (argument.kwarg_only or name in REPLACING))
-        for label, tensor in _labelled(argument.name, value):
-            call.inputs.append((label, tensor))
-            if not only:
-                call.read.append((label, tensor))
-            if writes:
-                call.written.append(tensor)
+        tensors = [*tensors_in(value, argument.name)]
+        call.read += [] if only else tensors
+        call.written += [t for _, t in tensors] if writes else []
     return call
-
-
-def _labelled(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _labelled(f"{name}[{i}]", item)

@@ -6,7 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -20,15 +20,14 @@ from npt.base.families import is_known
 from npt.data.batch import IGNORE_INDEX, Batch
 from npt.errors import ConfigError, kind_of
 from npt.random_state import kept_random_state
-from npt.recorder.sites import tensors
-from npt.tracer.tensors import Badness, judge
+from npt.tracer.tensors import Badness, judge, tensors_in
 
 Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Sink:
-    """A result that may not be bad, and its name: a loss, a gradient, or an output, which may be
+    """A result of the pass that may not be bad: a loss, a gradient, or an output, which may be
     masked.
     """
 
@@ -48,11 +47,8 @@ class Sink:
 def default_run(model: nn.Module, batch: Any) -> Run:
     """Return a call of the model on the batch, with labels if it is a language model."""
     if isinstance(batch, Batch):
-        names = ("input_ids", "attention_mask", "position_ids")
-        inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
-        if batch.documents is not None and is_known(model):
-            inputs = model_inputs(model, batch)
-        batch = {**inputs, "labels": batch.labels}
+        packed = batch if is_known(model) else replace(batch, documents=None)
+        batch = {**model_inputs(model, packed), "labels": batch.labels}
     if isinstance(batch, Mapping):
         arguments = dict(batch)
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
@@ -95,11 +91,11 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
             loss.backward()
         sinks = [Sink("loss", loss.detach())]
     else:
-        outputs = tensors(result)
+        outputs = tensors_in(result)
         sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
     for name, leaf in leaves:
         if leaf.grad is not None:
-            sinks += [Sink(*named) for named in tensors(leaf.grad, f"gradient of {name}")]
+            sinks += [Sink(*named) for named in tensors_in(leaf.grad, f"gradient of {name}")]
     if not sinks:
         raise ConfigError(
             f"run gave {kind_of(result)} and no gradients: it must return a loss or outputs, or"
@@ -110,14 +106,8 @@ def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
 
 def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a batch: entries by their names, arguments by their positions."""
-    for name, tensor in tensors(batch):
+    for name, tensor in tensors_in(batch):
         yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
-
-
-def _renormed(model: nn.Module) -> list[Tensor]:
-    """Return the weights that forward writes to: of embeddings with a largest norm."""
-    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return [m.weight for m in embeddings if m.max_norm is not None]
 
 
 @contextmanager
@@ -127,7 +117,7 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
     Afterwards gradients, buffers, the modules' modes and random state are as before.
     """
     modes = [(module, module.training) for module in model.modules()]
-    inputs = (t for _, t in tensors(batch) if t.is_leaf and t.requires_grad)
+    inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
     buffers = [
         (module._buffers, name, b, b.detach().clone())
@@ -135,7 +125,6 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         for name, b in module._buffers.items()
         if b is not None
     ]
-    weights = [(weight, weight.detach().clone()) for weight in _renormed(model)]
     states = random.getstate(), numpy.random.get_state()
     # casts of the weights from before this pass would come out of nowhere in it
     torch.clear_autocast_cache()
@@ -158,20 +147,16 @@ def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
         for leaf, gradient in gradients:
             leaf.grad = gradient
         with torch.no_grad():
-            for held, name, buffer, before in buffers:
-                if held.get(name) is not buffer:
-                    held[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-            for weight, before in weights:
-                weight.copy_(before)
+            for held, name, buffer, copy in buffers:
+                held[name] = buffer
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
 
 
 def versions(model: nn.Module) -> dict[str, int]:
-    """Return how often each parameter was written to, except those that forward writes to."""
-    renormed = {id(weight) for weight in _renormed(model)}
+    """Return how often each parameter was written to."""
     return {
         name: parameter._version
         for name, parameter in model.named_parameters()
-        if not (is_lazy(parameter) or id(parameter) in renormed or parameter.is_inference())
+        if not (is_lazy(parameter) or parameter.is_inference())
     }

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from npt.data.batch import IGNORE_INDEX
 from npt.tracer.operations import WRITERS, External, Origin, names
-from npt.tracer.tensors import absmax, element
-from npt.tracer.verdict import dtype_name
+from npt.tracer.tensors import absmax, dtype_name, element
 
 HUGE = 1e6
 """A finite weight, statistic or activation of this size is no trained model's: theirs stay below a
@@ -43,7 +42,7 @@ SLOPES = names(
     "Sqrt Log Log2 Log10 Log1P Rsqrt Pow Div Reciprocal Acos Asin Acosh Atanh Xlogy"
     " LinalgVectorNorm Norm Std StdMean Logit Erfinv Atan2 Cdist"
 )
-AVERAGES = names("mean var std var_mean std_mean nanmean")
+AVERAGES = names("mean var std var_mean std_mean")
 NORMALISATIONS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
 """Parts of the names of operations."""
 
@@ -107,21 +106,25 @@ def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -
         return None
 
 
+def _input(origin: Origin, *names: str) -> Tensor | None:
+    return next((tensor for label, tensor in origin.inputs if label in names), None)
+
+
 def _at(origin: Origin, tensor: Tensor | None) -> float | None:
     """Return the element of an input that met the bad one of the output, under broadcasting."""
     return None if tensor is None else element_at(tensor, origin.shape, origin.index)
 
 
-def _input(origin: Origin, *names: str) -> Tensor | None:
-    return next((tensor for label, tensor in origin.inputs if label in names), None)
-
-
-def _floats(origin: Origin) -> list[Tensor]:
-    return [t for _, t in origin.inputs if (t.is_floating_point() or t.is_complex()) and t.numel()]
+def _floats(origin: Origin) -> dict[str, Tensor]:
+    return {
+        label: t
+        for label, t in origin.inputs
+        if (t.is_floating_point() or t.is_complex()) and t.numel()
+    }
 
 
 def _largest(origin: Origin) -> float:
-    return max((absmax(t) for t in _floats(origin)), default=0.0)
+    return max(map(absmax, _floats(origin).values()), default=0.0)
 
 
 def _given(origin: Origin, at: float | None = None) -> str:
@@ -129,8 +132,8 @@ def _given(origin: Origin, at: float | None = None) -> str:
     numbers of the program.
     """
     numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
-    constants = {name: value for name, value in origin.constants.items() if name in CONSTANTS}
-    return numbers + "".join(f" and the constant {value:g}" for value in constants.values())
+    constants = (value for name, value in origin.constants.items() if name in CONSTANTS)
+    return numbers + "".join(f" and the constant {value:g}" for value in constants)
 
 
 def _result(origin: Origin, at: float | None = None) -> str:
@@ -142,7 +145,7 @@ def _beyond(origin: Origin) -> Reason | None:
 
 
 def _constant(origin: Origin) -> Reason | None:
-    scalars = (element(t, ()) for t in _floats(origin) if t.ndim == 0)
+    scalars = (element(t, ()) for t in _floats(origin).values() if t.ndim == 0)
     for number in (*origin.constants.values(), *scalars):
         if not math.isfinite(number):
             was_given = f"{origin.operation} was given the constant {number:g}"
@@ -173,8 +176,8 @@ def _cast(origin: Origin) -> Reason | None:
     ends = torch.finfo(origin.dtype).max
     if ends >= torch.finfo(source.dtype).max:
         return None
-    value = _at(origin, source)
-    value = absmax(source) if value is None else value
+    at = _at(origin, source)
+    value = absmax(source) if at is None else at
     cast = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
     return Reason("cast overflow", f"{value:g} {cast}, which ends at {ends:g}")
 
@@ -205,7 +208,7 @@ def _slope(origin: Origin) -> Reason | None:
     function = origin.node.rpartition("Backward")[0]
     if origin.phase != "backward" or function not in SLOPES:
         return None
-    zeros = [t for t in _floats(origin) if _at(origin, t) == 0.0]
+    zeros = [at for t in _floats(origin).values() if (at := _at(origin, t)) == 0.0]
     if not zeros:
         return None
     name = function.lower()
@@ -261,8 +264,7 @@ def _average(origin: Origin) -> Reason | None:
         return None
     if not source.numel():
         return Reason("division by zero", f"the {name} of no element: of {list(source.shape)}")
-    masked = bool((source == -math.inf).any())
-    if name in ("mean", "nanmean") or masked or _largest(origin) > HUGE:
+    if name == "mean" or bool((source == -math.inf).any()) or _largest(origin) > HUGE:
         return None
     return Reason("division by zero", f"the {name} of one element, divided by their number less 1")
 
@@ -275,14 +277,15 @@ def _normalisation(origin: Origin) -> Reason | None:
 
 
 def _hidden_branch(origin: Origin) -> Reason | None:
-    if not math.isnan(origin.value) or 0.0 not in [_at(origin, t) for t in _floats(origin)]:
+    met = [_at(origin, t) for t in _floats(origin).values()]
+    if not math.isnan(origin.value) or 0.0 not in met:
         return None
     cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
     return Reason(cause, "0 was multiplied by an infinity")
 
 
 def _mask_arithmetic(origin: Origin) -> Reason | None:
-    if not any(bool((t == -math.inf).any()) for t in _floats(origin)):
+    if not any(bool((t == -math.inf).any()) for t in _floats(origin).values()):
         return None
     numbers = f"{origin.operation} of numbers with -Inf among them is {origin.value:g}"
     return Reason("masked arithmetic", numbers)
@@ -297,11 +300,9 @@ def _low_precision(origin: Origin) -> Reason | None:
 
 def _product(origin: Origin) -> Reason | None:
     """Recognise infinity out of finite numbers, or NaN out of huge ones."""
-    sizes = [
-        (absmax(t), name) for name, t in origin.inputs if t.is_floating_point() or t.is_complex()
-    ]
-    largest, label = max(sizes, key=lambda pair: pair[0], default=(0.0, ""))
-    external = origin.externals.get(label)
+    sizes = {label: absmax(t) for label, t in _floats(origin).items()}
+    label = max(sizes, key=lambda name: sizes[name], default="")
+    largest, external = sizes.get(label, 0.0), origin.externals.get(label)
     if largest > HUGE and external is not None:
         size = f"{external.name} is up to {largest:g} in size, no trained one's is"
         return Reason(_corrupt(external), size)

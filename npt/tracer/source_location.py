@@ -67,13 +67,15 @@ def layer_of(name: str) -> int | None:
 class Stack:
     """The Python frames that an operation runs in.
 
-    place: the first line that is not a library's, and the first module. own: there is such a line
-    on the way to the engine: a hook or a custom function, in backward. recomputing: a checkpoint
-    runs its forward again. nested: the engine was entered from Python on this thread.
+    Attributes:
+        place: the first line that is not a library's, and the first module.
+        user_code: there is such a line before the engine: in backward a hook or custom function.
+        recomputing: a checkpoint runs its forward again.
+        nested: the engine was entered from Python on this thread.
     """
 
     place: Place
-    own: bool
+    user_code: bool
     recomputing: bool
     nested: bool
 
@@ -82,7 +84,7 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
     """Walk outwards from `frame` to the entry of the engine or the trace."""
     module: str | None = None
     source = fallback = ""
-    own = recomputing = False
+    user_code = recomputing = False
     while (
         frame is not None
         and frame.f_code.co_name != _ENGINE
@@ -91,35 +93,34 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
         file = frame.f_code.co_filename
         if not file.startswith(_OBSERVERS):
             if not file.startswith(_LIBRARIES):
-                own, source = True, source or _line(frame)
+                user_code, source = True, source or _line(frame)
             if not file.startswith(_DISPATCH):
                 fallback = fallback or _line(frame)
             recomputing |= file.endswith(_CHECKPOINT)
             module = _module(frame, names) if module is None else module
         frame = frame.f_back
     nested = frame is not None and frame.f_code.co_name == _ENGINE
-    return Stack(Place(module or "", source or fallback), own, recomputing, nested)
+    return Stack(Place(module or "", source or fallback), user_code, recomputing, nested)
 
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """Return the module that a frame works for: its `self`, or the function's first argument, as in
     a hook or an attention function.
 
-    The whole model says nothing: then the variable of a loop around the line says more. No other
-    local does: after a loop over layers the last one is still among the locals.
+    If that is the whole model, the variable of a loop around the line says more. No other local
+    does: after a loop over layers the last one is still among the locals.
     """
-    code, variables = frame.f_code, frame.f_locals
+    code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
 
-    def first(of: Iterable[str]) -> str | None:
-        modules = (names.get(id(variables.get(variable))) for variable in of)
+    def first(among: Iterable[str]) -> str | None:
+        modules = (names.get(id(variables.get(variable))) for variable in among)
         return next((name for name in modules if name is not None), None)
 
     module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
     if module:
         return module
-    loops, line = _loops(code.co_filename), frame.f_lineno
-    around = sorted((start, name) for start, end, name in loops if start <= line <= end)
-    looped = first(name for _, name in reversed(around))  # the innermost first
+    around = sorted(loop for loop in _loops(code.co_filename) if loop[0] <= line <= loop[1])
+    looped = first(name for _, _, name in reversed(around))  # the innermost first
     return module if looped is None else looped
 
 
@@ -131,7 +132,7 @@ def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
     except (SyntaxError, ValueError):
         return ()
     return tuple(
-        (node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno, name.id)
+        (node.body[0].lineno, node.body[-1].end_lineno or 0, name.id)
         for node in ast.walk(tree)
         if isinstance(node, ast.For | ast.AsyncFor)
         for name in ast.walk(node.target)
@@ -145,24 +146,21 @@ def _line(frame: FrameType) -> str:
     text = _expression(code, frame.f_lasti) or linecache.getline(code.co_filename, line)
     text = " ".join(text.split())
     text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
-    return f"{_file_name(code.co_filename)}:{line} in {code.co_qualname}: {text}"
-
-
-def _file_name(path: str) -> str:
-    """Return a file's name; Jupyter keeps a cell in a file that is named by a number."""
-    folder, name = os.path.split(path)
-    return "cell" if os.path.basename(folder).startswith("ipykernel_") else name
+    folder, name = os.path.split(code.co_filename)
+    if os.path.basename(folder).startswith("ipykernel_"):  # a notebook's; its name is a number
+        name = "cell"
+    return f"{name}:{line} in {code.co_qualname}: {text}"
 
 
 def _expression(code: CodeType, instruction: int) -> str:
     """Return the source text of one instruction, if the interpreter kept columns for it."""
-    here = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
-    line, end_line, column, end_column = here
+    positions = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:
         return ""
-    numbers = range(line, end_line + 1)
     # columns are counted in bytes of UTF-8
-    pieces = [linecache.getline(code.co_filename, number).encode() for number in numbers]
+    lines = linecache.getlines(code.co_filename)[line - 1 : end_line]
+    pieces = [text.encode() for text in lines] or [b""]
     pieces[-1] = pieces[-1][:end_column]
     pieces[0] = pieces[0][column:]
     return b" ".join(pieces).decode(errors="replace")
@@ -172,7 +170,9 @@ class Tokens:
     """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
 
     A shape that can be read in two ways tells nothing: no token is better than a wrong one.
-    `others` are shapes of tensors that are of no token, such as weights and their gradients.
+
+    Args:
+        others: shapes of tensors that are of no token, such as weights and their gradients.
     """
 
     def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):

@@ -1,4 +1,4 @@
-"""The numbers of a tensor and the memory that they lie in: how bad they are, and notes on them.
+"""Tensors among other values, how bad their numbers are, and notes on the memory that they lie in.
 
 One storage may hold several tensors: rows of a buffer, all weights of a recurrent network. So a
 note holds for a stretch of a storage, every view of it finds the note, and it ends when the stretch
@@ -8,9 +8,10 @@ is overwritten or freed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +25,36 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _FP16_LOWEST = torch.finfo(torch.float16).min
 
 
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses, and
+    the parts of a tensor made of tensors, but not those of caches and the like.
+    """
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        items = ((part, getattr(value, part)) for part in value.__tensor_flatten__()[0])
+    elif isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+    for key, item in items:
+        yield from tensors_in(item, f"{name}.{key}" if name else str(key))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32`, without torch's prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Badness(IntEnum):
-    """FINE; SOFT: -Inf or numbers below the limit among good ones, perhaps a mask; HARD: NaN, +Inf
-    or numbers above the limit.
+    """How bad a tensor is.
+
+    Attributes:
+        SOFT: it has -Inf or numbers below the limit, perhaps as a mask.
+        HARD: it has NaN, +Inf or numbers above the limit.
     """
 
     FINE = 0
@@ -51,15 +79,13 @@ def numbers(tensor: Tensor) -> Tensor | None:
 
 
 def extent(values: Tensor) -> tuple[float, float]:
-    """Return the lowest and highest of `numbers` (of the parts of complex ones), both NaN if one
-    is NaN. Waits for the device once.
-    """
+    """Return the lowest and highest of `numbers`, both NaN if one is NaN. Waits for the device."""
     low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
     return low, high
 
 
 def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
-    """Judge a tensor of any dtype and layout in one pass; a finite number beyond `limit` is bad."""
+    """Judge a tensor of any dtype and layout; a finite number beyond `limit` is bad."""
     values = numbers(tensor)
     if values is None:
         return Badness.FINE
@@ -95,15 +121,13 @@ def element(tensor: Tensor, index: tuple[int, ...]) -> float:
 
 def absmax(tensor: Tensor) -> float:
     """Return the size of the largest finite element, 0 if there is none."""
-    if tensor.dtype == torch.bool or not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
         return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
     values = numbers(tensor)
     if values is None:
         return 0.0
-    parts = _reals(values)
-    finite = parts[torch.isfinite(parts)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    return float(torch.nan_to_num(_reals(values), 0.0, 0.0, 0.0).abs().max())
 
 
 def count(tensor: Tensor) -> tuple[int, int]:
@@ -123,8 +147,9 @@ def looks_like_a_mask(tensor: Tensor) -> bool:
     if values is None:
         return False
     low, _ = extent(values)
-    end = low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2)
-    return end or bool(((values == low) | (values == 0)).all())
+    if low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2):
+        return True
+    return bool(((values == low) | (values == 0)).all())
 
 
 def _reals(values: Tensor) -> Tensor:
@@ -140,8 +165,12 @@ def _values(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The bytes of a storage from a tensor's first element to the end of its last. dense: the
-    tensor fills them all.
+    """The bytes of a storage from a tensor's first element to the end of its last.
+
+    Attributes:
+        key: identity of the storage.
+        layout: first byte, shape and strides.
+        dense: the tensor fills all of the bytes.
     """
 
     key: int
@@ -151,12 +180,13 @@ class Stretch:
     dense: bool
 
     def overlaps(self, other: Stretch) -> bool:
-        return self.key == other.key and self.start < other.end and other.start < self.end
+        """Tell if another one of the same storage shares bytes."""
+        return self.start < other.end and other.start < self.end
 
     def covers(self, other: Stretch) -> bool:
-        """Tell if writing here leaves nothing of the other."""
+        """Tell if writing here leaves nothing of another one of the same storage."""
         inside = self.dense and self.start <= other.start and other.end <= self.end
-        return self.key == other.key and (inside or self.layout == other.layout)
+        return inside or self.layout == other.layout
 
 
 def stretch_of(tensor: Tensor) -> Stretch | None:
@@ -177,8 +207,8 @@ def stretch_of(tensor: Tensor) -> Stretch | None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; 0 if it has no memory."""
-    here = stretch_of(tensor)
-    return 0 if here is None else here.key
+    stretch = stretch_of(tensor)
+    return 0 if stretch is None else stretch.key
 
 
 class Memory(Generic[N]):
@@ -209,8 +239,8 @@ class Memory(Generic[N]):
         """Drop the notes on what writing to the tensor replaces."""
         here = stretch_of(tensor)
         if here is not None and here.key in self._notes:
-            left = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
-            self._notes[here.key] = left
+            notes = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
+            self._notes[here.key] = notes
 
     def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
         notes = self._notes.get(key, [])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from npt.adapters.fused import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
-from npt.diagnostics.guards import quantization_statistics, target_fault
+from npt.diagnostics.guards import quantization_statistics
 from npt.errors import ConfigError
 from npt.tracer import rules
 from npt.tracer.ledger import Ledger
@@ -35,8 +35,8 @@ from npt.tracer.passes import (
     versions,
 )
 from npt.tracer.source_location import Place, Tokens, layer_of
-from npt.tracer.tensors import absmax, count, element, first_bad
-from npt.tracer.verdict import CAUSES, OUTSIDE, Operand, Phase, Verdict, dtype_name
+from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad
+from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
 
 OPERANDS_SHOWN = 6
 
@@ -90,7 +90,7 @@ def trace(
         with torch.inference_mode(False):
             batch = ready(batch, next((p.device for p in model.parameters()), torch.device("cpu")))
         run = default_run(model, batch)
-    before = versions(model)
+    versions_before = versions(model)
     with untouched(model, batch):
         with mask_check(model, batch, unpadded) as masks:
             sinks = sinks_of(model, batch, run())
@@ -98,7 +98,7 @@ def trace(
         unsure = any(sink.unsure for sink in sinks)
         del sinks
     for name, version in versions(model).items():
-        if before.get(name, version) != version:
+        if versions_before.get(name, version) != version:
             raise ConfigError(
                 f"run wrote to {name}: give trace a run that computes loss and gradients, and takes"
                 " no optimizer step"
@@ -145,18 +145,18 @@ class _Tracer:
         if math.isfinite(self.limit) and ledger.first is not None:
             origins.append((ledger.first, f"more than {self.limit:g}"))
         if not origins:
-            for label, tensor in ((s.label, s.tensor) for s in sinks if s.bad):
-                index = first_bad(tensor)
-                made = f"{label} is not finite, and no operation made it so"
-                value = element(tensor, index)
-                return _without_operation("outside of torch", label, value, made, index)
+            for sink in (sink for sink in sinks if sink.bad):
+                index = first_bad(sink.tensor)
+                made = f"{sink.label} is not finite, and no operation made it so"
+                value = element(sink.tensor, index)
+                return _without_operation("outside of torch", sink.label, value, made, index)
             return None
         del sinks, ledger  # the gradients of one pass are not held during the next
         origin, label = min(origins, key=lambda pair: pair[0].number)
         close = self._close_up(origin, self.limit)
         if close is None:
-            gave = f"{origin.operation} gave {origin.value:g}"
-            once = f"{gave} once, and not when everything was run again"
+            gave = f"{origin.operation} gave {origin.value:g} once"
+            once = f"{gave}, and not when everything was run again"
             return self._verdict_on(origin, rules.Reason("not repeatable", once), label)
         reason, computed = rules.explain(close), close.external is None
         in_gradients = bool(reached) and all(name.startswith("gradient") for name in reached)
@@ -188,7 +188,7 @@ class _Tracer:
         close, watched = ledger.kept, ledger.watched
         if close is None or close.operation != origin.operation:
             return None
-        close.hid = watched is not None and watched.hid
+        close.hid = ledger.hid
         while watched is not None and watched.sequence is not None and not watched.place.source:
             # Backward of a backward: the forward operation is one further back.
             watched = self._pass(limit=limit, watch=watched.sequence)[0].watched
@@ -213,16 +213,14 @@ class _Tracer:
             start = self._close_up(start, limit)
         if start is None:
             return verdict
+        at = f"{list(start.index)}" if start.index else ""
         if start.external is not None:
-            at = str(list(start.index)) if start.index else ""
-            was = f"{start.external.name}{at} was {start.value:g}"
-            grew = f"{was} before anything was computed"
+            was = f"{start.external.name}{at} was {start.value:g} before anything was computed"
             if start.external.kind == "outside" or abs(start.value) <= rules.HUGE:
-                return replace(verdict, grew=grew)
-            cause = rules.explain(start).cause
-            return replace(verdict, grew=grew, cause=cause, remedy=CAUSES[cause])
-        where = f"first past {limit:g} in {_operation(start)} in {start.place.module or OUTSIDE}"
-        at = f" at {list(start.index)} of {list(start.shape)}" if start.shape else ""
+                return replace(verdict, grew=was)
+            return replace(verdict, grew=was, cause=rules.explain(start).cause)
+        where = f"first past {limit:g} in {start} in {start.place.module or OUTSIDE}"
+        at = f" at {at} of {list(start.shape)}" if start.shape else ""
         source = f", {start.place.source}" if start.place.source else ""
         return replace(verdict, grew=f"{where}{at}: {start.value:g}{source}")
 
@@ -243,7 +241,7 @@ class _Tracer:
             phase=phase,
             layer=layer_of(module),
             module=module,
-            operation=_operation(origin),
+            operation=str(origin),
             source=origin.place.source,
             tensor=f"{name} {list(origin.shape)} {dtype_name(origin.dtype)}",
             index=origin.index,
@@ -293,10 +291,9 @@ def _externals(model: nn.Module, batch: Any) -> Iterator[External]:
 def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
     """Find unknown token ids: on a CPU an IndexError, on a GPU the end of the process."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(vocabulary, int):
-        return None
     entries = vars(batch) if isinstance(batch, Batch) else batch
-    entries = entries if isinstance(entries, Mapping) else {}
+    if not isinstance(vocabulary, int) or not isinstance(entries, Mapping):
+        return None
     if "pixel_values" in entries or "input_features" in entries:
         return None  # placeholders beyond the vocabulary are replaced before they are looked up
     looked_up: list[tuple[str, str, str, int | None]] = [("input_ids", "token", "embedding", None)]
@@ -310,22 +307,26 @@ def _data_fault(model: nn.Module, batch: Any) -> Verdict | None:
         ids = entries.get(name)
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             continue
-        finding = target_fault(ids, vocabulary, ignored, name=called)
-        if finding is not None:
-            row, token, sample = Tokens(batch).locate(tuple(ids.shape), finding.index)
-            return Verdict(
-                cause="token id",
-                phase="data",
-                operation=operation,
-                tensor=f"{name} {list(ids.shape)}",
-                index=finding.index,
-                value=finding.value,
-                reached="nothing yet: it is refused before it is looked up",
-                explanation=finding.message,
-                row=row,
-                token=token,
-                sample=sample,
-            )
+        bad = (ids < 0) | (ids >= vocabulary)
+        unknown = (bad if ignored is None else bad & (ids != ignored)).nonzero().tolist()
+        if not unknown:
+            continue
+        index = tuple(unknown[0])
+        row, token, sample = Tokens(batch).locate(tuple(ids.shape), index)
+        return Verdict(
+            cause="token id",
+            phase="data",
+            operation=operation,
+            tensor=f"{name} {list(ids.shape)}",
+            index=index,
+            value=float(ids[index]),
+            reached="nothing yet: it is refused before it is looked up",
+            explanation=f"{called} id {int(ids[index])} is outside [0, {vocabulary}),"
+            f" {len(unknown)} such",
+            row=row,
+            token=token,
+            sample=sample,
+        )
     return None
 
 
@@ -341,7 +342,3 @@ def _without_operation(
         reached=label,
         explanation=explanation,
     )
-
-
-def _operation(origin: Origin) -> str:
-    return f"{origin.operation} in {origin.node}" if origin.node else origin.operation

@@ -9,18 +9,16 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
-
 from npt.errors import printable_lines
 
 Phase = Literal["forward", "recomputation", "backward", "data", "state"]
 """When the number arose: in forward, in its recomputation under checkpointing, in backward, or
 before anything was computed, in the batch (data) or among parameters, buffers and quantisation
-statistics (state)."""
+statistics (state).
+"""
 
 OUTSIDE = "the model itself or code around it"
 """Printed for a module without a name: the whole model's, or none."""
-
 
 _TABLE = """
 corrupt weight: load a sound checkpoint, or the last adapter that loads, and look for the step
@@ -70,18 +68,15 @@ CAUSES = {cause: " ".join(remedy.split()) for cause, remedy in (e.split(": ", 1)
 """Every cause, and its remedy."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32`, without torch's prefix."""
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class Operand:
     """One tensor that went into the guilty operation.
 
-    name: of the parameter, buffer or batch entry if it is one, else of the operation's argument.
-    dtype: `constant` for a number of the program. absmax: of the finite elements. value: the
-    element that met the bad one of the output, if the shapes tell which.
+    Attributes:
+        name: of the parameter, buffer or batch entry if it is one, else of the argument.
+        dtype: `constant` for a number of the program.
+        absmax: size of the largest finite element.
+        value: the element that met the bad one of the output, if the shapes tell which.
     """
 
     name: str
@@ -106,12 +101,16 @@ class Operand:
 class Verdict:
     """The first fault of a run: who made the bad number, not who passed it along.
 
-    cause: a key of `CAUSES`. layer: index of the decoder layer, None
-    outside of them. module: dotted name in the model, empty for code outside any module. operation:
-    its name in torch, such as `rsqrt`. source: file, line and text of the Python line that ran it
-    (in backward: that ran its forward). index: of the first bad element in `tensor`. row, token,
-    sample: of the batch, if the tensor's shape tells. reached: where the number was seen in the
-    end. grew: of an overflow, where the numbers that went into it first became large.
+    Attributes:
+        cause: a key of `CAUSES`.
+        layer: index of the decoder layer, None outside of them.
+        module: dotted name in the model, empty for code outside any module.
+        operation: its name in torch, such as `rsqrt`.
+        source: file, line and text of the Python line that ran it (in backward: its forward).
+        index: of the first bad element in `tensor`.
+        reached: where the number was seen in the end.
+        grew: of an overflow, where the numbers that went into it first became large.
+        row, token, sample: of the batch, if the tensor's shape tells.
     """
 
     cause: str
@@ -125,22 +124,22 @@ class Verdict:
     value: float
     reached: str
     explanation: str
-    remedy: str = ""
     grew: str = ""
     operands: tuple[Operand, ...] = ()
     row: int | None = None
     token: int | None = None
     sample: str | None = None
 
-    def __post_init__(self) -> None:
-        if not self.remedy:
-            object.__setattr__(self, "remedy", CAUSES.get(self.cause, ""))
+    @property
+    def remedy(self) -> str:
+        """What to do about the cause."""
+        return CAUSES[self.cause]
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON, with non-finite numbers as text, since JSON has no word for them and
         here they are the message.
         """
-        return _spell(asdict(self))
+        return _spell({**asdict(self), "remedy": self.remedy})
 
     def __str__(self) -> str:
         at = f" at {list(self.index)}" if self.index else ""

@@ -134,7 +134,7 @@ def test_the_walk_ends_at_the_engine_and_a_hook_has_its_own_line() -> None:
     y.register_hook(lambda gradient: found.append(read_stack(sys._getframe(), {})))
     y.sum().backward()
     (hook,) = found
-    assert hook.own and hook.nested and not hook.recomputing
+    assert hook.user_code and hook.nested and not hook.recomputing
     assert "read_stack(sys._getframe(), {})" in hook.place.source
     outside = read_stack(sys._getframe(), {})
     assert not outside.nested
@@ -151,7 +151,7 @@ def test_a_checkpoints_second_forward_is_told_from_its_first(reentrant) -> None:
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
     first, second = found
-    assert not first.nested and second.nested and second.recomputing and second.own
+    assert not first.nested and second.nested and second.recomputing and second.user_code
 
 
 # --- tokens
