@@ -15,6 +15,7 @@ from npt.errors import kind_of
 from npt.recorder.record import Direction, Row
 from npt.recorder.sites import Site
 from npt.recorder.statistics import FIELDS, share_beyond, summarise
+from npt.tracer.tensors import dtype_name
 
 
 @dataclass
@@ -23,8 +24,8 @@ class Entry:
 
     Attributes:
         summary: index of its statistics among the vectors of numbers.
-        saturation: likewise, of its share of saturated multipliers.
-        update: likewise, of what it adds to its state, and of that state.
+        saturation: index of its share of saturated multipliers.
+        update: indices of the statistics of what it adds to its state, and of that state.
     """
 
     site: Site
@@ -58,7 +59,11 @@ class Reduced:
 
 
 class Observations:
-    """Rows in the order of the pass. valid: the tokens that count, [B, T] bool, None for all."""
+    """Rows in the order of the pass.
+
+    Attributes:
+        valid: the tokens that count, [B, T] bool, None for all.
+    """
 
     def __init__(self, valid: Tensor | None):
         self.valid = valid
@@ -87,33 +92,33 @@ class Observations:
         self, site: Site, stage: str, tensor: Tensor, reduced: Reduced, source: int | None
     ) -> None:
         """Add a row of a reduced tensor that goes forward."""
-        self._append(site, stage, "forward", tensor, reduced.summary)
-        self.entries[-1].source = source
-        reduced.entries.append(len(self.entries) - 1)
+        reduced.entries.append(len(self.entries))
+        self._append(site, stage, "forward", tensor, reduced.summary).source = source
 
     def add_gradient(self, site: Site, stage: str, gradient: Tensor, summary: int) -> None:
         self._append(site, stage, "gradient", gradient, summary)
 
     def _append(
         self, site: Site, stage: str, direction: Direction, tensor: Tensor, summary: int
-    ) -> None:
+    ) -> Entry:
         self._calls[site.name, stage, direction] += 1
         call = self._calls[site.name, stage, direction]
         if call > 1:
             stage = f"{stage}{'#' if direction == 'forward' else '@'}{call}"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.entries.append(Entry(site, stage, direction, tuple(tensor.shape), dtype, summary))
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        self.entries.append(Entry(site, stage, direction, shape, dtype, summary))
+        return self.entries[-1]
 
     def add_update(self, reduced: Reduced, after: Tensor, state: Reduced) -> None:
-        """Add to a tensor's last row what it adds to its state before."""
-        before = state.unchanged()
-        if before is None or after.shape != before.shape or after.device != before.device:
+        """Add to a tensor's last row what it adds to the state that it was made from."""
+        tensor = state.unchanged()
+        if tensor is None or after.shape != tensor.shape or after.device != tensor.device:
             return
         if not after.is_floating_point():
             return
         pair = reduced.summary, state.summary
         if pair not in self._updates:
-            self._updates[pair] = self.summarise(after.detach() - before.detach(), self.valid)
+            self._updates[pair] = self.summarise(after.detach() - tensor.detach(), self.valid)
         self.entries[reduced.entries[-1]].update = self._updates[pair], state.summary
 
     def add_saturation(
@@ -127,10 +132,8 @@ class Observations:
         """Reduce a tensor; return the index of its numbers."""
         wrapped = is_traceable_wrapper_subclass(tensor)
         if tensor.layout != torch.strided or tensor.is_meta or wrapped:
-            raise TypeError(
-                f"{kind_of(tensor)} of layout {tensor.layout} on {tensor.device} cannot be"
-                " summed up"
-            )
+            where = f"{tensor.layout} on {tensor.device}"
+            raise TypeError(f"{kind_of(tensor)} of layout {where} cannot be summed up")
         return self._keep(summarise(tensor, valid))
 
     def _keep(self, numbers: Tensor) -> int:
@@ -163,15 +166,15 @@ def _version(tensor: Tensor) -> int:
 
 def _row(entry: Entry, numbers: list[list[float]]) -> Row:
     values: dict[str, Any] = dict(zip(FIELDS, numbers[entry.summary], strict=True))
-    counts = {name: int(values.pop(name)) for name in ("count", "nan", "pos_inf", "neg_inf")}
+    counts = {name: int(values.pop(name)) for name in FIELDS[:4]}
     finite = counts["count"] - counts["nan"] - counts["pos_inf"] - counts["neg_inf"]
     values["absmax"] = max(abs(values["min"]), abs(values["max"]))
     if not finite:
-        values.update(dict.fromkeys(values))
-    update = None
+        values = dict.fromkeys(values)
+    ratio = None
     if entry.update is not None:
-        added, before = (numbers[i][FIELDS.index("rms")] for i in entry.update)
-        update = added / before if before > 0 and added >= 0 else None  # neither if one is NaN
+        added, state = (numbers[i][FIELDS.index("rms")] for i in entry.update)
+        ratio = added / state if state > 0 and added >= 0 else None  # neither if one is NaN
     return Row(
         module=entry.site.name,
         layer=entry.site.layer,
@@ -181,7 +184,7 @@ def _row(entry: Entry, numbers: list[list[float]]) -> Row:
         dtype=entry.dtype,
         finite_share=finite / counts["count"] if counts["count"] else 1.0,
         saturation=None if entry.saturation is None else numbers[entry.saturation][0],
-        update_ratio=update,
+        update_ratio=ratio,
         source=entry.source,
         **counts,
         **values,

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from markupsafe import Markup
 
 from npt.files import write_bytes
 from npt.recorder.ranking import FACTOR, explosions, growths
-from npt.recorder.record import DIRECTIONS, Direction, Record, Row, short_names
+from npt.recorder.record import Direction, Record, short_names
 from npt.report.pages import render
 from npt.report.words import clean
 
@@ -35,11 +34,9 @@ def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
     nothing to draw.
     """
     ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
-    ordered = [record for record in ordered if any(map(_drawn, record.rows))]
+    ordered = [record for record in ordered if any("float" in row.dtype for row in record.rows)]
     if not ordered:
-        raise ValueError(
-            "no tensor in any record, so there is nothing to draw; record a step first"
-        )
+        raise ValueError("no record has a tensor, so there is nothing to draw; record a step first")
     picture = _png(ordered)
     contents = {"health.png": picture, "health.html": _page(ordered, picture).encode("utf-8")}
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,22 +45,17 @@ def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def _drawn(row: Row) -> bool:
-    """Tell if a row is of floating-point numbers: the size of token ids is no activation's."""
-    dtype = getattr(torch, row.dtype, None)
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
 def _png(records: Sequence[Record]) -> bytes:
     import matplotlib
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    drawn = (row for record in records for row in record.rows if _drawn(row))
-    rows = sorted(drawn, key=lambda row: DIRECTIONS.index(row.direction))
+    # the size of token ids is no activation's
+    drawn = (row for record in records for row in record.rows if "float" in row.dtype)
+    rows = sorted(drawn, key=lambda row: row.direction)
     lines = short_names(dict.fromkeys(row.cell[0] for row in rows))
     columns = list(dict.fromkeys(row.cell[1] for row in rows))
-    directions = [d for d in DIRECTIONS if any(row.direction == d for row in rows)]
+    directions = list(dict.fromkeys(row.direction for row in rows))
     width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
     across, down = min(len(records), 3), math.ceil(len(records) / 3)
     size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
@@ -81,10 +73,9 @@ def _png(records: Sequence[Record]) -> bytes:
             sizes = [size for size in sizes if math.isfinite(size)]
             # an exploded tensor must not make all others look alike
             low, high = np.quantile(sizes or [0.0], (0.02, 0.98))
+            ends = low - 0.2, high + 0.2
             for axes, record in zip(block, records, strict=False):
-                image = _paint(
-                    axes, record, direction, list(lines), columns, (low - 0.2, high + 0.2)
-                )
+                image = _paint(axes, record, direction, list(lines), columns, ends)
             for axes in block[len(records) :]:
                 axes.axis("off")
             label = f"{direction}: log10 of the RMS"
@@ -113,7 +104,7 @@ def _paint(
 
     sizes, bad = np.full((2, len(lines), len(columns)), np.nan)
     first = None
-    for row in (r for r in record.rows if r.direction == direction and _drawn(r)):
+    for row in (r for r in record.rows if r.direction == direction and "float" in r.dtype):
         at = lines.index(row.cell[0]), columns.index(row.cell[1])
         if not row.finite:
             bad[at], first = 1.0, first or at

@@ -10,22 +10,25 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Direction = Literal["forward", "gradient"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient")
 
 
 @dataclass(frozen=True)
 class Row:
     """One tensor at one checkpoint of the pass.
 
-    module: dotted name of the module that it belongs to, empty for the model itself. layer: index
-    of the decoder layer, None outside of them. stage: its role there, such as `out`, `in`,
-    `q_proj`, `m_gate`, `residual`. direction: the value that went forward, or its gradient.
     Statistics are of the finite elements, None if there are none.
 
-    count: elements looked at. finite_share: in [0, 1]. saturation: share of multipliers within a
-    hundredth of their bounds. update_ratio: RMS of the addition to the residual stream over the RMS
-    of the stream. source: index among the record's rows of the tensor that this one was made from,
-    if the two may be compared in size.
+    Attributes:
+        module: dotted name of the module that it belongs to, empty for the model itself.
+        layer: index of the decoder layer, None outside of them.
+        stage: its role there, such as `out`, `in`, `m_gate`, `weight`.
+        direction: the value that went forward, or its gradient.
+        count: elements looked at.
+        finite_share: in [0, 1].
+        saturation: share of multipliers within a hundredth of their bounds.
+        update_ratio: RMS of the addition to the residual stream over the RMS of the stream.
+        source: index among the record's rows of the tensor that this one was made from, if the two
+            may be compared in size.
     """
 
     module: str
@@ -77,8 +80,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """All rows of one recorded step, in the order of the pass. micro_batch: index in the step's
-    window.
+    """All rows of one recorded step, in the order of the pass.
+
+    Attributes:
+        micro_batch: its index in the step's window.
     """
 
     step: int
@@ -92,14 +97,13 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON can hold, and `from_dict` reads."""
-        rows = [dict(vars(row)) for row in self.rows]
-        return {"step": self.step, "micro_batch": self.micro_batch, "rows": rows}
+        return {**vars(self), "rows": [dict(vars(row)) for row in self.rows]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
         """Return the record that `as_dict` gave."""
         rows = (Row(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"])
-        return cls(step=values["step"], rows=tuple(rows), micro_batch=values["micro_batch"])
+        return cls(values["step"], tuple(rows), values["micro_batch"])
 
 
 def short_names(lines: Iterable[str]) -> dict[str, str]:

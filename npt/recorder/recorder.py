@@ -8,7 +8,7 @@ to any of them.
 Each tensor is reduced to a few numbers where it lies, and all of them are read at once by `record`.
 No tensor lives longer for it, and on leaving the block every hook is gone.
 
-Rows, by their `stage`:
+Rows, in the order of the pass, by their `stage`:
 
     in            every module: its main input (the first tensor), unless it already has a row as
                   an output of another module
@@ -33,11 +33,10 @@ and of an NPT layer:
     o             the residual sum after the layer, with its update ratio
     t             the teacher's o, under the local strategy
 
-Rows are in the order of the pass. A tensor that several modules name has a row under each name. The
-stages of a module that is called again in the same pass are numbered: `out#2`. Such calls are the
-teacher's (first) and the student's (second) under the end_to_end strategy, and a recomputation
-under the gradient checkpointing of a model's own; that of `--gradient_checkpointing` is not looked
-at twice. Under the local strategy teacher and student go through the MLP's products as one stack of
+A tensor that several modules name has a row under each name. Later calls of a module in the same
+pass are numbered, `out#2`: the student's under the end_to_end strategy, or a recomputation under
+the gradient checkpointing of a model's own (that of `--gradient_checkpointing` is not looked at
+twice). Under the local strategy teacher and student go through the MLP's products as one stack of
 rows. A gradient has the stage of its value; `out@2` is the second backward through it.
 
 Padded positions are left out of every tensor that starts with the batch and time of the mask: of
@@ -48,6 +47,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -83,11 +83,11 @@ _MADE_OF = {
 class Recorder:
     """Records every forward and backward pass through `model` inside its block.
 
-    Numerics, random state and the graph are as without it; `torch.no_grad`, `torch.inference_mode`,
-    mixed precision and gradient checkpointing are fine. Only code that itself asks whether it is
-    hooked may take another way: torch's `nn.TransformerEncoderLayer` then leaves its fused
-    inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a warning
-    from `record`. Recorders nest, and one can be entered again: it then starts anew.
+    Numerics, random state and the graph are as without it, under `torch.no_grad`,
+    `torch.inference_mode`, mixed precision and gradient checkpointing too. Only code that itself
+    asks whether it is hooked may take another way: torch's `nn.TransformerEncoderLayer` then leaves
+    its fused inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a
+    warning from `record`. Recorders nest, and one can be entered again: it then starts anew.
 
     Args:
         model: any module.
@@ -99,18 +99,17 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None):
-        if valid is not None and valid.ndim != 2:
-            raise ValueError(
-                f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T], whether"
-                " it counts"
-            )
-        self.model, self.gradients = model, gradients
         if valid is not None:
+            if valid.ndim != 2:
+                raise ValueError(
+                    f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T],"
+                    " whether it counts"
+                )
             # once, so that no reduction waits for it
             device = next((p.device for p in model.parameters()), valid.device)
             valid = valid.detach().bool().to(device)
-        self._valid = valid
-        self._undo: list[Callable[[], None]] = []
+        self.model, self.gradients, self._valid = model, gradients, valid
+        self._hooks: ExitStack | None = None
         self._tensor_hooks: list[RemovableHandle] = []
         self._forget()
 
@@ -121,30 +120,28 @@ class Recorder:
         self.skipped: list[str] = []
 
     def __enter__(self) -> Recorder:
-        if self._undo:
+        if self._hooks is not None:
             raise RuntimeError(
                 "this Recorder is inside its block already; make another one to nest them"
             )
         self._forget()
-        try:
-            self._attach()
-        except BaseException:
-            self.__exit__()
-            raise
+        with ExitStack() as hooks:
+            self._attach(hooks)
+            self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._tensor_hooks:
             handle.remove()
-        for undo in reversed(self._undo):
-            undo()
-        self._tensor_hooks, self._undo = [], []
+        if self._hooks is not None:
+            self._hooks.close()
+        self._tensor_hooks, self._hooks = [], None
         self._sources, self._stages = {}, {}
 
     def record(self, step: int = 0, micro_batch: int = 0) -> Record:
         """Read everything observed since the block began, or since the last call, and start anew.
 
-        The one moment at which the host waits for the device. step, micro_batch: of the record.
+        The one moment at which the host waits for the device.
         """
         rows, skipped = self._observed.rows(), self.skipped
         self._forget()
@@ -158,33 +155,31 @@ class Recorder:
             )
         return Record(step, rows, micro_batch)
 
-    def _attach(self) -> None:
+    def _attach(self, hooks: ExitStack) -> None:
         modules = dict(self.model.named_modules())
         sites = sites_of(modules)
         for name, module in modules.items():
             site = sites[name]
-            before = only_looks(partial(self._see, site, "in", self._inputs))
-            after = only_looks(partial(self._see, site, "out", self._outputs))
-            self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._undo.append(module.register_forward_hook(after, with_kwargs=True).remove)
+            look_in = only_looks(partial(self._see, site, "in", self._inputs))
+            look_out = only_looks(partial(self._see, site, "out", self._outputs))
+            hooks.enter_context(module.register_forward_pre_hook(look_in, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(look_out, with_kwargs=True))
             if isinstance(module, NPTAdapter):
-                self._observe(site, module)
-        if not self.gradients:
-            return
-        for name, parameter in self.model.named_parameters():
+                hooks.callback(setattr, module, "observer", module.observer)
+                module.observer = self._observer(site, module)
+        for name, parameter in self.model.named_parameters() if self.gradients else ():
             # A parameter of a list or dictionary of parameters belongs to the module that has it:
             # `npt.B.gate` is `npt`, `B.gate`.
             owner = name.rpartition(".")[0]
             while owner and isinstance(modules[owner], nn.ParameterDict | nn.ParameterList):
                 owner = owner.rpartition(".")[0]
             if parameter.requires_grad:
-                stage = name[len(owner) + 1 :] if owner else name
-                names = [(sites[owner], stage)]
-                look = partial(self._quietly, sites[owner], f"gradient of {stage}")
-                hook = partial(look, self._gradients, names, None)
-                self._undo.append(parameter.register_hook(hook).remove)
+                site, stage = sites[owner], name[len(owner) :].lstrip(".")
+                look = partial(self._quietly, site, f"gradient of {stage}", self._gradients)
+                hooks.enter_context(parameter.register_hook(partial(look, [(site, stage)], None)))
 
-    def _observe(self, site: Site, adapter: NPTAdapter) -> None:
+    def _observer(self, site: Site, adapter: NPTAdapter) -> Callable[[dict[str, Any]], None]:
+        """Return an observer of an NPT layer's stages; one that it has already is called too."""
         previous = adapter.observer
 
         def observe(stages: dict[str, Tensor | None]) -> None:
@@ -192,8 +187,7 @@ class Recorder:
             if previous is not None:
                 previous(stages)
 
-        adapter.observer = observe
-        self._undo.append(lambda: setattr(adapter, "observer", previous))
+        return observe
 
     # --- the hooks. None may raise: nothing that happens here may stop the pass.
 
@@ -247,14 +241,14 @@ class Recorder:
 
     def _add_stage(self, site: Site, adapter: NPTAdapter, stage: str, tensor: Tensor) -> None:
         stages = self._stages.setdefault(site.name, {})
-        before = stages.get(_MADE_OF.get(stage, ""))
-        source = None if before is None else before.entries[-1]
+        made_of = stages.get(_MADE_OF.get(stage, ""))
+        source = None if made_of is None else made_of.entries[-1]
         stages[stage] = reduced = self._add(site, stage, tensor, source)
         if stage.startswith("m_"):
             middle, half = multiplier_spread(adapter.config.mult_form, adapter.config.mult_bound)
             self._observed.add_saturation(reduced, tensor, middle, SATURATED * half)
-        if stage in ("o", "t") and before is not None:
-            self._observed.add_update(reduced, tensor, before)
+        if stage in ("o", "t") and made_of is not None:
+            self._observed.add_update(reduced, tensor, made_of)
 
     def _add(self, site: Site, stage: str, tensor: Tensor, source: int | None = None) -> Reduced:
         """Add a row of a tensor that goes forward. One that is known is not reduced again."""

@@ -1,4 +1,4 @@
-"""The observed modules of a model, and the tensors among what they are given and return."""
+"""The observed modules of a model, and the tensors among what they are called with."""
 
 from __future__ import annotations
 
@@ -71,6 +71,5 @@ def named_inputs(
     """
     names = (*site.parameters, *map(str, range(len(site.parameters), len(args))))
     inputs = dict(tensors_in({**dict(zip(names, args, strict=False)), **kwargs}))
-    usual = [name for name in _MAIN_INPUTS if name in inputs]
-    main = usual[0] if usual else next((name for name in inputs if "mask" not in name), "")
-    return inputs, main
+    candidates = (*_MAIN_INPUTS, *(name for name in inputs if "mask" not in name))
+    return inputs, next((name for name in candidates if name in inputs), "")
