@@ -18,10 +18,9 @@ from rich.text import Text
 
 from npt.cli import main as command
 from npt.cli.main import main
-from npt.console import QuietConsole
+from npt.console import QuietConsole, say
 from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import printable
-from npt.train.run_context import ProgressDisplay
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_names_of_files_forge_no_line_of_a_run(tmp_path, capsys) -> None:
 
 def test_a_callers_own_console_gets_safe_lines_too() -> None:
     stream = io.StringIO()
-    ProgressDisplay(None, Console(file=stream)).say(FORGED)
+    say(Console(file=stream), FORGED)
     assert_harmless(stream.getvalue())
 
 

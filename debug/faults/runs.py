@@ -39,7 +39,7 @@ from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
+from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -137,11 +137,12 @@ def looped(
             config,
             folder,
             Trackers(config, folder.path),
-            ProgressDisplay(len(windows), Console(file=io.StringIO())),
+            Console(file=io.StringIO()),
             StopOnSignal(),
+            len(windows),
         )
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, guard, strategy, splitter, len(windows), actions)
+        loop = Loop(context, guard, strategy, splitter, actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")
@@ -149,7 +150,7 @@ def looped(
     return loop, lines
 
 
-def _never() -> Any:
+def _never(step: int) -> Any:
     raise AssertionError("nothing is to be evaluated")
 
 
@@ -244,14 +245,14 @@ def _said(bundle: Path) -> dict[str, Any]:
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model before the run's third micro-batch."""
-    strategy, calls = made.setup.strategy, itertools.count(1)
+    strategy, calls = made.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)
 
-    made.setup.strategy = acting
+    made.strategy = acting
 
 
 def bad_in_a_row(setting: Setting) -> Verdict:

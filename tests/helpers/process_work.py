@@ -42,7 +42,7 @@ from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
+from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
@@ -165,19 +165,19 @@ def looped(
         config,
         folder,
         Trackers(config, folder.path),
-        ProgressDisplay(len(windows), Console(file=io.StringIO())),
+        Console(file=io.StringIO()),
         stop,
+        len(windows),
+        0,
         {"settings": {}, **BaseIdentity(*[""] * 6).as_record(), "versions": {}, "device": "cpu"},
         processes,
     )
     actions = RunActions(
-        evaluate=lambda: None,  # type: ignore[arg-type, return-value]
+        evaluate=lambda step: None,  # type: ignore[arg-type, return-value]
         save=lambda: saved.append(loop.steps) is None,
         save_best=lambda fidelity: None,
     )
-    loop = Loop(
-        context, guard, planting, MicroBatchSplitter(config.batch_size), len(windows), actions
-    )
+    loop = Loop(context, guard, planting, MicroBatchSplitter(config.batch_size), actions)
     MOMENTS[:] = [loop]
     error = None
     with stop:
@@ -263,9 +263,9 @@ def trained(
             planted(plant, model)
         return STRATEGIES[config.strategy](model, batch, config)
 
-    trainer.setup.strategy = watching
+    trainer.strategy = watching
     with mock.patch(
-        "npt.train.checkpoint_writer.write_checkpoint", failing_at(config.get("save_steps"), plant)
+        "npt.train.run_writer.write_checkpoint", failing_at(config.get("save_steps"), plant)
     ):
         result = without_report(trainer).train()
     folder = Path(out)

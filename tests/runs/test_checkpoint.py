@@ -405,7 +405,6 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "settings that are a list": (entry("settings")([]), "settings is []"),
     "refusals that are no counts": (entry("refused_by_kind")({"data": "x"}), "refused_by_kind is"),
     "refusals below zero": (entry("refused_by_kind")({"data": -1}), "refused_by_kind is"),
-    "an epoch that is no number": (entry("refused_by_epoch")({"first": 1}), "'first'"),
     "no position": (entry("position")({}), "the position"),
     "a position with an entry too many": (entry("position", "x")(1), "'x'"),
     "a place of two": (entry("position", "place")([1, 2]), "position"),

@@ -132,13 +132,13 @@ def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
 def seen_by(trainer: Trainer) -> list[str]:
     """The samples that training computes, in order."""
     found: list[str] = []
-    strategy = trainer.setup.strategy
+    strategy = trainer.strategy
 
     def watching(model: Any, batch: Any, config: TrainConfig) -> Any:
         found.extend(batch.sample_ids)
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = watching
+    trainer.strategy = watching
     trainer.train()
     return found
 
