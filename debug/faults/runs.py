@@ -36,10 +36,10 @@ from npt.files import to_json
 from npt.guard.schedule import rate_table
 from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
-from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
 from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -131,18 +131,23 @@ def looped(
         strategy = strategy if strategy is not None else STRATEGIES[config.strategy]
         rates = rate_table(student.setting.learning_rate, "constant", 0, None)
         guard = student_guard(student.model, config, rates, late=late, trace=1)
-        splitter = MicroBatchSplitter(config.batch_size)
-        context = RunContext(
+        console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
+        processes = guard.window.processes
+        of_run: Any = (
             student.model,
+            None,
+            None,
             config,
-            folder,
-            Trackers(config, folder.path),
-            Console(file=io.StringIO()),
-            StopOnSignal(),
-            len(windows),
+            DataConfig(),
+            processes,
+            console,
+            splitter,
+            {},
         )
+        trackers = Trackers(config, folder.path)
+        context = RunContext(RunSetup(*of_run), folder, trackers, len(windows))
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, guard, strategy, splitter, actions)
+        loop = Loop(context, guard, strategy, actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")

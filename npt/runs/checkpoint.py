@@ -2,7 +2,7 @@
 
     step-00000500/
       adapter/            the adapter, usable on its own
-      state.safetensors   optimizer state, random state of every process, spike guard's history
+      state.safetensors   optimizer state, random state, spike guard's history
       state.json          counters, position in the data, settings, the base's hash
       manifest.json       sha256 and size of every file; written last
 

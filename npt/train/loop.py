@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch, find_fault
 from npt.data.loader import Position
-from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
+from npt.distill.splitting import free_memory, oom_message
 from npt.distill.step import forward_backward, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
@@ -35,10 +35,9 @@ class Loop:
     """One run of the training loop.
 
     Args:
-        context: model, settings, and where to report.
+        context: of the run.
         guard: of the student; makes one step from a window.
         strategy: forward and backward of one micro-batch.
-        splitter: of micro-batches into parts that fit into memory.
         actions: between steps.
 
     Attributes:
@@ -46,16 +45,9 @@ class Loop:
         halts: processes that stopped, each with its code.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        guard: Guard,
-        strategy: Strategy,
-        splitter: MicroBatchSplitter,
-        actions: RunActions,
-    ):
-        self.context, self.config, self.actions = context, context.config, actions
-        self.guard, self.strategy, self.splitter = guard, strategy, splitter
+    def __init__(self, context: RunContext, guard: Guard, strategy: Strategy, actions: RunActions):
+        self.context, self.setup, self.config = context, context.setup, context.setup.config
+        self.guard, self.strategy, self.actions = guard, strategy, actions
         self.failure: Exception | None = None
         self.halts: dict[int, int] = {}
         self.steps = self.tokens = self.micro_batches = 0
@@ -80,9 +72,9 @@ class Loop:
             TooManyRefusalsError: after the post-mortem was written.
             ProcessError: another process failed, was lost, or differs from this one.
         """
-        guard, stop, several = self.guard, self.context.stop, self.context.processes.size > 1
+        guard, stop, several = self.guard, self.setup.stop, self.setup.processes.size > 1
         most = math.inf if self.config.max_steps is None else self.config.max_steps
-        self.context.model.eval()
+        self.setup.model.eval()
         self._safely(self._evaluate_if_due)  # a signal may have ended this step's evaluation
         self.metrics.start()
         coming = iter(windows)
@@ -100,7 +92,7 @@ class Loop:
             if self._is_boundary(self.steps + guard.window.in_flight):
                 self.settle()
         self.settle()
-        self.context.processes.raise_together(self.failure)
+        self.setup.processes.raise_together(self.failure)
 
     def settle(self) -> None:
         """Wait for the windows whose outcomes are still on their way, and account for them."""
@@ -111,19 +103,19 @@ class Loop:
         self.recording.open(self._coming_step)
         place = 0
         while place < len(batches) and self.failure is None:
-            if self.context.stop.number is not None:
-                self.guard.window.halt(self.context.stop.number)
+            if self.setup.stop.number is not None:
+                self.guard.window.halt(self.setup.stop.number)
                 break
             place = place + 1 if self._add(batches[place], place) else 0
         self.guard.window.place = place  # with those of the other processes
 
     def _add(self, batch: Batch, place: int) -> bool:
         """Add a micro-batch to the window; False if memory ran out and the window was cleared."""
-        model, processes, guard = self.context.model, self.context.processes, self.guard
+        model, processes, guard = self.setup.model, self.setup.processes, self.guard
         if place % processes.size != processes.index:
             return True
         ids, offset, lack = batch.sample_ids, batch.offset, None
-        arguments = (model, self.strategy, batch, self.config, self.splitter)
+        arguments = (model, self.strategy, batch, self.config, self.setup.splitter)
         again = partial(forward_backward, *arguments)
         try:
             if (fault := find_fault(batch, model.config.vocab_size)) is not None:
@@ -151,13 +143,13 @@ class Loop:
 
         A single sample is tried again while windows in flight hold memory that will be freed.
         """
-        context, alone = self.context, self.context.processes.size == 1
+        context, alone = self.context, self.setup.processes.size == 1
         in_flight = self.guard.window.in_flight if alone else 0
         self.guard.clear()
         free_memory()
-        again = self.splitter.samples_of(batch) == 1 and in_flight
-        samples = 1 if again else self.splitter.shrink(batch, message)
-        step, now = self._coming_step, self.splitter.samples
+        again = self.setup.splitter.samples_of(batch) == 1 and in_flight
+        samples = 1 if again else self.setup.splitter.shrink(batch, message)
+        step, now = self._coming_step, self.setup.splitter.samples
         context.folder.event(
             "out_of_memory", step=step, samples=samples, samples_at_once=now, message=message
         )
@@ -169,7 +161,7 @@ class Loop:
 
     def _fail(self, error: Exception) -> None:
         """Raise the error, or, as one of several processes, stop with it at the next step."""
-        if self.context.processes.size == 1:
+        if self.setup.processes.size == 1:
             raise error
         if self.failure is None:
             self.failure = error
@@ -225,8 +217,8 @@ class Loop:
         if not outcome.refused and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
         counters = {"tokens": self.tokens, "micro_batches": self.micro_batches}
-        steps, computed = (self.steps, steps_before), (self.strategy, self.splitter)
-        self.refusals.stop(reason, last, self._accepted, steps, counters, *computed)
+        steps = (self.steps, steps_before)
+        self.refusals.stop(reason, last, self._accepted, steps, counters, self.strategy)
 
     def _after_step(self, outcome: Outcome) -> None:
         c, context = self.config, self.context

@@ -48,7 +48,7 @@ class StepMetrics:
 
     def __init__(self, context: RunContext):
         self._context, self.logged_tokens = context, 0
-        self._layers = [index for index, _ in npt_layers(context.model)]
+        self._layers = [index for index, _ in npt_layers(context.setup.model)]
         self.start()
 
     def start(self) -> None:
@@ -68,13 +68,13 @@ class StepMetrics:
         """Return means per valid token over the survivors of all processes; the loss on the logits
         is a mean per predicted token. `steps` and `tokens` of the run include this step.
         """
-        config, named = self._context.config, len(REPORTED)
+        config, named = self._context.setup.config, len(REPORTED)
         # From the reports, which came with the record: the survivors' own tensors may wait in a
         # queue of newer windows.
         reported = [sum(report[i] for report in result.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
-        sums = self._context.processes.sums([*reported, *nmses])
+        sums = self._context.setup.processes.sums([*reported, *nmses])
         total = dict(zip(REPORTED, sums, strict=False))
         now = time.perf_counter()
         metrics = {
@@ -101,7 +101,8 @@ class StepMetrics:
 
     def progress(self, metrics: Mapping[str, Any]) -> str:
         """Return a logged step as a line for the console, with the time that is left."""
-        step, total, first = metrics["step"], self._context.total_steps, self._context.first_step
+        step, total = metrics["step"], self._context.total_steps
+        first = self._context.setup.first_step
         of = left = ""
         if total is not None:
             passed = time.perf_counter() - self._started
@@ -120,10 +121,10 @@ class StepRecording:
     """
 
     def __init__(self, context: RunContext, metrics: StepMetrics):
-        self._context, self._metrics, c = context, metrics, context.config
+        self._context, self._metrics, c = context, metrics, context.setup.config
         self._recording: Any = None
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
-        if not context.processes.main or (c.trace_steps is None and c.trace_every is None):
+        if not context.setup.processes.main or (c.trace_steps is None and c.trace_every is None):
             return
         from npt.diagnostics.recorder.recording import Recording
 
@@ -154,7 +155,7 @@ class StepRecording:
         with contextlib.ExitStack() as stack:
             with self._survived(f"step {step} could not be recorded"):
                 valid = batch.attention_mask.bool() if batch.padded else None
-                recorder = stack.enter_context(Recorder(self._context.model, valid=valid))
+                recorder = stack.enter_context(Recorder(self._context.setup.model, valid=valid))
             yield
         if recorder is not None:
             failure = f"step {step} could not be recorded"
@@ -202,7 +203,7 @@ class DivergenceWatch:
         self._last: list[float] = []
         self.causes: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._stops = context.config.stop_on_divergence
+        self._stops = context.setup.config.stop_on_divergence
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that says where the loss began."""
@@ -239,7 +240,7 @@ class DivergenceWatch:
 
     def after_evaluation(self, step: int, fidelity: Fidelity) -> None:
         """Judge the student against its floor, beyond one standard error."""
-        figure = self._context.config.judged_by
+        figure = self._context.setup.config.judged_by
         student, floor = getattr(fidelity.student, figure), getattr(fidelity.floor, figure)
         name = "KL to its teacher" if figure == "kl" else figure
         least = student - getattr(fidelity.student, f"{figure}_se")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch
-from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import forward_backward
 from npt.distill.strategies import Strategy
 from npt.errors import TooManyRefusalsError
@@ -66,14 +65,14 @@ class Refusals:
         if not outcome.refused:
             return
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*context.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*context.setup.processes.gather_json(traced)):
             self._diagnoses += 1
             context.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             context.say(f"  diagnosis: {message}")
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None, after a longest run of refusals in a row."""
-        most = self._context.config.max_consecutive_bad
+        most = self._context.setup.config.max_consecutive_bad
         if longest >= most:
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
         if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
@@ -88,7 +87,6 @@ class Refusals:
         steps: tuple[int, int],
         counters: dict[str, int],
         strategy: Strategy,
-        splitter: MicroBatchSplitter,
     ) -> None:
         """Write the post-mortem and raise.
 
@@ -99,22 +97,22 @@ class Refusals:
             steps: applied by now, and before that window.
             counters: of the run.
             strategy: that computes a micro-batch.
-            splitter: into parts.
         """
         context, (window, result), (now, before) = self._context, last, steps
-        processes, history = context.processes, self._guard.window.history
+        setup, processes = context.setup, context.setup.processes
+        history = self._guard.window.history
         if processes.size > 1:  # the last micro-batches of every process, in their order
             records = gathered(history, MicroBatchRecord, processes)
             records.sort(key=lambda record: (record.window, record.micro_batch))
             self._guard.window.history = deque(records, maxlen=HISTORY * processes.size)
 
         def fill(batch: Batch) -> MicroBatch:
-            return forward_backward(context.model, strategy, batch, context.config, splitter)
+            return forward_backward(setup.model, strategy, batch, setup.config, setup.splitter)
 
         from npt.postmortem.write import Situation  # it brings the tracer; few runs end so
 
         situation = Situation(
-            model=context.model,
+            model=setup.model,
             gradients=self._guard.window,
             fill=fill,
             window=window.batches,
@@ -123,7 +121,7 @@ class Refusals:
             reason=reason,
             step=now if result.snapshot is None else before,
             total_steps=context.total_steps,
-            config=context.config,
+            config=setup.config,
             counters={
                 "steps": now,
                 **counters,
@@ -132,7 +130,7 @@ class Refusals:
                 "in_a_row": self._guard.counts.in_a_row,
             },
             record=context.record,
-            samples_at_once=splitter.samples,
+            samples_at_once=setup.splitter.samples,
         )
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
         message = f"stopped at step {now}: {reason}{ending}"

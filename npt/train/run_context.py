@@ -1,4 +1,4 @@
-"""What the parts of a run share: its model and settings, and where to report."""
+"""What the parts of a run share: its set-up, and where to report."""
 
 from __future__ import annotations
 
@@ -7,50 +7,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from transformers import PreTrainedModel
-
-from npt.config import TrainConfig
-from npt.console import say
 from npt.data.batch import Batch
 from npt.data.loader import Position
-from npt.distributed.processes import ProcessGroup
 from npt.guard.update import EXACT
 from npt.runs.run_folder import RunFolder
-from npt.runs.signals import StopOnSignal
-from npt.runs.trackers import Trackers
+from npt.train.run_setup import RunSetup
 
 if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.modulation import Modulation
+    from npt.runs.trackers import Trackers
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Model, settings and where to report.
+    """A run's set-up, its folder and its trackers.
 
     Attributes:
-        model: with adapters attached.
-        stop: set by a signal.
         total_steps: of the run, None if unknown.
-        first_step: the steps that the resumed run has made.
         record: the content of `run.json`.
-        processes: that train together, each with a context like this one.
     """
 
-    model: PreTrainedModel
-    config: TrainConfig
+    setup: RunSetup
     folder: RunFolder
     trackers: Trackers
-    console: Console
-    stop: StopOnSignal
     total_steps: int | None
-    first_step: int = 0
     record: Mapping[str, Any] = field(default_factory=dict)
-    processes: ProcessGroup = field(default_factory=ProcessGroup)
 
     def say(self, message: str) -> None:
-        say(self.console, message)
+        self.setup.say(message)
 
     def warn(self, message: str) -> None:
         """Print a warning and keep it as an event."""

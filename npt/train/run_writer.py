@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.files.run_layout import CHECKPOINTS
@@ -48,7 +46,6 @@ from npt.train.observers import named
 from npt.train.preparation import MemoryFit
 from npt.train.run_context import RunContext
 from npt.train.run_data import RunData
-from npt.train.run_setup import RunSetup
 from npt.versions import versions
 
 if TYPE_CHECKING:
@@ -71,26 +68,25 @@ class RunWriter:
     """Writes a run's folder, and tells its trackers.
 
     Args:
-        setup: of the run.
+        context: of the run.
         data: of the run.
         base: the identity of its base.
         initial: the figures of the student before training.
-        context: with the folder and the trackers.
         reports: write `report.html` and what only that is made of.
     """
 
     def __init__(
         self,
-        setup: RunSetup,
+        context: RunContext,
         data: RunData,
         base: BaseIdentity,
         initial: Fidelity,
-        context: RunContext,
         reports: bool,
     ):
-        self._setup, self._data, self._base, self._initial = setup, data, base, initial
-        self._context, self._folder, self._trackers = context, context.folder, context.trackers
-        self._reports = reports and setup.processes.main
+        self._context, self._setup = context, context.setup
+        self._folder, self._trackers = context.folder, context.trackers
+        self._data, self._base, self._initial = data, base, initial
+        self._reports = reports and context.setup.processes.main
 
     def begin(self) -> None:
         """Write `run.json`, before anything else is done."""
@@ -204,11 +200,13 @@ class RunWriter:
         """
         model, processes, splitter = self._setup.model, self._setup.processes, self._setup.splitter
         audit_precision(model, policy_dtype(model))
-        states = self._random_states(loop)
-        if processes.broken:
-            return processes.main and self._write(loop, states, [splitter.shrunk_to], last)
-        shrunk_to = processes.gather_json(splitter.shrunk_to)
-        return processes.first(lambda: self._write(loop, states, shrunk_to, last))
+        shrunk_to = [splitter.shrunk_to]
+        if processes.broken:  # the others are gone
+            return processes.main and self._write(loop, shrunk_to, last)
+        if processes.size > 1:
+            self._compare_processes(loop)
+            shrunk_to = processes.gather_json(splitter.shrunk_to)
+        return processes.first(lambda: self._write(loop, shrunk_to, last))
 
     def save_best(self, loop: Loop, fidelity: Fidelity) -> None:
         """Keep the adapters as the best so far; if that fails, say so."""
@@ -221,40 +219,21 @@ class RunWriter:
                 f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}"
             )
 
-    def _random_states(self, loop: Loop) -> dict[int, dict[str, Tensor]]:
-        """Return the random state of every process, after comparing their adapters and moments; of
-        this one alone if the others are gone.
-        """
+    def _compare_processes(self, loop: Loop) -> None:
+        """Refuse to save if processes hold different adapters or moments."""
         processes = self._setup.processes
-        if processes.size == 1 or processes.broken:
-            return {processes.index: random_state()}
-        drawn = {name: state.tolist() for name, state in random_state().items()}
-        everyone = processes.gather_json({"held": loop.guard.update.checksum(), "random": drawn})
-        first = everyone[0]["held"]
-        states = {}
-        for process, theirs in enumerate(everyone):
-            if theirs["held"] != first:
+        first, *others = processes.gather_json(loop.guard.update.checksum())
+        for process, checksum in enumerate(others, start=1):
+            if checksum != first:
                 raise processes.everywhere(
                     ProcessError(
                         f"process {process} holds other adapters or moments than process 0 at step"
-                        f" {loop.steps} (checksums {theirs['held']} and {first}); nothing was"
-                        " saved: look at the hardware of these processes, then continue with"
-                        " --resume auto"
+                        f" {loop.steps} (checksums {checksum} and {first}); nothing was saved: look"
+                        " at the hardware of these processes, then continue with --resume auto"
                     )
                 )
-            states[process] = {
-                name: torch.tensor(state, dtype=torch.uint8)
-                for name, state in theirs["random"].items()
-            }
-        return states
 
-    def _write(
-        self,
-        loop: Loop,
-        states: dict[int, dict[str, Tensor]],
-        shrunk_to: list[int | None],
-        last: bool,
-    ) -> bool:
+    def _write(self, loop: Loop, shrunk_to: list[int | None], last: bool) -> bool:
         setup, folder, step = self._setup, self._folder, loop.steps
         record = {
             **loop.state(),
@@ -269,6 +248,8 @@ class RunWriter:
         }
 
         def write(path: Path) -> None:
+            # micro-batches are seeded one by one; all other draws agree across processes
+            states = {0: random_state()}
             write_checkpoint(path, setup.model, loop.guard.window, record, self._base, states)
 
         try:
@@ -394,18 +375,18 @@ class RunWriter:
 
     def _modulation(self, samples: int) -> Modulation:
         """Return the modulation of the first so many evaluation samples."""
-        setup = self._setup
         from npt.evaluation.modulation import measure_modulation
 
+        setup = self._setup
         few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
         return measure_modulation(setup.model, few, between=setup.stop.check)
 
     def _passage(self) -> dict[str, Any]:
         """Return the modulation along the beginning of the first evaluation sample."""
-        model, sample = self._setup.model, self._data.eval_samples[0]
-        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         from npt.evaluation.modulation_map import modulation_map
 
+        model, sample = self._setup.model, self._data.eval_samples[0]
+        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
         return modulation_map(model, list(ids[:most])).as_dict(self._setup.tokenizer)
 

@@ -207,19 +207,8 @@ class Trainer:
             if setup.processes.main:
                 folder = RunFolder(setup.folder, resume_at=setup.resume_at)
             with contextlib.closing(folder):
-                context = RunContext(
-                    setup.model,
-                    setup.config,
-                    folder,
-                    trackers,
-                    setup.console,
-                    setup.stop,
-                    self.total_steps,
-                    setup.first_step,
-                    record,
-                    setup.processes,
-                )
-                writer = RunWriter(setup, self.data, base, self.initial, context, self.report)
+                context = RunContext(setup, folder, trackers, self.total_steps, record)
+                writer = RunWriter(context, self.data, base, self.initial, self.report)
                 result = self._run(context, writer)
             stack.close()
             # A launcher may end the other processes when the first has ended, so wait for the main
@@ -309,13 +298,13 @@ class Trainer:
             lambda fidelity: writer.save_best(loop, fidelity),
             writer.looks(),
         )
-        loop = Loop(context, guard, self.strategy, setup.splitter, actions)
+        loop = Loop(context, guard, self.strategy, actions)
         if setup.checkpoint is not None and self._state is not None:
             self._state.restore(guard.window)
             loop.load_state(setup.checkpoint.record, setup.resume_at is not None)
             self._memory.recall(setup.checkpoint)
-            # fewer processes may have saved
-            set_random_state(self._state.random_states.get(setup.processes.index, {}))
+            states = self._state.random_states  # earlier versions wrote one for each process
+            set_random_state(states.get(setup.processes.index, states[0]))
             self._state = None  # a copy of everything
         return loop
 

@@ -52,6 +52,6 @@ def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -
     with pytest.raises(IndexError, match="another shape"):
         loop._add(batch, 0)
     loop.guard.window.processes = ProcessGroup(0, 2)
-    loop.context = replace(loop.context, processes=ProcessGroup(0, 2))
+    loop.setup = replace(loop.setup, processes=ProcessGroup(0, 2))
     assert loop._add(batch, 0)
     assert isinstance(loop.failure, IndexError) and loop.guard.window._halt == FAILED

@@ -91,7 +91,7 @@ def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
 
 def test_a_loss_that_came_back_is_no_divergence_any_more(here) -> None:
     context = SimpleNamespace(
-        config=TrainConfig(),
+        setup=SimpleNamespace(config=TrainConfig()),
         say=here.said.write,
         folder=NullRunFolder(here.place),
         trackers=Trackers(TrainConfig(), here.place),

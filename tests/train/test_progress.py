@@ -18,7 +18,8 @@ METRICS = {"loss": 0.123456, "grad_norm": 1.5, "lr": 3e-4, "tokens_per_second": 
 
 
 def metrics_of(load_model: Any, total: int | None, first: int = 0) -> StepMetrics:
-    return StepMetrics(SimpleNamespace(model=load_model(), total_steps=total, first_step=first))
+    setup = SimpleNamespace(model=load_model(), first_step=first)
+    return StepMetrics(SimpleNamespace(setup=setup, total_steps=total))
 
 
 @pytest.mark.parametrize("width", [200, 40])
