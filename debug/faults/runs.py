@@ -36,10 +36,10 @@ from npt.files import to_json
 from npt.guard.schedule import rate_table
 from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
-from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
+from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -131,17 +131,23 @@ def looped(
         strategy = strategy if strategy is not None else STRATEGIES[config.strategy]
         rates = rate_table(student.setting.learning_rate, "constant", 0, None)
         guard = student_guard(student.model, config, rates, late=late, trace=1)
-        splitter = MicroBatchSplitter(config.batch_size)
-        context = RunContext(
+        console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
+        processes = guard.window.processes
+        of_run: Any = (
             student.model,
+            None,
+            None,
             config,
-            folder,
-            Trackers(config, folder.path),
-            ProgressDisplay(len(windows), Console(file=io.StringIO())),
-            StopOnSignal(),
+            DataConfig(),
+            processes,
+            console,
+            splitter,
+            {},
         )
+        trackers = Trackers(config, folder.path)
+        context = RunContext(RunSetup(*of_run), folder, trackers, len(windows))
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, guard, strategy, splitter, len(windows), actions)
+        loop = Loop(context, guard, strategy, actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")
@@ -149,7 +155,7 @@ def looped(
     return loop, lines
 
 
-def _never() -> Any:
+def _never(step: int) -> Any:
     raise AssertionError("nothing is to be evaluated")
 
 
@@ -244,14 +250,14 @@ def _said(bundle: Path) -> dict[str, Any]:
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model before the run's third micro-batch."""
-    strategy, calls = made.setup.strategy, itertools.count(1)
+    strategy, calls = made.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)
 
-    made.setup.strategy = acting
+    made.strategy = acting
 
 
 def bad_in_a_row(setting: Setting) -> Verdict:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch
 from npt.distill.local import MicroBatch
-from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import forward_backward
 from npt.distill.strategies import Strategy
 from npt.errors import TooManyRefusalsError
@@ -35,7 +34,6 @@ class Refusals:
     def __init__(self, context: RunContext, guard: Guard):
         self._context, self._guard = context, guard
         self.by_kind: Counter[str] = Counter()
-        self.by_epoch: Counter[int] = Counter()
         self._diagnoses = 0
 
     @property
@@ -47,7 +45,6 @@ class Refusals:
         """Return the part of a checkpoint that is the refusals'."""
         return {
             "refused_by_kind": dict(self.by_kind),
-            "refused_by_epoch": {str(epoch): count for epoch, count in self.by_epoch.items()},
             "in_a_row": self._guard.counts.in_a_row,
             "diagnoses": self._diagnoses,
         }
@@ -55,8 +52,6 @@ class Refusals:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned."""
         self.by_kind = Counter(state["refused_by_kind"])
-        counts = {int(epoch): count for epoch, count in state["refused_by_epoch"].items()}
-        self.by_epoch = Counter(counts)
         self._guard.counts.in_a_row, self._diagnoses = state["in_a_row"], state["diagnoses"]
         self._guard.count_findings(self._diagnoses)
 
@@ -65,43 +60,33 @@ class Refusals:
         context = self._context
         for refusal in outcome.refused:
             self.by_kind[refusal.kind] += 1
-            self.by_epoch[window.epoch] += 1
             context.folder.event("refusal", step=step, epoch=window.epoch, **refusal.as_dict())
             context.say(f"refused at step {step}, {refusal}")
         if not outcome.refused:
             return
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*context.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*context.setup.processes.gather_json(traced)):
             self._diagnoses += 1
             context.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
             context.say(f"  diagnosis: {message}")
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
-        """Return why the run must stop, or None: `longest` run of bad ones of `micro_batches`."""
-        most = self._context.config.max_consecutive_bad
+        """Return why the run must stop, or None, after a longest run of refusals in a row."""
+        most = self._context.setup.config.max_consecutive_bad
         if longest >= most:
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
         if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
             return None
         return f"{self.total} of {micro_batches} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
-    def report_epoch(self, epoch: int) -> None:
-        """Report an epoch that has ended, if something was refused in it."""
-        count, kinds = self.by_epoch.get(epoch, 0), dict(self.by_kind)
-        if count:
-            self._context.folder.event(
-                "epoch", epoch=epoch, refused=count, refused_total=self.total, kinds=kinds
-            )
-
     def stop(
         self,
         reason: str,
         last: tuple[Window, Outcome],
         accepted: Window | None,
-        steps: tuple[int, int, int | None],
+        steps: tuple[int, int],
         counters: dict[str, int],
         strategy: Strategy,
-        splitter: MicroBatchSplitter,
     ) -> None:
         """Write the post-mortem and raise.
 
@@ -109,20 +94,25 @@ class Refusals:
             reason: of the stop.
             last: the last window with a refusal, and its result.
             accepted: the last window without one.
-            steps: applied by now, before that window, and planned.
+            steps: applied by now, and before that window.
             counters: of the run.
-            strategy, splitter: that compute a micro-batch.
+            strategy: that computes a micro-batch.
         """
-        context, (window, result), (now, before, total) = self._context, last, steps
-        self._gather_history()
+        context, (window, result), (now, before) = self._context, last, steps
+        setup, processes = context.setup, context.setup.processes
+        history = self._guard.window.history
+        if processes.size > 1:  # the last micro-batches of every process, in their order
+            records = gathered(history, MicroBatchRecord, processes)
+            records.sort(key=lambda record: (record.window, record.micro_batch))
+            self._guard.window.history = deque(records, maxlen=HISTORY * processes.size)
 
         def fill(batch: Batch) -> MicroBatch:
-            return forward_backward(context.model, strategy, batch, context.config, splitter)
+            return forward_backward(setup.model, strategy, batch, setup.config, setup.splitter)
 
         from npt.postmortem.write import Situation  # it brings the tracer; few runs end so
 
         situation = Situation(
-            model=context.model,
+            model=setup.model,
             gradients=self._guard.window,
             fill=fill,
             window=window.batches,
@@ -130,8 +120,8 @@ class Refusals:
             accepted=() if accepted is None else accepted.batches,
             reason=reason,
             step=now if result.snapshot is None else before,
-            total_steps=total,
-            config=context.config,
+            total_steps=context.total_steps,
+            config=setup.config,
             counters={
                 "steps": now,
                 **counters,
@@ -140,21 +130,21 @@ class Refusals:
                 "in_a_row": self._guard.counts.in_a_row,
             },
             record=context.record,
-            samples_at_once=splitter.samples,
+            samples_at_once=setup.splitter.samples,
         )
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
-        said = f"stopped at step {now}: {reason}{ending}"
-        bundle = context.processes.first(lambda: self._write_postmortem(situation))
+        message = f"stopped at step {now}: {reason}{ending}"
+        bundle = processes.first(lambda: self._write_postmortem(situation))
         context.folder.event("stopped", step=now, reason=reason, **bundle)
         path = context.folder.path
         if bundle["postmortem"] is None:
-            said += (
+            message += (
                 f"; no post-mortem could be written below {path}: {bundle['error']}; free or choose"
                 " a disk that can be written to"
             )
         else:
-            said += f"; look into it with: npt replay {path / bundle['postmortem']}"
-        raise context.processes.everywhere(TooManyRefusalsError(said))
+            message += f"; look into it with: npt replay {path / bundle['postmortem']}"
+        raise processes.everywhere(TooManyRefusalsError(message))
 
     def _write_postmortem(self, situation: Situation) -> dict[str, Any]:
         """Return the bundle's path, or why there is none; the run reports its end either way."""
@@ -165,12 +155,3 @@ class Refusals:
             return {"postmortem": str(write_postmortem(path, situation).relative_to(path))}
         except Exception as error:
             return {"postmortem": None, "error": str(error)}
-
-    def _gather_history(self) -> None:
-        """Remember the last micro-batches of every process, in their order."""
-        processes, window = self._context.processes, self._guard.window
-        if processes.size == 1:
-            return
-        records = gathered(window.history, MicroBatchRecord, processes)
-        records.sort(key=lambda record: (record.window, record.micro_batch))
-        window.history = deque(records, maxlen=HISTORY * processes.size)

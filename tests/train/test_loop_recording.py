@@ -164,7 +164,7 @@ def test_with_late_results_a_record_bears_its_windows_step(here, monkeypatch) ->
 
 
 def test_without_chosen_steps_nothing_is_recorded_or_written(here, monkeypatch, drawn) -> None:
-    monkeypatch.setattr("npt.train.loop.StepRecording", lambda *_: pytest.fail("one was made"))
+    monkeypatch.setattr(Recorder, "__enter__", lambda _: pytest.fail("one was made"))
     result = here.run("run")
     assert not (result.folder / "trace").exists() and drawn == []
     assert "record" not in here.said.getvalue()
