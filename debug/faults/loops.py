@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from faults.bench import Fault, Place, Setting, Student, difference, no_fault
-from npt.diagnostics.guards import moments_fault, named_moments, tensor_fault
+from npt.tracer.watchdogs import moments_fault, named_moments, tensor_fault
 
 if TYPE_CHECKING:
     from faults.patterns import Case

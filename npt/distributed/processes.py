@@ -148,6 +148,14 @@ class ProcessGroup:
         self._met = error
         return error
 
+    def raise_together(self, failure: Exception | None) -> None:
+        """End every process if one has failed: with `failure` there, a ProcessError elsewhere."""
+        if self.size == 1:
+            return
+        reasons = self.gather_json(None if failure is None else reason_of(failure))
+        if any(reason is not None for reason in reasons):
+            raise self.everywhere(process_failure(reasons) if failure is None else failure)
+
     def met_by_all(self, error: BaseException) -> bool:
         """Return whether every process met this error and all can still exchange messages."""
         return self.size == 1 or (error is self._met and not self.broken)

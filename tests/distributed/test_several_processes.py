@@ -312,7 +312,7 @@ def test_a_save_of_two_processes_resumes_on_two_and_on_one(
     assert [part["status"] for part in first] == [143, 143] and first[0]["steps"] == 1
     checkpoint = tmp_path / "parts" / "checkpoints" / "step-00000001"
     saved = read_checkpoint(checkpoint)
-    assert {name for name in saved.headers if name.startswith("rng.")} == {"rng.0.cpu", "rng.1.cpu"}
+    assert {name for name in saved.headers if name.startswith("rng.")} == {"rng.0.cpu"}
     alone = trained(
         ProcessGroup(),
         base,

@@ -179,7 +179,7 @@ def in_front_of(
 BEFORE: dict[str, tuple[Any, str, int]] = {
     "the check of the base": (trainer_module, "base_fault", 0),
     "the base's hash": (trainer_module, "base_identity", 0),
-    "the smoke test": (preparation, "smoke_test", 0),
+    "the smoke test": (trainer_module, "smoke_test", 0),
     "the first evaluation": (evaluate_module, "compare_pairs", 0),
     "the middle of the first evaluation": (evaluate_module, "compare_pairs", 1),
     "the audit": (preparation, "audit_precision", 0),

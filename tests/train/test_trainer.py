@@ -957,7 +957,7 @@ def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) ->
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("npt.train.checkpoint_writer.write_checkpoint", full)
+        monkeypatch.setattr("npt.train.run_writer.write_checkpoint", full)
     elif how == "the smoke test":
         data, settings["smoke_test"] = [record("broken", [5, 999, 7])] * 20, True
     replace_strategy(monkeypatch, act)
