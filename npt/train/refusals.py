@@ -98,7 +98,7 @@ class Refusals:
             counters: of the run.
             strategy: that computes a micro-batch.
         """
-        context, (window, result), (now, before) = self._context, last, steps
+        context, (window, result), (now, earlier) = self._context, last, steps
         setup, processes = context.setup, context.setup.processes
         history = self._guard.window.history
         if processes.size > 1:  # the last micro-batches of every process, in their order
@@ -119,7 +119,7 @@ class Refusals:
             result=result,
             accepted=() if accepted is None else accepted.batches,
             reason=reason,
-            step=now if result.snapshot is None else before,
+            step=now if result.snapshot is None else earlier,
             total_steps=context.total_steps,
             config=setup.config,
             counters={

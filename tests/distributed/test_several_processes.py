@@ -140,13 +140,6 @@ def test_a_bad_micro_batch_on_process_1_leaves_no_trace(train: Loops) -> None:
         assert processes[0]["steps"] == 4 and processes[0]["tokens"] == never[0]["tokens"]
 
 
-def test_a_process_of_which_nothing_survives_takes_part(train: Loops) -> None:
-    for (processes,) in train([[GOOD[0][0], "nan", GOOD[0][1], "masked"], GOOD[1]]):
-        assert_equal(processes[0]["state"], processes[1]["state"])
-        assert refusals(processes[0]) == [(1, 1, "gradient"), (1, 3, "data")]
-        assert [process["steps"] for process in processes] == [2, 2]
-
-
 def test_a_window_without_survivors_on_any_process_is_no_step(train: Loops) -> None:
     for processes, never in train(
         [GOOD[0], ["nan a", "data", "inf", "masked"], GOOD[1]], [GOOD[0], GOOD[1]]

@@ -80,13 +80,6 @@ def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     assert caught.value.exit_status == 128 + number
 
 
-def test_without_a_signal_the_handlers_are_put_back_at_the_end() -> None:
-    before = handlers()
-    with StopOnSignal() as stop:
-        pass
-    assert stop.number is None and handlers() == before
-
-
 @each_signal
 def test_at_once_raises_on_arrival_and_no_library_can_swallow_it(number) -> None:
     with pytest.raises(StoppedError), StopOnSignal(at_once=True):
