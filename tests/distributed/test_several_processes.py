@@ -184,8 +184,8 @@ def test_an_error_on_process_1_ends_both_in_front_of_its_window(train: Loops) ->
     ):
         assert (
             processes[0]["error"] == "ProcessError: process 1 failed: KeyError: 'a planted error'"
-            and processes[0]["status"] == 1
         )
+        assert processes[0]["status"] == 1
         assert processes[1]["error"] == "KeyError: 'a planted error'"
         assert_equal(processes[0]["state"], processes[1]["state"], before[0]["state"])
         assert [process["steps"] for process in processes] == [1, 1]
@@ -224,8 +224,8 @@ def test_a_step_that_one_process_gets_wrong_is_taken_back_on_both(train: Loops) 
                 assert (
                     f"every process took step 2 alike, but what it left on process 1 {said}"
                     in process["error"]
-                    and process["status"] == 6
                 )
+                assert process["status"] == 6
             assert_equal(processes[0]["state"], before[0]["state"])
 
 
@@ -234,10 +234,8 @@ def test_a_process_that_is_killed_is_named_at_once(base: str, tmp_path: Path, la
     windows = [GOOD[0], ["good", "kill", "good", "good"]]
     left, killed = several(2, looped, base, str(tmp_path / "run"), windows, late)
     assert killed.status == -signal.SIGKILL
-    assert (
-        left.value["error"].startswith("ProcessError: process 1 does not answer any more (")
-        and left.value["status"] == 6
-    )
+    assert left.value["error"].startswith("ProcessError: process 1 does not answer any more (")
+    assert left.value["status"] == 6
     # far below the timeout of 20
     assert left.value["steps"] == (0 if late else 1) and left.seconds < 15
 
@@ -369,11 +367,9 @@ def test_processes_that_begin_otherwise_are_refused_before_any_folder(
 
 def test_a_first_save_that_fails_ends_both(run: Any) -> None:
     ended = run("run", plant="first save", save_steps=2, gradient_accumulation_steps=2)
-    assert (
-        ended[0].kind == "CheckpointError"
-        and ended[1].kind == "ProcessError"
-        and ended[0].status == ended[1].status == 5
-    )
+    assert ended[0].kind == "CheckpointError"
+    assert ended[1].kind == "ProcessError"
+    assert ended[0].status == ended[1].status == 5
     assert (
         "process 0 failed: no checkpoint could be written at step 2: [Errno 28] No space left"
         in str(ended[1].error)

@@ -387,9 +387,8 @@ def test_a_path_goes_on_in_its_run(stopped, resume, named, monkeypatch) -> None:
     monkeypatch.chdir(stopped.place)
     result = stopped.run("run" if named else None, resume=resume.replace("RUN", "run"))
     assert result.steps == 5 and result.folder.resolve() == run
-    assert events(run, "resume")[0]["step"] == 3 and [
-        line["step"] for line in lines(run, "metrics")
-    ] == [1, 2, 3, 4, 5]
+    assert events(run, "resume")[0]["step"] == 3
+    assert [line["step"] for line in lines(run, "metrics")] == [1, 2, 3, 4, 5]
 
 
 def test_an_older_checkpoint_sets_the_newer_ones_aside(stopped) -> None:
@@ -412,10 +411,8 @@ def test_a_resume_in_a_new_folder_leaves_the_old_one_as_it_is(stopped) -> None:
     stopped.run("new", resume=str(run))
     new = stopped.place / "new"
     assert content_of(run) == before
-    assert [line["step"] for line in lines(new, "metrics")] == [4, 5] and checkpoint_names(new) == [
-        "step-00000004",
-        "step-00000005",
-    ]
+    assert [line["step"] for line in lines(new, "metrics")] == [4, 5]
+    assert checkpoint_names(new) == ["step-00000004", "step-00000005"]
     one, other = stopped.outcome("new"), stopped.outcome("whole")
     other.metrics = other.metrics[3:]
     one.assert_equal(other)
@@ -427,9 +424,8 @@ def test_best_is_what_evaluated_best_the_last_evaluation_included(runs) -> None:
     kls = {e["step"]: e["student"]["kl"] for e in events(result.folder, "evaluation")}
     kls[result.steps] = result.fidelity.student.kl
     best = strict(result.folder / "best" / "fidelity.json")
-    assert len(kls) == 3 and (best["step"], best["student"]["kl"]) == min(
-        kls.items(), key=lambda item: item[1]
-    )
+    assert len(kls) == 3
+    assert (best["step"], best["student"]["kl"]) == min(kls.items(), key=lambda item: item[1])
     assert checkpoint_names(result.folder) == ["step-00000005"]
 
 
@@ -664,9 +660,12 @@ def test_equal_data_have_one_identity_and_others_another() -> None:
 
 def test_a_streams_first_record_is_hashed_and_none_of_a_generator() -> None:
     stream = data_fingerprint(Stream(records(5)))
-    assert stream["records"] is None and stream == data_fingerprint(
-        Stream(records(9))
-    ) != data_fingerprint(Stream(records(5, seed=1)))
+    assert stream["records"] is None
+    assert (
+        stream
+        == data_fingerprint(Stream(records(9)))
+        != data_fingerprint(Stream(records(5, seed=1)))
+    )
     taken = (record for record in records(3))
     assert data_fingerprint(taken) == {"records": None, "sha256": None} and len(list(taken)) == 3
     check_same_data({"data": stream}, {"data": data_fingerprint(record for record in records(3))})

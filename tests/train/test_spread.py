@@ -202,9 +202,9 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
     assert diagnose(two, batch) is None
     held(two.get_parameter("model.layers.3.npt.A"))[1, 2] = float("inf")
     finding = diagnose(two, batch)
-    assert (
-        finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
-    )
+    assert finding is not None
+    assert finding.name == "model.layers.3.npt.A"
+    assert finding.index == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import json
 import math
 import os
@@ -531,27 +530,6 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
         assert trainer.train().steps > 0
 
 
-def test_a_step_that_is_refused_counts_no_step_and_moves_no_schedule(build, monkeypatch) -> None:
-    """The optimizer's second step writes NaN; the run is as if that window had never been."""
-
-    calls = itertools.count(1)  # the optimizer's own attributes are taken back with its step
-
-    class Once(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            super().step(closure)
-            if next(calls) == 3:  # the first call makes the moments
-                self.param_groups[0]["params"][0].data.view(-1)[0] = math.nan
-
-    monkeypatch.setattr(torch.optim, "AdamW", Once)
-    result = build(texts(6)).train()
-    assert (result.steps, result.refused) == (2, 1)
-    assert [line["step"] for line in lines(result.folder, "metrics")] == [1, 2]
-    assert events(result.folder, "refusal")[0]["kind"] == "update"
-    rates = [line["lr"] for line in lines(result.folder, "metrics")]
-    # cosine: 0.5 * (1 + cos(pi / 3)), the step after one applied of three
-    assert rates == pytest.approx([1e-2, 1e-2 * 0.75])
-
-
 def test_the_smoke_test_finds_the_failure_before_anything_is_written(build) -> None:
     trainer = build([record("broken", [5, 999, 7])], smoke_test=True)
     with pytest.raises(SmokeTestError) as caught:
@@ -812,14 +790,6 @@ def test_replayed_samples_of_another_form_are_mixed_in_and_counted(build) -> Non
 def test_a_fifth_is_replayed_unless_told(build) -> None:
     names = sample_ids(build(texts(400), replay_data=texts(9), batch_size=8))
     assert abs(1 - 400 / len(names) - 0.2) < 4 * math.sqrt(0.2 * 0.8 / len(names))
-
-
-def test_a_windows_position_finds_the_batches_behind_it(build) -> None:
-    settings = {"gradient_accumulation_steps": 3, "num_epochs": 2, "replay_data": texts(7, seed=5)}
-    first, other = build(texts(20), **settings), build(texts(20), folder="other", **settings)
-    windows = list(first.data.windows())
-    behind = [loaded.batch.sample_ids for loaded in other.data.loader.batches(windows[2].position)]
-    assert behind == [batch.sample_ids for window in windows[3:] for batch in window.batches]
 
 
 # --- the thread that prepares them
