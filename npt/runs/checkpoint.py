@@ -167,8 +167,9 @@ class Checkpoint:
             for name, tensor in adapters.items()
             for key in OPTIMIZER_TENSORS
         }
-        own = {n: h for n, h in self.headers.items() if not n.startswith(("rng.", "spikes."))}
-        check_tensors(path, own, wanted, CheckpointError)
+        others = ("rng.", "spikes.")
+        moments = {n: h for n, h in self.headers.items() if not n.startswith(others)}
+        check_tensors(path, moments, wanted, CheckpointError)
         tensors = _read(path, wanted, finite)
         return {
             name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})

@@ -225,7 +225,13 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
     return evaluated
 
 
-def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:
+def run_record(
+    setup: RunSetup,
+    data: RunData,
+    base: BaseIdentity,
+    calibration: Calibration | None,
+    plan: MemoryPlan | None,
+) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
     from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
     from npt.base.quantization_error import product_errors
@@ -247,6 +253,8 @@ def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, 
         "versions": versions(),
         "heldout": data.heldout,
         "sources": [{"name": source.label, "share": source.share} for source in data.sources],
+        "calibration": None if calibration is None else calibration.as_dict(),
+        "memory": None if plan is None else plan.as_dict(),
     }
 
 
@@ -271,7 +279,7 @@ def smoke_test(
             " truncation and padding"
         )
     parameters = adapter_parameters(model)
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     batch = batch.to(next(model.parameters()).device)
 
     def compute() -> MicroBatch:
@@ -299,7 +307,7 @@ def smoke_test(
         optimizer.zero_grad()
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(before[name])
+                parameter.copy_(snapshot[name])
     if not after < loss:
         raise _failure(
             f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"

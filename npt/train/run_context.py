@@ -45,7 +45,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunActions:
-    """What a loop calls between steps.
+    """The acts of a loop between steps.
 
     Attributes:
         evaluate: measure the model as it is at a step, and report it.

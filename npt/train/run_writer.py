@@ -39,7 +39,6 @@ from npt.runs.run_folder import (
     SUPERSEDED,
     RunFolder,
 )
-from npt.runs.trackers import known_run
 from npt.stored import read_json
 from npt.train.loop import Loop
 from npt.train.observers import named
@@ -95,6 +94,8 @@ class RunWriter:
         if setup.resumed is not None:
             set_aside_unused(setup.resumed, folder, warn)
         if setup.resume_at is not None:
+            from npt.runs.trackers import known_run
+
             record["wandb_run"] = self._trackers.run_id or known_run(folder.path)
             if setup.checkpoint is not None:
                 with contextlib.suppress(CheckpointError):

@@ -23,15 +23,14 @@ from npt.data.source import Record
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen, student_guard
 from npt.distill.strategies import strategy_of
-from npt.distributed.join import join_processes
+from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
-from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
-from npt.runs.trackers import Trackers, start_trackers
+from npt.runs.trackers import Trackers
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
 from npt.train.preparation import MemoryFit, calibrated, evaluator, run_record, smoke_test
@@ -43,6 +42,7 @@ from npt.train.run_writer import RunWriter
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
+    from npt.runs.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,17 @@ class Trainer:
             self.data.agree(base)  # all have read the checkpoint, before its folder changes
             trackers = self._trackers
             if trackers is None:
+                from npt.runs.trackers import start_trackers
+
                 started = start_trackers(
                     setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
                 )
                 trackers = stack.enter_context(started)
             self.initial = self._prepare(base)
-            record = self._record(base)
+            record = run_record(setup, self.data, base, self.calibration, self._memory.plan)
+            record["other_base"] = None
+            if setup.checkpoint is not None and self._any_base:
+                record["other_base"] = setup.checkpoint.base_mismatch(base)
             setup.stop.check()
             setup.stop.at_once = False  # from here on there is a folder to be left in order
             folder: RunFolder = NullRunFolder(setup.folder)
@@ -250,17 +255,6 @@ class Trainer:
                 data.agree(base)
         setup.say(data.note())
         return self.evaluate() if resumed is None else resumed.initial
-
-    def _record(self, base: BaseIdentity) -> dict[str, Any]:
-        """Return the content of `run.json`."""
-        checkpoint, calibration, plan = self.setup.checkpoint, self.calibration, self._memory.plan
-        other = checkpoint is not None and self._any_base
-        return {
-            **run_record(self.setup, self.data, base),
-            "other_base": checkpoint.base_mismatch(base) if checkpoint and other else None,
-            "calibration": None if calibration is None else calibration.as_dict(),
-            "memory": None if plan is None else plan.as_dict(),
-        }
 
     def _run(self, context: RunContext, writer: RunWriter) -> TrainResult:
         """Train, and leave the folder in order."""

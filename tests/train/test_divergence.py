@@ -74,12 +74,6 @@ def test_a_student_of_completions_is_judged_by_them(load_model, tmp_path) -> Non
     assert best["student"]["perplexity"] == found.student.perplexity
 
 
-def test_an_evaluation_in_the_run_finds_it_too(here) -> None:
-    result = here.run("run", learning_rate=RUINOUS, max_steps=6, eval_steps=3)
-    steps = {x["diverged"]: x["step"] for x in events(result.folder, "warning")}
-    assert steps["floor"] == 3
-
-
 def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
     with pytest.raises(DivergedError, match=r"stopped at step 2: .* at their bounds"):
         here.run("run", learning_rate=RUINOUS, max_steps=12, stop_on_divergence=True)

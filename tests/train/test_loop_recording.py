@@ -189,16 +189,6 @@ def test_a_recorder_that_fails_is_said_and_the_run_is_the_same(here, monkeypatch
         here.outcome(failing).assert_equal(here.outcome("plain"))
 
 
-def test_pictures_that_cannot_be_drawn_end_nothing(here, monkeypatch) -> None:
-    def broken(*_: Any) -> None:
-        raise ImportError("no module named matplotlib")
-
-    monkeypatch.setattr(sys.modules["npt.recorder.picture"], "write_pictures", broken)
-    result = here.run("run", trace_steps="1")
-    assert result.steps == 6 and list(recorded(result.folder)) == [1]
-    assert "could not be drawn: ImportError: no module named matplotlib" in here.said.getvalue()
-
-
 def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) -> None:
     def fail(number: int, batch: Batch) -> None:
         if number == 3:

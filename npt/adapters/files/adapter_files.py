@@ -30,7 +30,6 @@ from npt.adapters.files.consolidated_files import (
 from npt.adapters.files.hub import adapter_folder
 from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity, base_identity
-from npt.base.load import load_base
 from npt.base.recipe import ENTRY, Recipe
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
@@ -260,6 +259,8 @@ def from_pretrained(
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
+    from npt.base.load import load_base
+
     model, tokenizer = load_base(
         name,
         device=device,
