@@ -58,14 +58,10 @@ class PrecisionReport:
 
 
 def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:
-    """Make a quantised model compute in fp32, except products of packed weights.
+    """Make a model compute in fp32, except products of packed weights, which do in `compute_dtype`.
 
     Weights stored in 16 bit stay so. Classes are swapped in place, so parameter names and tied
     weights remain. They are swapped again when the vocabulary is resized, which makes a new head.
-
-    Args:
-        model: quantised or not.
-        compute_dtype: of products of packed weights; declared on the model for the audit.
     """
     setattr(model, _DECLARED, compute_dtype)
     for _, module in quantized_linears(model):
@@ -91,17 +87,10 @@ def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: An
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make a base compute in 16 bit, in place: mixtures that are compared with the policy's fp32.
+    """Make a base without adapters compute in 16 bit, in place, to compare it with the policy's.
 
     Everything but packed weights is stored in `dtype`; packed weights dequantise to it. Parameters
     only: `model.to(dtype)` would also round the rotary frequencies, which checkpoints keep in fp32.
-
-    Args:
-        model: from `load_base`, without adapters.
-        dtype: bfloat16 or float16.
-
-    Raises:
-        PrecisionError: a module would still compute in another dtype.
     """
     setattr(model, _DECLARED, dtype)
     vars(model).pop("resize_token_embeddings", None)
@@ -124,9 +113,8 @@ def declared_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def policy_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that the base must compute in, packed products aside.
-
-    fp32 if it is quantised, else the dtype of its final norm.
+    """Return the dtype that the base must compute in, packed products aside: fp32 if it is
+    quantised, else the dtype of its final norm.
     """
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 
@@ -142,13 +130,9 @@ def audit_precision(
 ) -> PrecisionReport:
     """Read the effective compute dtype of every linear and embedding layer off the modules.
 
-    Args:
-        model: quantised or not, with or without adapters, which must be fp32 in any case.
-        expected: of the base; packed weights must compute in what was declared on loading.
-
     Raises:
-        PrecisionError: a module would compute in another dtype, or autocast is on; the first is
-            named, with the count.
+        PrecisionError: autocast is on, or a module would compute in another dtype: of packed
+            weights what was declared on loading, of adapters fp32, of the rest `expected`.
     """
     computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []

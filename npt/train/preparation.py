@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.attention import attention_name
-from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype, quantization_of
 from npt.base.quantization_error import product_errors
+from npt.base.recipe import ORIGIN_ENTRY, origin_of
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
