@@ -17,6 +17,8 @@ fp32's. Four things work against that quietly:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any
@@ -123,6 +125,17 @@ def quantization_of(model: PreTrainedModel) -> str | None:
     """Return 'nf4', 'fp4', None, or 'mixed' for a model with layers of both."""
     kinds = {module.weight.quant_type for _, module in quantized_linears(model)}
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+@contextmanager
+def fp32_products(precision: str) -> Iterator[None]:
+    """Let torch compute fp32 products at this precision within the context."""
+    earlier = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(earlier)
 
 
 def audit_precision(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import bitsandbytes as bnb
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.base.linear import dense_weight
+from npt.base.precision import fp32_products
 from npt.base.rows import rows_of
 
 PRECISIONS = ("highest", "high")
@@ -45,17 +44,6 @@ def product_errors(model: PreTrainedModel) -> dict[str, dict[str, float]]:
         with fp32_products(precision):
             errors[precision] = {kind: _error(module) for kind, module in kinds.items()}
     return errors
-
-
-@contextmanager
-def fp32_products(precision: str) -> Iterator[None]:
-    """Let torch compute fp32 products at this precision within the context."""
-    earlier = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(earlier)
 
 
 def set_matmul_precision(asked: str, model: PreTrainedModel) -> str | None:

@@ -18,7 +18,6 @@ from npt.adapters.converted import adapter_parameters, attached_config, is_shard
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype, quantization_of
-from npt.base.quantization_error import product_errors
 from npt.base.recipe import ORIGIN_ENTRY, origin_of
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
@@ -234,6 +233,8 @@ class RunEvaluator:
 def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
     model = setup.model
+    from npt.base.quantization_error import product_errors
+
     return {
         "settings": setup.all_settings(),
         "layers": [index for index, _ in npt_layers(model)],

@@ -23,7 +23,6 @@ from npt.base.precision import audit_precision, declared_dtype, policy_dtype, qu
 from npt.calibration.calibrate import check_calibration
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, say, silent_console
-from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import OWN_HELDOUT
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen
@@ -106,7 +105,9 @@ class RunSetup:
                 self.changed = changed_settings(saved, self.all_settings())
         # a chat template writes the date of the run's start, on every process and after a resume
         self.date: str | None = None
-        if has_template(tokenizer):
+        if getattr(tokenizer, "chat_template", None) is not None:
+            from npt.data.chat import date_of, fix_date
+
             fix_date(tokenizer, processes.first(lambda: date or date_of(tokenizer)))
             self.date = date_of(tokenizer)
 
@@ -146,7 +147,8 @@ class RunSetup:
         """Return what every process of a run must have alike, known before its data."""
         plain = plain_settings(self.all_settings())
         settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
-        return {**settings, "a chat template": has_template(self.tokenizer)}
+        template = getattr(self.tokenizer, "chat_template", None)
+        return {**settings, "a chat template": template is not None}
 
     def _find_resumed(self, resume: str) -> Resumed:
         """Find the run to resume. The main process looks; the others read what it found."""

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate
-from npt.data.content import PIECE
-from npt.data.encoding import Counts
+from npt.data.encoding import RecordCounts
 from npt.data.report import lost
 from npt.data.samples import cut
+from npt.data.source import PIECE
 from npt.errors import DataError
 from npt.evaluation.generate import prompt_ids
 from npt.tools.editing.edit_metrics import encode_fact
@@ -141,7 +141,7 @@ class TestAlignedTeacherForcing:
     def test_the_targets_are_the_end_of_the_sample_whatever_is_cut(
         self, tokenizer, prompt, completion, max_length
     ):
-        counts = Counts()
+        counts = RecordCounts()
         samples = list(
             cut([pair(prompt, completion)], tokenizer, asked(max_length=max_length), counts)
         )
@@ -263,7 +263,7 @@ class TestWhatIsLeftOut:
         ],
     )
     def test_is_counted_by_its_reason_and_harms_no_neighbour(self, tokenizer, record, reason):
-        counts = Counts()
+        counts = RecordCounts()
         assert (
             len(list(cut([{"text": "a"}, record, pair("c", "d")], tokenizer, config(), counts)))
             == 2
@@ -274,7 +274,7 @@ class TestWhatIsLeftOut:
 
     def test_a_single_token_that_nothing_precedes_is_no_sample(self):
         bare = special(before=(), eos_token=None)
-        counts = Counts()
+        counts = RecordCounts()
         assert list(cut([pair("", "a")], bare, config(), counts)) == []
         assert counts.skipped == {"no target": 1}
 
@@ -295,7 +295,7 @@ class TestGivenIds:
             ((10, 11, 12), (-100, 11, -100)),
             ((13, 14, 15), (-100, -100, 15)),
         ]
-        counts = Counts()
+        counts = RecordCounts()
         windows = list(
             cut(
                 [{**record, "labels": [-100, 11, -100, -100, -100, -100]}],
@@ -451,7 +451,7 @@ class TestConversations:
         assert tokenizer.decode([i for i in sample.labels if i != -100]) == "2</s>"
 
     def test_what_is_too_long_loses_the_front_of_its_prompt(self, tokenizer):
-        counts = Counts()
+        counts = RecordCounts()
         whole = next(
             cut([{"m": self.MESSAGES}], tokenizer, config(max_length=64, prompt_column="m"))
         )
@@ -471,7 +471,7 @@ class TestConversations:
         ],
     )
     def test_a_conversation_without_an_answer_is_skipped_and_counted(self, tokenizer, messages):
-        counts = Counts()
+        counts = RecordCounts()
         assert list(cut([{"m": messages}], tokenizer, config(prompt_column="m"), counts)) == []
         assert counts.skipped == {"empty completion": 1}
 
@@ -516,7 +516,7 @@ class TestConversations:
         assert "\n" not in str(refusal.value)
 
     def test_a_template_that_drops_the_answer_gives_no_sample(self):
-        counts = Counts()
+        counts = RecordCounts()
         tokenizer = special(chat_template="{{ messages[0]['content'] }}")
         assert list(cut([{"m": self.MESSAGES}], tokenizer, config(prompt_column="m"), counts)) == []
         assert counts.skipped == {"empty completion": 1}
@@ -538,7 +538,7 @@ def test_records_of_all_forms_mix_in_order_and_each_is_counted_once(tokenizer, k
         "ids": {"input_ids": [5, 6]},
         "unanswered": pair("a", ""),
     }
-    counts = Counts()
+    counts = RecordCounts()
     samples = list(cut([forms[kind] for kind in kinds], tokenizer, config(), counts))
     assert [s.id for s in samples] == [
         f"{i}@0" for i, kind in enumerate(kinds) if kind not in ("empty", "unanswered")

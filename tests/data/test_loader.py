@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import npt
 from npt.data import loader as loader_module
 from npt.data import samples as samples_module
-from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
-from npt.data.samples import Place, Samples
+from npt.data.loader import Loaded, Loader, Position, Prefetcher
+from npt.data.samples import EpochPlace, Samples
 from npt.errors import DataError
 
 SHARED = settings(
@@ -76,15 +76,10 @@ def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -
     }
     config = npt.DataConfig(max_length=10, **data_options)
     samples = Samples(data, tokenizer, config, seed=3)
-    replay = (
-        replay if isinstance(replay, tuple) else () if replay is None or not share else (replay,)
-    )
-    shares = share if isinstance(share, tuple) else (share,) * len(replay)
-    others = [
-        Other(Samples(other, tokenizer, npt.DataConfig(max_length=10), seed=4 + number), part)
-        for number, (other, part) in enumerate(zip(replay, shares, strict=True))
-    ]
-    return Loader(samples, options.pop("batch_size", 2), others=others, seed=3, **options)
+    if share:
+        mixed = Samples(replay, tokenizer, npt.DataConfig(max_length=10), seed=4)
+        options |= {"replay": mixed, "share": share}
+    return Loader(samples, options.pop("batch_size", 2), seed=3, **options)
 
 
 def content(loaded: Loaded) -> tuple[Any, ...]:
@@ -178,7 +173,7 @@ class TestPosition:
             "replay_place",
             "drawn",
         }
-        assert isinstance(positions[-1].place, Place)
+        assert isinstance(positions[-1].place, EpochPlace)
 
     def test_a_place_is_the_same_in_every_version(self, tokenizer):
         """A saved run is resumed by these: other values here would repeat and leave out data of
@@ -363,7 +358,7 @@ class TestReplay:
             for name in loaded.batch.sample_ids
             if name.startswith("p")
         ]
-        once = sorted(s.id for s in loader.others[0].samples.epoch(0))
+        once = sorted(s.id for s in loader.replay.epoch(0))
         rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
         assert len(rounds) > 3
         assert all(sorted(round) == once for round in rounds)

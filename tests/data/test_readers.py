@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from npt.config import DataConfig
 from npt.data import readers, source
-from npt.data.content import PIECE
-from npt.data.source import local_files
+from npt.data.source import PIECE, local_files
 from npt.errors import DataError
 
 read_sequence = partial(source.read_sequence, config=DataConfig())
