@@ -18,6 +18,8 @@ from npt.adapters.converted import adapter_parameters, attached_config, is_shard
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype, quantization_of
+from npt.calibration.calibrate import calibrate
+from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
 from npt.distill.local import MicroBatch
@@ -148,9 +150,6 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
     if not makes_start(model):
         return None
 
-    from npt.calibration.calibrate import calibrate
-    from npt.calibration.report import print_calibration
-
     if setup.teacher is not None:
         setup.say(
             "the start is fitted to the student's own base; training then takes the unquantised"
@@ -233,10 +232,11 @@ def run_record(
     plan: MemoryPlan | None,
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
+    from npt.base.recipe import ORIGIN_ENTRY, origin_of
     from npt.base.quantization_error import product_errors
 
     model = setup.model
+
     return {
         "settings": setup.all_settings(),
         "layers": [index for index, _ in npt_layers(model)],
