@@ -190,7 +190,7 @@ def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
     trainer = npt.Trainer(
         model, tokenizer, data, config, data_config=settings, eval_data=data[:1], console=console
     )
-    trainer.setup.strategy = break_down(trainer.setup.strategy)
+    trainer.strategy = break_down(trainer.strategy)
     with contextlib.suppress(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (place / "run" / "postmortem").iterdir()

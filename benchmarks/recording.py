@@ -23,7 +23,7 @@ import torch
 from guards import builtin_bench
 from npt.data.batch import Batch
 from npt.diagnostics import Recorder
-from npt.diagnostics.recorder.recording import Recording
+from npt.recorder.recording import Recording
 
 
 def measure(rounds: int, rows: int, length: int, folder: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ NOT_RUN = {
     r"python benchmarks/real\.py": "tests/benchmarks/test_real.py",
     r"python benchmarks/speed\.py": "tests/benchmarks/test_speed.py",
     r"python benchmarks/guard_lora\.py": "tests/benchmarks/test_guard_lora.py",
-    r"python benchmarks/guards\.py": "tests/diagnostics/test_guards.py",
+    r"python benchmarks/guards\.py": "tests/tracer/test_watchdogs.py",
     r"python benchmarks/forms\.py": "tests/benchmarks/test_forms.py",
     r"python benchmarks/next_words\.py": "tests/benchmarks/test_next_words.py",
     r"npt evaluate .*next_word": "tests/benchmarks/test_next_words.py",

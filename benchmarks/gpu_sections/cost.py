@@ -155,7 +155,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
         console=silent_console(),
     )
     if not bench.cuda:
-        plain = trainer.setup.strategy
+        plain = trainer.strategy
 
         def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
             if len(batch.input_ids) > rows // 2:
@@ -164,7 +164,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
                 )
             return plain(model, batch, config)
 
-        trainer.setup.strategy = lacking
+        trainer.strategy = lacking
     return trainer.train().folder
 
 

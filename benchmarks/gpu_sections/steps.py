@@ -91,7 +91,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             eval_data=[{"input_ids": list(range(5, 15))}],
             console=silent_console(),
         )
-        plain = trainer.setup.strategy
+        plain = trainer.strategy
 
         def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
             sums = plain(model, batch, config)
@@ -103,7 +103,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
                 gradient.view(-1)[0] = float("nan")
             return sums
 
-        trainer.setup.strategy = poisoning
+        trainer.strategy = poisoning
         try:
             result = trainer.train()
         finally:

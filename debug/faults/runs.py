@@ -25,7 +25,6 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.diagnostics.guards import tensor_fault
 from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
@@ -36,10 +35,11 @@ from npt.forensics.bundle import MOMENTS
 from npt.forensics.student import batch_of, read_student
 from npt.guard.schedule import rate_table
 from npt.runs.run_folder import RunFolder
-from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import tensor_fault
 from npt.train.loop import Loop
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
+from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -132,17 +132,23 @@ def looped(
         strategy = strategy if strategy is not None else STRATEGIES[config.strategy]
         rates = rate_table(student.setting.learning_rate, "constant", 0, None)
         guard = student_guard(student.model, config, rates, late=late, trace=1)
-        splitter = MicroBatchSplitter(config.batch_size)
-        context = RunContext(
+        console, splitter = silent_console(), MicroBatchSplitter(config.batch_size)
+        processes = guard.window.processes
+        of_run: Any = (
             student.model,
+            None,
+            None,
             config,
-            folder,
-            Trackers(config, folder.path),
-            ProgressDisplay(len(windows), silent_console()),
-            StopOnSignal(),
+            DataConfig(),
+            processes,
+            console,
+            splitter,
+            {},
         )
+        trackers = Trackers(config, folder.path)
+        context = RunContext(RunSetup(*of_run), folder, trackers, len(windows))
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, guard, strategy, splitter, len(windows), actions)
+        loop = Loop(context, guard, strategy, actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")
@@ -150,7 +156,7 @@ def looped(
     return loop, lines
 
 
-def _never() -> Any:
+def _never(step: int) -> Any:
     raise AssertionError("nothing is to be evaluated")
 
 
@@ -244,14 +250,14 @@ def _postmortem(bundle: Path) -> dict[str, Any]:
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model before the run's third micro-batch."""
-    strategy, calls = made.setup.strategy, itertools.count(1)
+    strategy, calls = made.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)
 
-    made.setup.strategy = acting
+    made.strategy = acting
 
 
 def bad_in_a_row(setting: Setting) -> Verdict:

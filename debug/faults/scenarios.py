@@ -33,7 +33,8 @@ from faults.transient_faults import (
 )
 from faults.verdict import Verdict
 from npt.adapters.stream import open_stream
-from npt.diagnostics.guards import (
+from npt.tracer.mask_check import mask_fault
+from npt.tracer.watchdogs import (
     Finding,
     base_fault,
     logits_fault,
@@ -41,7 +42,6 @@ from npt.diagnostics.guards import (
     named_moments,
     tensor_fault,
 )
-from npt.diagnostics.tracer.mask_check import mask_fault
 
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))
 

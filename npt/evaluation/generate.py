@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 from npt.base.linear import cast_once
 from npt.config import SEED_MAX
 from npt.data.batch import PAD_ID
-from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, continuation_text, prompt_tokens
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import end_ids
@@ -169,7 +168,9 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
         raise DataError(
             f"the prompt is broken at character {error.start} ({error.reason}); mend it there"
         ) from error
-    if chat and has_template(tokenizer):
+    if chat and getattr(tokenizer, "chat_template", None) is not None:
+        from npt.data.chat import render
+
         try:
             text = render(tokenizer, [{"role": "user", "content": text}], to_answer=True)
         except Exception as error:  # templates raise what their authors wrote into them

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import npt
 from npt.adapters.attach import at_random_start
-from npt.base.quantization_error import fp32_products
+from npt.base.precision import fp32_products
 from npt.base.random_base import random_base
 from npt.calibration import calibrate as module
 from npt.calibration import cut, sensitivity

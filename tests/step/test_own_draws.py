@@ -228,7 +228,7 @@ def test_a_run_that_refuses_and_diagnoses_is_the_run_that_passed_over(runs) -> N
 
     def passed_over(loop: Loop, batch: Any, index: int) -> bool:
         ids = batch.input_ids
-        bad = bool(((ids == RARE) | (ids >= loop.context.model.config.vocab_size)).any())
+        bad = bool(((ids == RARE) | (ids >= loop.setup.model.config.vocab_size)).any())
         return bad or add(loop, batch, 0)
 
     with mock.patch("npt.train.trainer.student_guard", functools.partial(student_guard, late=True)):

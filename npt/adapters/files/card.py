@@ -9,9 +9,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from npt.adapters.files.hub import is_hub_id
-from npt.base.gguf.configuration import ORIGIN_ENTRY
 from npt.base.identity import PARTS
-from npt.base.recipe import Recipe
+from npt.base.recipe import ORIGIN_ENTRY, Recipe
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),

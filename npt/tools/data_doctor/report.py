@@ -14,7 +14,7 @@ from rich.console import Console
 from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Counts
+from npt.data.encoding import RecordCounts
 from npt.data.report import listed_columns
 from npt.data.samples import cut
 from npt.data.source import OWN_HELDOUT, Record, check_source
@@ -63,7 +63,7 @@ class DataReport:
     vocab_size: int
     heldout: int | None
     complete: bool = True
-    counts: Counts = field(default_factory=Counts)
+    counts: RecordCounts = field(default_factory=RecordCounts)
     blank_lines: int = 0
     broken: tuple[Broken, ...] = ()
     broken_total: int = 0
@@ -154,11 +154,11 @@ def examine(
 
 
 def _samples(
-    chunk: list[tuple[Record, Origin]], tokenizer: Any, config: DataConfig, counts: Counts,
+    chunk: list[tuple[Record, Origin]], tokenizer: Any, config: DataConfig, counts: RecordCounts,
     reading: Reading,
 ) -> Iterator[Sample]:  # fmt: skip
     """Yield the samples of some records, counted; a record that cannot be encoded is noted."""
-    own = Counts()
+    own = RecordCounts()
     try:
         samples = list(cut((record for record, _ in chunk), tokenizer, config, own))
     except Exception as error:  # a tokenizer or a template may raise anything

@@ -21,7 +21,7 @@ from npt.adapters.files.adapter_files import adapter_hash
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig
 from npt.data.batch import Sample
-from npt.data.encoding import Counts
+from npt.data.encoding import RecordCounts
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import ConfigError, DataError, NumericalError
@@ -245,7 +245,7 @@ def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(
 ) -> None:
     records = [*RECORDS, {"id": "ids", "input_ids": [70, 80, 90, 100]}]
     gather(student, tokenizer, tmp_path / "failures.jsonl", records)
-    counts = Counts()
+    counts = RecordCounts()
     config = DataConfig(dataset_name=str(tmp_path / "failures.jsonl"), max_length=CONFIG.max_length)
     samples = {s.id: s for s in cut(open_source(config), tokenizer, config, counts)}
     assert counts.samples == counts.records == len(samples) > 0

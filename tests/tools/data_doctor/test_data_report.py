@@ -13,7 +13,7 @@ from rich.console import Console
 from npt.base.load import load_tokenizer
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Counts
+from npt.data.encoding import RecordCounts
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.files import to_json
@@ -60,7 +60,7 @@ def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
         {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
         {"input_ids": [5, 6], "labels": [-100, -100]},
     )
-    counts = Counts()
+    counts = RecordCounts()
     samples = list(cut(open_source(config), tokenizer, config, counts))
     report = examine(config, tokenizer, VOCAB)
     assert report.counts == counts and report.complete and report.trainable
