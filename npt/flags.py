@@ -64,6 +64,8 @@ RETIRED = {
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
+        ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
+        ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()
