@@ -1,4 +1,4 @@
-"""The plain form's stages of a layer that training computes by hand, for its observer.
+"""The plain form's stages of a layer that training computes fused, for its observer.
 
 They are computed aside, from the products of the frozen weights and copies of the adapter's. What
 the layer gives, and every gradient that counts, has the same bits as without an observer.
@@ -12,60 +12,41 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from npt.adapters.layer import NPTLayer, modulated_product
-from npt.adapters.modulation import modulation_energy
+from npt.adapters.layer import NPTLayer, modulated_product, modulation_energy
 from npt.base.linear import multiply_backward, product_weight
 
 
-class Aside:
-    """One pass of a layer from gate and up on, shown stage by stage.
+def show_stages(
+    layer: NPTLayer,
+    z: Tensor,
+    products: tuple[Tensor, Tensor, Tensor],
+    changed: Tensor,
+    energy: Tensor | None,
+    regularised: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Show the stages after gate's and up's products, and return the MLP's output and the energy,
+    tied to what was shown: gradients flow through it, too.
 
     Args:
         layer: with an observer.
         z: [N, R], its codes.
-        graph: gradients go through gate's and up's products.
+        products: gate's and up's [N, F], copies that may ask for gradients, and down's [N, D].
+        changed: [N, D], down's product, modulated, as training has it.
+        energy: [N], as training has it; None if no product is modulated.
+        regularised: the energy is differentiated.
     """
-
-    def __init__(self, layer: NPTLayer, z: Tensor, graph: bool):
-        self._layer, self._z, self._graph = layer, z, graph
-
-    def show_product(self, gate: Tensor, up: Tensor) -> None:
-        """Show the stages up to down_proj's input, from gate's and up's products [N, F]."""
-        with torch.enable_grad():
-            gate, up = (y.detach().requires_grad_(self._graph) for y in (gate, up))
-            self._product, self._terms = modulated_product(
-                self._layer, gate, up, self._z.detach(), aside=True
-            )
-        self._layer.npt.show(product=self._product)
-
-    def show_output(
-        self,
-        stream: Tensor,
-        down: Tensor,
-        changed: Tensor,
-        energy: Tensor | None,
-        regularised: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Show the stages after down_proj; return o and the energy, tied to all that was shown.
-
-        Args:
-            stream: [N, D], what the MLP's output is added to.
-            down: [N, D], down_proj's product.
-            changed, energy: the modulated product and the energy, as training has them; no energy
-                if no product is modulated.
-            regularised: the energy is differentiated.
-        """
-        adapter, down_proj = self._layer.npt, self._layer.mlp.down_proj
-        seen = _FrozenProduct.apply(self._product, down.detach(), down_proj)
-        shown, m, s = adapter.apply_to("down", seen, self._z.detach(), aside=True)
-        changed = _Twin.apply(changed, shown)
-        seen_energy = modulation_energy([*self._terms, (m, s)])
-        if energy is not None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
-                energy = _Twin.apply(energy, seen_energy)
-        output = stream + changed
-        adapter.show(m_down=m, s_down=s, mlp=changed, o=output)
-        return output, energy
+    adapter, (gate, up, down), z = layer.npt, products, z.detach()
+    with torch.enable_grad():
+        product, terms = modulated_product(layer, gate, up, z, aside=True)
+    adapter.show(product=product)
+    seen = _FrozenProduct.apply(product, down.detach(), layer.mlp.down_proj)
+    shown, m, s = adapter.apply_to("down", seen, z, aside=True)
+    changed = _Twin.apply(changed, shown)
+    if energy is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
+            energy = _Twin.apply(energy, modulation_energy([*terms, (m, s)]))
+    adapter.show(m_down=m, s_down=s, mlp=changed)
+    return changed, energy
 
 
 class _Twin(torch.autograd.Function):

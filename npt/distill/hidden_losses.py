@@ -11,9 +11,6 @@ Pure functions of the valid tokens' rows, [N, D] each, that return one value per
                  0 to 4/D. Blind to the length of o: it sees the angle alone
     mse          mean over D of (o - t)^2
                  in the states' own units. A few tokens of huge norm drown the others
-    smooth_l1    mean over D of e^2 / (2 beta) below |e| = beta, |e| - beta/2 beyond
-                 likewise; beyond beta every channel pulls alike, outliers too. With a beta that
-                 does not fit the states it is MSE or L1
     cosine       (1 - w) NMSE + w (1 - cos(o, t))
                  1 - w/2 for o = 0. As nmse, with more weight on the angle
 
@@ -32,7 +29,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from npt.config import LOSSES, TrainConfig
 
@@ -66,17 +62,8 @@ def direction(student: Tensor, teacher: Tensor) -> Tensor:
 
 def mse(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the mean over D of (o - t)^2."""
-    return _difference(student, teacher).square().mean(dim=-1)
-
-
-def smooth_l1(student: Tensor, teacher: Tensor, beta: float = 1.0) -> Tensor:
-    """Return the mean over D of e^2 / (2 beta) if |e| = |o - t| is below beta, else |e| - beta / 2.
-
-    No single channel's gradient exceeds 1 / D, so outlying channels, which residual streams have,
-    pull no harder than others.
-    """
-    error = _difference(student, teacher)
-    return F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none", beta=beta).mean(-1)
+    error = at_least_fp32(student) - at_least_fp32(teacher.detach())
+    return error.square().mean(dim=-1)
 
 
 def cosine(student: Tensor, teacher: Tensor, weight: float = 0.5) -> Tensor:
@@ -97,7 +84,6 @@ HIDDEN_LOSSES: dict[str, HiddenLoss] = {
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
     "mse": lambda o, t, h: mse(o, t),
-    "smooth_l1": lambda o, t, h: smooth_l1(o, t),
     "cosine": lambda o, t, h: cosine(o, t),
 }
 """The losses that `--loss` names."""
@@ -135,13 +121,11 @@ def hidden_loss(
 
     Args:
         config: names the loss.
-        student, teacher, hidden: o, t, h, [N, D]; h only for losses in `READS_INPUT`.
+        student: o, [N, D].
+        teacher: t, [N, D].
+        hidden: h, [N, D], only for losses in `READS_INPUT`.
     """
     return HIDDEN_LOSSES[config.loss](student, teacher, hidden).sum()
-
-
-def _difference(student: Tensor, teacher: Tensor) -> Tensor:
-    return at_least_fp32(student) - at_least_fp32(teacher.detach())
 
 
 def _unit(states: Tensor) -> Tensor:

@@ -17,14 +17,16 @@ from operator import add
 import torch
 
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.errors import NoMemoryError, is_out_of_memory
 
 
 class MicroBatchSplitter:
     """Splits micro-batches into parts of at most `samples` rows.
 
-    shrunk_to: the samples that `shrink` has come down to, None if it never was called.
+    Attributes:
+        samples: at once.
+        shrunk_to: samples that `shrink` has come down to; None if it was never called.
     """
 
     def __init__(self, samples: int):
@@ -62,10 +64,10 @@ class MicroBatchSplitter:
         return before
 
 
-def added(parts: Sequence[MicroBatch]) -> MicroBatch:
+def added(parts: Sequence[BatchSums]) -> BatchSums:
     """Return the sums of a micro-batch from those of its parts."""
-    sums = {f.name: [getattr(part, f.name) for part in parts] for f in fields(MicroBatch)}
-    return MicroBatch(**{name: reduce(add, values) for name, values in sums.items()})
+    sums = {f.name: [getattr(part, f.name) for part in parts] for f in fields(BatchSums)}
+    return BatchSums(**{name: reduce(add, values) for name, values in sums.items()})
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:

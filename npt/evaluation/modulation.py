@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
 from npt.adapters.layer import NPTAdapter, device_of
-from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
 from npt.config import TARGETS
 from npt.data.batch import Batch
@@ -205,7 +204,7 @@ class _Sums:
         away = torch.where(finite, away, 0.0)
         part = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
         counts = torch.bincount(torch.where(finite, part, BINS).flatten(), minlength=BINS + 1)
-        middle, half = multiplier_spread(self.config.mult_form, bound)
+        middle, half = self.config.multiplier_spread
         saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
         sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
         return torch.cat(

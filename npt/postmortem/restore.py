@@ -17,7 +17,7 @@ from npt.base.load import load_base, load_teacher
 from npt.config import ATTENTIONS, QUANT_TYPES
 from npt.data.batch import Batch
 from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import drive
@@ -58,7 +58,7 @@ class RestoredState:
                 parameter.grad = None
         set_random_state(self.bundle.random_state)
 
-    def fill(self, batch: Batch) -> MicroBatch:
+    def fill(self, batch: Batch) -> BatchSums:
         """Return the sums of one micro-batch, computed as in the run: with its random numbers, and
         in parts of its size, on which an overflow may depend.
         """

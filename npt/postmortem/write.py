@@ -32,7 +32,7 @@ from npt.data.batch import Batch
 from npt.diagnostics.guards import Finding, base_fault, moments_fault, tensor_fault
 from npt.diagnostics.tracer.passes import untouched
 from npt.diagnostics.tracer.trace import first_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.errors import PrecisionError
 from npt.files import new_folder, write_json
 from npt.guard.forensics import weights_of
@@ -63,7 +63,7 @@ class Situation:
 
     model: PreTrainedModel
     gradients: GradientWindow
-    fill: Callable[[Batch], MicroBatch]
+    fill: Callable[[Batch], BatchSums]
     window: Sequence[Batch]
     result: Outcome
     reason: str

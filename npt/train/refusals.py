@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import forward_backward
 from npt.distill.strategies import Strategy
@@ -116,7 +116,7 @@ class Refusals:
         context, (window, result), (now, before, total) = self._context, last, steps
         self._gather_history()
 
-        def fill(batch: Batch) -> MicroBatch:
+        def fill(batch: Batch) -> BatchSums:
             return forward_backward(context.model, strategy, batch, context.config, splitter)
 
         from npt.postmortem.write import Situation  # it brings the tracer; few runs end so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import OWN_HELDOUT
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen
-from npt.distill.strategies import Strategy, strategy_of
+from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError
 from npt.guard.update import EXACT
@@ -74,7 +75,9 @@ class RunSetup:
         self.console = (console or make_console()) if processes.main else silent_console()
         self.stop = StopOnSignal()
         self.splitter = MicroBatchSplitter(config.batch_size)
-        self.strategy: Strategy = strategy_of(config, teacher)
+        self.strategy: Strategy = STRATEGIES[config.strategy]
+        if teacher is not None:
+            self.strategy = partial(self.strategy, teacher=teacher)
         self.device = next(model.parameters()).device
         self.window_size = config.gradient_accumulation_steps * processes.size
         self.deterministic = config.strategy != "end_to_end" or repeats_exactly(model)

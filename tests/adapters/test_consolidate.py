@@ -159,7 +159,7 @@ def stacked(load_model):
 @settings(max_examples=50, deadline=None)
 @given(alpha=st.floats(1e-6, 1.0), bound=st.sampled_from([0.1, 0.5, 0.999]), size=st.floats(0, 1e6))
 def test_the_scale_keeps_within_the_modulations_bounds(alpha, bound, size):
-    from npt.adapters.modulation import multiplier
+    from npt.adapters.layer import multiplier
     from npt.adapters.token_modulation import TokenModulation
 
     m = multiplier(torch.tensor([-size, 0.0, size]), bound)

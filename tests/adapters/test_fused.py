@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from npt.adapters import fused
 from npt.adapters.fused import Form, LowRank, Modulated, product_backward, product_forward
-from npt.adapters.modulation import modulate, modulation_energy
+from npt.adapters.layer import modulate, modulation_energy
+from npt.config import NPTConfig
 
 Weights = tuple[Tensor | None, Tensor | None]
 NONE: Weights = (None, None)
@@ -56,13 +57,16 @@ def modulated_product(
     return Product.apply(gate, up, z, *gate_weights, *up_weights, form)  # type: ignore[return-value]
 
 
+def config_of(form: Form) -> NPTConfig:
+    return NPTConfig(mult_bound=form.mult_bound, additive_scale=form.additive_scale)
+
+
 def plain_product(
     gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
 ) -> tuple[Tensor, Tensor]:
     """As automatic differentiation would have it."""
-    bounds = form.mult_bound, form.additive_scale
-    gate, *gate_terms = modulate(gate, z, *gate_weights, *bounds)
-    up, *up_terms = modulate(up, z, *up_weights, *bounds)
+    gate, *gate_terms = modulate(gate, z, *gate_weights, config_of(form))
+    up, *up_terms = modulate(up, z, *up_weights, config_of(form))
     energy = modulation_energy([tuple(gate_terms), tuple(up_terms)])
     return F.silu(gate) * up, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 
@@ -72,7 +76,7 @@ def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tenso
 
 
 def plain_modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
-    y, *terms = modulate(y, z, *weights, form.mult_bound, form.additive_scale)
+    y, *terms = modulate(y, z, *weights, config_of(form))
     energy = modulation_energy([tuple(terms)])
     return y, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 

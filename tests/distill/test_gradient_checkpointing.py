@@ -21,7 +21,7 @@ from npt.adapters.fused import unfused
 from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import drive
@@ -155,7 +155,7 @@ def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
     )
 
 
-def poisoned(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+def poisoned(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
     sums = drive(model, batch, config)
     next(iter(adapter_parameters(model).values())).grad[0, 0] = float("nan")
     return sums
