@@ -113,3 +113,15 @@ def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
 def adapters_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Make the model its own teacher within the context: the base, bit for bit."""
     return adapter_mode(model, "teacher")
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Set a model to evaluation mode, and each module back afterwards."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True

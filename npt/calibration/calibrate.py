@@ -19,7 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
-from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.adapters.converted import (
+    adapter_parameters,
+    attached_config,
+    evaluating,
+    is_sharded,
+    npt_layers,
+)
 from npt.calibration.cut import Cut, spend
 from npt.calibration.placement import Placement, free_bytes, or_on_host, release
 from npt.calibration.plan import plan
@@ -104,8 +110,6 @@ def calibrate(
     placement = work.place(device, free)
     display = Display(console or silent_console(), read)
     display.say(work.announcement(device, placement, free, layers, read))
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     cuts: dict[int, Cut] = {}
 
     def walk(placement: Placement) -> None:
@@ -121,11 +125,9 @@ def calibrate(
             ).to(placement.sums)
 
     try:
-        with closing(display):
+        with closing(display), evaluating(model):
             or_on_host(walk, placement, display.say)
     finally:
-        for module in training:
-            module.training = True
         release(device)
     if config.ranks is None:
         worth = {index: cut.worth for index, cut in cuts.items()}

@@ -9,8 +9,7 @@ are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,13 +17,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
+from npt.adapters.converted import (
+    adapter_mode,
+    attached_config,
+    decoder_layers,
+    evaluating,
+    npt_layers,
+)
 from npt.adapters.layer import NPTAdapter, device_of
 from npt.adapters.stream import open_stream
+from npt.adapters.token_modulation import observed
 from npt.config import TARGETS
 from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import checked_batches, evaluating
+from npt.evaluation.metrics import checked_batches
 from npt.random_state import kept_random_state
 
 BINS = 40
@@ -135,21 +141,6 @@ def measure_modulation(
         config.additive_scale,
         {index: of.result() for (index, _), of in zip(layers, sums, strict=True)},
     )
-
-
-@contextmanager
-def observed(
-    observers: Sequence[tuple[NPTAdapter, Callable[[Stages], None] | None]],
-) -> Iterator[None]:
-    """Show each adapter's stages to its observer."""
-    before = [adapter.observer for adapter, _ in observers]
-    try:
-        for adapter, observer in observers:
-            adapter.observer = observer
-        yield
-    finally:
-        for (adapter, _), observer in zip(observers, before, strict=True):
-            adapter.observer = observer
 
 
 class _Sums:

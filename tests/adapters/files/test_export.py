@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_uti
 from transformers.utils import logging as transformers_logging
 
 import npt
-from npt.adapters.consolidate import Update
+from npt.adapters.consolidate import Consolidation
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.files import export as exporting
 from npt.adapters.files.adapter_files import CONFIG_NAME
@@ -205,9 +205,11 @@ def test_consolidated_rows_are_exported_also_without_an_adapter(base, tmp_path):
     wide, narrow = model.config.intermediate_size, model.config.hidden_size
     npt.consolidate(
         model,
-        Update({(2, "down"): rows(narrow), (2, "gate"): rows(wide), (1, "up"): rows(wide)}, {}),
+        Consolidation(
+            {(2, "down"): rows(narrow), (2, "gate"): rows(wide), (1, "up"): rows(wide)}, {}
+        ),
     )
-    npt.consolidate(model, Update({(2, "down"): rows(narrow)}, {}))
+    npt.consolidate(model, Consolidation({(2, "down"): rows(narrow)}, {}))
     assert_same(exported(model, tokenizer, tmp_path / "out"), model)
 
 
