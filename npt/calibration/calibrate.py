@@ -29,7 +29,7 @@ from npt.adapters.converted import (
 from npt.calibration.cut import Cut, spend
 from npt.calibration.placement import Placement, free_bytes, or_on_host, release
 from npt.calibration.plan import plan
-from npt.calibration.report import Calibration, Display, LayerCalibration
+from npt.calibration.report import Calibration, CalibrationBar, LayerCalibration
 from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import measure
 from npt.config import STREAM, NPTConfig
@@ -108,7 +108,7 @@ def calibrate(
     work = plan(model.config, layers, batch=(largest[0], largest[1]))
     free = free_bytes(device) if device.type == "cuda" else 0
     placement = work.place(device, free)
-    display = Display(console or silent_console(), read)
+    display = CalibrationBar(console or silent_console(), read)
     display.say(work.announcement(device, placement, free, layers, read))
     cuts: dict[int, Cut] = {}
 
@@ -185,9 +185,9 @@ def start_tensors(
     B is divided by alpha, which the forward multiplies it with.
     """
     device = next(iter(adapter_parameters(model).values())).device
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in adapter_shapes(model, config).items():
-        found[name] = torch.zeros(shape, device=device)
+        tensors[name] = torch.zeros(shape, device=device)
     for index, cut in cuts.items():
         code, back = cut.code[: ranks[index]], cut.back[:, : ranks[index]] / config.additive_scale
         if not bool(torch.isfinite(code).all() & torch.isfinite(back).all()):
@@ -196,9 +196,9 @@ def start_tensors(
                 " changed, start with --init random"
             )
         code, back = balanced(code, back)
-        found[f"model.layers.{index}.npt.A"] = code.to(device)
-        found[f"model.layers.{index}.npt.B.{STREAM}"] = back.to(device)
-    return found
+        tensors[f"model.layers.{index}.npt.A"] = code.to(device)
+        tensors[f"model.layers.{index}.npt.B.{STREAM}"] = back.to(device)
+    return tensors
 
 
 def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:

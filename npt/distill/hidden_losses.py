@@ -6,7 +6,8 @@ Pure functions of the valid tokens' rows, [N, D] each, that return one value per
     nmse         ||o - t||^2 / ||t||^2
                  1 for o = 0. Small everywhere if a layer adds little to a large state
     nmse_update  ||o - t||^2 / ||t - h||^2
-                 1 for o = h. A token to which the layer adds next to nothing drowns the others
+                 1 for o = h. Asks for the same share of a layer's own work at every depth; a token
+                 to which the layer adds next to nothing drowns the others
     direction    mean over D of (o/||o|| - t/||t||)^2
                  0 to 4/D. Blind to the length of o: it sees the angle alone
     mse          mean over D of (o - t)^2
@@ -43,11 +44,7 @@ def at_least_fp32(values: Tensor) -> Tensor:
 
 
 def nmse_per_token(output: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Return ||o - t||^2 / ||t||^2, or with `hidden` the update form ||o - t||^2 / ||t - h||^2.
-
-    The update form asks for the same share of the layer's own work at every depth; the plain form
-    asks less of layers that add little to a large residual stream.
-    """
+    """Return ||o - t||^2 / ||t||^2, or with `hidden` the update form ||o - t||^2 / ||t - h||^2."""
     target = at_least_fp32(target.detach())
     error = (at_least_fp32(output) - target).square().sum(dim=-1)
     reference = target if hidden is None else target - at_least_fp32(hidden.detach())
@@ -67,7 +64,7 @@ def mse(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def cosine(student: Tensor, teacher: Tensor, weight: float = 0.5) -> Tensor:
-    """Return (1 - w) ||o - t||^2 / ||t||^2 + w (1 - cos(o, t)), w being `weight`.
+    """Return (1 - w) NMSE + w (1 - cos(o, t)), w being `weight`.
 
     1 - cos is taken as ||o/||o|| - t/||t||||^2 / 2, which does not cancel near agreement. An o of
     zeros has no direction and counts as half.

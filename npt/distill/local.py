@@ -148,22 +148,21 @@ def student_rows(
         space: as of `stacked_outputs`.
         graph: gradients go through the attention into h; else no further than the adapter.
     """
-    energies: list[Tensor | None] = []
 
-    def student(hidden: Tensor, **context: Any) -> Tensor:
+    def student(hidden: Tensor, **context: Any) -> tuple[Tensor, Tensor | None]:
         with torch.set_grad_enabled(graph):
             attention = attention_output(layer, hidden, **context)
-        h, a = here.rows(hidden), here.rows(attention)
-        rows, energy = trained_output(layer, h, a, regularised, space)
-        energies.append(energy)
-        return rows
+        return trained_output(layer, here.rows(hidden), here.rows(attention), regularised, space)
+
+    context, energies = here.context_of(layer), []
+    if not may_change(layer):
+        return student(hidden, **context)
 
     def scattered(hidden: Tensor, **context: Any) -> Tensor:
-        return here.scatter(student(hidden, **context))
+        rows, energy = student(hidden, **context)
+        energies.append(energy)
+        return here.scatter(rows)
 
-    context = here.context_of(layer)
-    if not may_change(layer):
-        return student(hidden, **context), energies[0]
     name = f"layer {layer.self_attn.layer_idx}"
     return here.rows(call_around(layer, name, scattered, hidden, **context)), energies[0]
 

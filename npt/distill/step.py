@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,15 +102,14 @@ def add_batch(
         guard.refuse(fault, batch.sample_ids)
         return
     ids, offset = batch.sample_ids, batch.offset
-    again = partial(_drawn, guard, batch, compute)
+
+    def again() -> BatchSums:
+        with guard.draws.drawing(ids, offset):
+            return compute(batch)
+
     with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
         sums = compute(batch)
         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
-
-
-def _drawn(guard: Guard, batch: Batch, compute: Callable[[Batch], BatchSums]) -> BatchSums:
-    with guard.draws.drawing(batch.sample_ids, batch.offset):
-        return compute(batch)
 
 
 def forward_backward(
