@@ -74,9 +74,8 @@ def measure(
     """
     converted = npt_layers(model)
     layers = decoder_layers(model)
-    sums_by_layer = {
-        index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted
-    }
+    width = model.config.hidden_size
+    sums_by_layer = {index: Sensitivity(width, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
@@ -85,8 +84,8 @@ def measure(
         seen: dict[tuple[int, str], Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(adapters_disabled(model))
-            for index, layer in converted:
-                stack.enter_context(_watched(layer, index, seen))
+            for index, watched in converted:
+                stack.enter_context(_watched(watched, index, seen))
             with torch.no_grad():
                 stream = open_stream(model, batch)
                 hidden = stream.hidden

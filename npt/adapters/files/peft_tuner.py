@@ -141,8 +141,12 @@ class NPTTuner(BaseTuner):
         wanted = {PREFIX + name: parameter.shape for name, parameter in parameters.items()}
         for name in sorted({*wanted, *state_dict}):
             tensor = state_dict.get(name)
-            fits = tensor is not None and tensor.shape == wanted.get(name)
-            if not fits or tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+            if (
+                tensor is None
+                or tensor.shape != wanted.get(name)
+                or tensor.dtype != torch.float32
+                or not bool(tensor.isfinite().all())
+            ):
                 raise AdapterFileError(
                     f"the tensor {name!r} is missing, extra, misshapen, not fp32 or not finite; the"
                     " adapter is refused"
