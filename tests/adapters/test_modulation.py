@@ -52,13 +52,6 @@ def test_multiplier_is_exactly_one_at_zero(mult_bound):
     assert torch.equal(multiplier(torch.zeros(7), mult_bound), torch.ones(7))
 
 
-def test_the_multiplier_does_not_start_at_three_quarters():
-    u = torch.tensor([0.0, -100.0, 100.0])
-    mistaken = 0.5 * torch.sigmoid(u) + 0.5
-    assert mistaken.tolist() == [0.75, 0.5, 1.0]
-    assert multiplier(u, 0.5).tolist() == [1.0, 0.5, 1.5]
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20))
 @example([1e30, -1e30])

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
@@ -337,20 +336,6 @@ def assert_unpacked(model: Any, batch: Any, config: TrainConfig, expected: Any) 
         assert found[index] == [*[attention] * 4, gate, up, down], f"layer {index}"
 
 
-def test_the_energy_is_that_of_all_targets(load_model):
-    layer: Any = decoder_layers(student(load_model))[1]
-    hidden, attention = normal(0, N, D), normal(1, N, D)
-    energy = stacked_outputs(layer, hidden, attention)[2]
-    z = layer.npt.code(attention)
-    expected = torch.zeros(N)
-    for target, width in (("gate", F), ("up", F), ("down", D)):
-        m = 1 + layer.npt.config.mult_bound * (2 * torch.sigmoid(z @ layer.npt.M[target].T) - 1)
-        s = layer.npt.config.additive_scale * (z @ layer.npt.B[target].T)
-        expected += ((m - 1) ** 2).sum(-1) / width + (s**2).sum(-1) / width
-    assert energy is not None
-    assert_close(energy, expected)  # default tolerance of fp32
-
-
 @pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
 @pytest.mark.parametrize("regularised", [True, False])
 def test_with_down_alone_nothing_goes_back_through_the_mlp(
@@ -370,7 +355,6 @@ def test_with_down_alone_nothing_goes_back_through_the_mlp(
 
 
 # --- memory
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
