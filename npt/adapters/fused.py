@@ -51,7 +51,8 @@ class Form:
     """Settings of the arithmetic.
 
     Attributes:
-        mult_bound, additive_scale: beta and alpha.
+        mult_bound: beta.
+        additive_scale: alpha.
         regularised: the energy is differentiated.
     """
 

@@ -347,8 +347,7 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
             f"{path} has no entry 'npt'; it is not an NPT adapter's configuration"
         )
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}
-    known = {f.name for f in fields(NPTConfig)}
-    odd = sorted((set(settings) | _LATER) ^ known)
+    odd = sorted((set(settings) | _LATER) ^ {f.name for f in fields(NPTConfig)})
     if odd:
         raise AdapterFileError(
             f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}"
