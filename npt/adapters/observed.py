@@ -16,37 +16,48 @@ from npt.adapters.layer import NPTLayer, modulated_product, modulation_energy
 from npt.base.linear import multiply_backward, product_weight
 
 
-def show_stages(
-    layer: NPTLayer,
-    z: Tensor,
-    products: tuple[Tensor, Tensor, Tensor],
-    changed: Tensor,
-    energy: Tensor | None,
-    regularised: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Show the stages after gate's and up's products, and return the MLP's output and the energy,
-    tied to what was shown: gradients flow through it, too.
+class Aside:
+    """One pass of an observed layer from gate and up on, shown stage by stage.
 
     Args:
         layer: with an observer.
         z: [N, R], its codes.
-        products: gate's and up's [N, F], copies that may ask for gradients, and down's [N, D].
-        changed: [N, D], down's product, modulated, as training has it.
-        energy: [N], as training has it; None if no product is modulated.
-        regularised: the energy is differentiated.
+        graph: gradients go through gate's and up's products.
     """
-    adapter, (gate, up, down), z = layer.npt, products, z.detach()
-    with torch.enable_grad():
-        product, terms = modulated_product(layer, gate, up, z, aside=True)
-    adapter.show(product=product)
-    seen = _FrozenProduct.apply(product, down.detach(), layer.mlp.down_proj)
-    shown, m, s = adapter.apply_to("down", seen, z, aside=True)
-    changed = _Twin.apply(changed, shown)
-    if energy is not None:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
-            energy = _Twin.apply(energy, modulation_energy([*terms, (m, s)]))
-    adapter.show(m_down=m, s_down=s, mlp=changed)
-    return changed, energy
+
+    def __init__(self, layer: NPTLayer, z: Tensor, graph: bool):
+        self._layer, self._z, self._graph = layer, z.detach(), graph
+
+    def show_product(self, *products: Tensor) -> None:
+        """Show the stages from gate's and up's products [N, F] to down_proj's input."""
+        with torch.enable_grad():
+            gate, up = (y.clone().requires_grad_(self._graph) for y in products)
+            self._product, self._terms = modulated_product(
+                self._layer, gate, up, self._z, aside=True
+            )
+        self._layer.npt.show(product=self._product)
+
+    def tie(
+        self, down: Tensor, changed: Tensor, energy: Tensor | None, regularised: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Show the stages after down_proj; return the MLP's output and the energy as training has
+        them, tied to what was shown: gradients flow through it, too.
+
+        Args:
+            down: [N, D], down_proj's product.
+            changed: [N, D], the same, modulated.
+            energy: [N]; None if no product is modulated.
+            regularised: the energy is differentiated.
+        """
+        adapter = self._layer.npt
+        seen = _FrozenProduct.apply(self._product, down.detach(), self._layer.mlp.down_proj)
+        shown, m, s = adapter.apply_to("down", seen, self._z, aside=True)
+        changed = _Twin.apply(changed, shown)
+        if energy is not None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
+                energy = _Twin.apply(energy, modulation_energy([*self._terms, (m, s)]))
+        adapter.show(m_down=m, s_down=s, mlp=changed)
+        return changed, energy
 
 
 class _Twin(torch.autograd.Function):

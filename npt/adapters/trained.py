@@ -31,7 +31,7 @@ from npt.adapters.fused import (
     product_forward,
 )
 from npt.adapters.layer import NPTLayer, modulation_energy, student_output, student_stream
-from npt.adapters.observed import show_stages
+from npt.adapters.observed import Aside
 from npt.base.hooks import has_forward_hooks, may_change
 from npt.base.linear import (
     effective_dtype,
@@ -164,8 +164,8 @@ def _fused(
     weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
     # If neither is modulated, a backward through the MLP would bring z nothing but zeros.
     code = z if any(w is not None for w in weights) else z.detach()
-    shown: list[Tensor] | None = None if adapter.observer is None else []
-    others = layer.mlp, x, taught is not None, form, space, shown
+    aside = None if adapter.observer is None else Aside(layer, z, read.requires_grad)
+    others = layer.mlp, x, taught is not None, form, space, aside
     down, of_teacher, energy = _MLP.apply(code, *weights, read, *others)
     changed = down
     if adapter.config.targets == (STREAM,):
@@ -173,9 +173,8 @@ def _fused(
     if "down" in adapter.config.targets:
         changed, of_down = Modulated.apply(down, z, *adapter.weights_of("down"), form)
         energy = energy + of_down
-    if shown is not None:
-        gate, up = (product.requires_grad_(read.requires_grad) for product in shown)
-        changed, energy = show_stages(layer, z, (gate, up, down), changed, energy, regularised)
+    if aside is not None:
+        changed, energy = aside.tie(down, changed, energy, regularised)
     output = stream + changed
     adapter.show(o=output)
     return output, energy, of_teacher
@@ -204,7 +203,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, _, mlp, x, with_teacher, form, space, shown = others
+        *weights, _, mlp, x, with_teacher, form, space, aside = others
         n, pieces, width = len(z), 4 if with_teacher else 3, mlp.gate_proj.out_features
         if space is None and pieces == 3:
             gate, product, up = (x.new_empty(n, width) for _ in range(3))
@@ -226,8 +225,8 @@ class _MLP(torch.autograd.Function):
         if with_teacher:
             taught[0].mul_(F.silu(product, inplace=True))
         energy = product_forward(gate, up, LowRank(z, weights, form), product)
-        if shown is not None:
-            shown += gate.clone(), up.clone()
+        if aside is not None:
+            aside.show_product(gate, up)
         weight = product_weight(mlp.down_proj, x.dtype)
         hooked = has_forward_hooks(mlp.down_proj)
         down = mlp.down_proj(inputs) if hooked else multiply(mlp.down_proj, weight, inputs)
