@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled
+from npt.adapters.converted import adapters_disabled, evaluating
 from npt.data.batch import Sample, batches
-from npt.evaluation.metrics import checked_batches, evaluating, final_states, predicting
+from npt.evaluation.metrics import checked_batches, final_states, predicting
 from npt.random_state import kept_random_state
 
 UNQUANTIZED = "unquantized"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config
+from npt.adapters.converted import attached_config, evaluating
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Sample, batches
@@ -26,7 +26,6 @@ from npt.evaluation.metrics import (
     Pair,
     checked_batches,
     compare_pairs,
-    evaluating,
     figures,
     final_states,
     nan_for_null,

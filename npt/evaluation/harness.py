@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config
+from npt.adapters.converted import attached_config, evaluating
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.evaluate import MODES
-from npt.evaluation.metrics import evaluating
 from npt.evaluation.view import mode_view
 from npt.extras import require
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,18 +76,6 @@ class Figures:
 def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with NaN for null, as which JSON writes it."""
     return {key: math.nan if value is None else value for key, value in values.items()}
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model to evaluation mode, and each module back afterwards."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in in_training:
-            module.training = True
 
 
 def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:

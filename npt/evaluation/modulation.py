@@ -9,8 +9,7 @@ are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,14 +17,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
+from npt.adapters.converted import (
+    adapter_mode,
+    attached_config,
+    decoder_layers,
+    evaluating,
+    npt_layers,
+)
 from npt.adapters.layer import NPTAdapter, device_of
-from npt.adapters.modulation import multiplier_spread
 from npt.adapters.stream import open_stream
+from npt.adapters.token_modulation import observed
 from npt.config import TARGETS
 from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import checked_batches, evaluating
+from npt.evaluation.metrics import checked_batches
 from npt.random_state import kept_random_state
 
 BINS = 40
@@ -138,21 +143,6 @@ def measure_modulation(
     )
 
 
-@contextmanager
-def observed(
-    observers: Sequence[tuple[NPTAdapter, Callable[[Stages], None] | None]],
-) -> Iterator[None]:
-    """Show each adapter's stages to its observer."""
-    before = [adapter.observer for adapter, _ in observers]
-    try:
-        for adapter, observer in observers:
-            adapter.observer = observer
-        yield
-    finally:
-        for (adapter, _), observer in zip(observers, before, strict=True):
-            adapter.observer = observer
-
-
 class _Sums:
     """Sums of one layer's modulation, in fp64 on the layer's device: nothing waits for them.
 
@@ -205,7 +195,7 @@ class _Sums:
         away = torch.where(finite, away, 0.0)
         part = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
         counts = torch.bincount(torch.where(finite, part, BINS).flatten(), minlength=BINS + 1)
-        middle, half = multiplier_spread(self.config.mult_form, bound)
+        middle, half = self.config.multiplier_spread
         saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
         sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
         return torch.cat(

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
 from npt.adapters.layer import NPTLayer, student_output, whole
-from npt.adapters.token_modulation import as_row
+from npt.adapters.token_modulation import as_row, observed
 from npt.config import TARGETS
 from npt.distill.hidden_losses import nmse_per_token
-from npt.evaluation.metrics import COLUMNS, compare_tokens, evaluating, most_likely
-from npt.evaluation.modulation import Stages, observed
+from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
+from npt.evaluation.modulation import Stages
 
 _CONTEXT = 8
 """Tokens that are decoded before a token, at least: alone it would lose its leading space."""

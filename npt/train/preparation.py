@@ -22,7 +22,7 @@ from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import ConfigError, SmokeTestError
@@ -232,8 +232,8 @@ def run_record(
     plan: MemoryPlan | None,
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.recipe import ORIGIN_ENTRY, origin_of
     from npt.base.quantization_error import product_errors
+    from npt.base.recipe import ORIGIN_ENTRY, origin_of
 
     model = setup.model
 
@@ -282,7 +282,7 @@ def smoke_test(
     snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     batch = batch.to(next(model.parameters()).device)
 
-    def compute() -> MicroBatch:
+    def compute() -> BatchSums:
         # the same random numbers each time: a base that draws would have another loss for those
         with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
             return strategy(model, batch, config)
@@ -324,7 +324,7 @@ def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
 
 
-def _under_anomaly_detection(compute: Callable[[], MicroBatch]) -> MicroBatch:
+def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
     try:
         with warnings.catch_warnings():
             # anomaly mode announces itself, and a fault with the forward's traceback

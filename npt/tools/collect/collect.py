@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config
+from npt.adapters.converted import adapter_mode, attached_config, evaluating
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity
@@ -29,7 +29,7 @@ from npt.data.continuation import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
-from npt.evaluation.metrics import COLUMNS, evaluating
+from npt.evaluation.metrics import COLUMNS
 from npt.runs.signals import StopOnSignal
 from npt.tools.collect.journal import Journal, read_journal
 from npt.tools.collect.prompts import read_prompts

@@ -20,8 +20,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Update, consolidate, unconsolidate
-from npt.adapters.converted import adapter_mode, attached_config
+from npt.adapters.consolidate import Consolidation, consolidate, unconsolidate
+from npt.adapters.converted import adapter_mode, attached_config, evaluating
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import as_row
 from npt.console import say
@@ -31,7 +31,6 @@ from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
-    evaluating,
     figures,
     final_states,
     per_sample_sums,
@@ -152,7 +151,7 @@ class Before:
 def largest_alpha(
     model: PreTrainedModel,
     before: Before,
-    make: Callable[[float], Update],
+    make: Callable[[float], Consolidation],
     asked: float,
     max_kl: float,
 ) -> float:
@@ -179,7 +178,7 @@ def largest_alpha(
 
 
 @contextmanager
-def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
+def made(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
     """Make the update part of the model within the context."""
     consolidate(model, update)
     try:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
 from npt.errors import ConfigError, ModelError
-from npt.evaluation.metrics import evaluating
 
 
 @contextmanager
