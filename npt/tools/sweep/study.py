@@ -4,27 +4,34 @@ spec.yaml        the specification, as it was given
 study.json       name, parts with their notes, storage (without its password), versions
 study.db         the storage, unless another one was named
 trials.csv       the table; written anew while the study runs
+running/         run folders of the trials under way, one folder a worker
 report.html      the page that `npt report` makes of the table
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from npt.errors import ConfigError
-from npt.files import PARTIAL, write_bytes, write_json
+from npt.files import write_bytes, write_json
 from npt.stored import read_json
 from npt.tools.sweep.spec import Design, read_design
 from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.table import rows_of, write_table
 
-SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
+SPEC, STUDY, DATABASE, RUNNING = "spec.yaml", "study.json", "study.db", "running"
+
+_FIRST_FILES = (DATABASE, f".{STUDY}.", f".{SPEC}.")
+"""How names begin that a study leaves which is killed before `study.json` is written."""
 
 TABLE_SECONDS = 15.0  # between two tables of a study that is under way
 
@@ -54,13 +61,14 @@ def storage_url(folder: Path, storage: str | None) -> str:
     return storage if storage is not None else f"sqlite:///{(folder / DATABASE).resolve()}"
 
 
-def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) -> None:
+def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Refuse a folder of another study or of something else with a ConfigError, and change
     nothing.
     """
     try:
         if not is_study(folder):
-            if folder.exists() and not all(_own(item, spec, storage) for item in folder.iterdir()):
+            names = [path.name for path in folder.iterdir()] if folder.exists() else []
+            if not all(name.startswith(_FIRST_FILES) for name in names):
                 raise ConfigError(
                     f"--study {folder} holds something other than a study; choose another folder"
                 )
@@ -69,22 +77,12 @@ def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) 
         raise ConfigError(
             f"--study {folder} cannot be read: {error.strerror}; choose another folder"
         ) from error
-    before = read_study(folder)["name"]
-    if before != design.name:
+    name = read_study(folder)["name"]
+    if name != design.name:
         raise ConfigError(
-            f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose"
+            f"--study {folder} is of the study {name!r}, {spec} describes {design.name!r}; choose"
             " another folder"
         )
-
-
-def _own(item: Path, spec: Path, storage: str | None) -> bool:
-    """Return whether a study that was killed as it began may have left this in its folder."""
-    if item.name == SPEC:
-        return item.read_bytes() == spec.read_bytes()
-    database = DATABASE if storage is None else storage.partition("?")[0].rpartition("/")[2]
-    names = [f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")]
-    started = item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL)
-    return started or item.name in names
 
 
 def open_folder(
@@ -114,6 +112,29 @@ def design_in(folder: Path) -> Design:
     return replace(read_design(str(folder / SPEC)), name=read_study(folder)["name"])
 
 
+@contextlib.contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Make this worker's folder for run folders, and remove those of workers that were killed on
+    this machine.
+    """
+    host, running = socket.gethostname(), folder / RUNNING
+    for left in running.glob(f"{host}-*"):
+        try:
+            os.kill(int(left.name.rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (ValueError, PermissionError):  # no worker's, or a process of somebody else
+            continue
+    scratch = running / f"{host}-{os.getpid()}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other workers have theirs
+            running.rmdir()
+
+
 def run_workers(command: Sequence[str], count: int, threads: int, each: Callable[[], None]) -> int:
     """Run so many worker processes of a study on this machine, each on so many threads, until all
     have ended; `each` is called about once a second. Return 0, or the status of a worker that
@@ -140,7 +161,7 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
     return 0 if 0 in codes else next(code if code > 0 else 128 - code for code in codes)
 
 
-class Display:
+class StudyDisplay:
     """Lines on how far a study is, and its table, at most once in so many seconds."""
 
     def __init__(

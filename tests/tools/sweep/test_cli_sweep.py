@@ -133,7 +133,7 @@ def test_a_study_killed_as_it_began_continues_in_its_folder(
         with pytest.raises(KeyboardInterrupt):
             module.open_folder(folder, spec, design, None, {})
     assert not (folder / "spec.yaml").exists()
-    module.check_folder(folder, spec, design, None)
+    module.check_folder(folder, spec, design)
     module.open_folder(folder, spec, design, None, {})
     assert module.design_in(folder).by_key.keys() == design.by_key.keys()
 

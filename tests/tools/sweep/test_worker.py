@@ -12,7 +12,7 @@ import pytest
 from npt.errors import ConfigError, StoppedError
 from npt.tools.sweep.spec import Design, design_of
 from npt.tools.sweep.storage import Storage
-from npt.tools.sweep.study import Display
+from npt.tools.sweep.study import StudyDisplay
 from npt.tools.sweep.table import read_table, rows_of
 from npt.tools.sweep.worker import Worker
 
@@ -57,7 +57,7 @@ def test_a_worker_runs_every_trial_and_says_what_came_out(design, finished) -> N
     )
     rows = rows_of(design, storage.rows())
     assert [row["outcome"] for row in rows] == ["stable", "worse", "stable", "diverged"]
-    assert "npt-trial" not in rows[3]["reason"]  # whose folder is gone
+    assert "trial-" not in rows[3]["reason"]  # whose folder is gone
     assert all(row["worker"] == storage.worker for row in rows)
 
 
@@ -147,7 +147,7 @@ def test_a_display_says_how_far_a_study_is_and_writes_its_table(
     design, storage, tmp_path, bases
 ) -> None:
     said: list[str] = []
-    display = Display(storage, design, tmp_path, said.append, seconds=0.0)
+    display = StudyDisplay(storage, design, tmp_path, said.append, seconds=0.0)
     display.update()
     claim = storage.claim(design.by_key)
     assert claim is not None
