@@ -39,11 +39,8 @@ def generate(given: dict[str, Any]) -> int:
     model, tokenizer, _, other = load_student(base, given, notes)
     ids = prompt_ids(tokenizer, text, chat=not given["raw"])
     modes: Any = MODES[:2] if given["compare"] else (given["mode"] or "student",)
-    show = None if given["json"] or given["compare"] else _show
-    if show is not None:
-        show(text)
     written: dict[str, Written] = {
-        mode: write(mode_view(model, mode), tokenizer, ids, decoding, show=show) for mode in modes
+        mode: write(mode_view(model, mode), tokenizer, ids, decoding) for mode in modes
     }
     figures: dict[str, Any] = {mode: one.as_dict() for mode, one in written.items()}
     figures |= _parting(tokenizer, written) if given["compare"] else {}
@@ -54,7 +51,8 @@ def generate(given: dict[str, Any]) -> int:
     elif given["compare"]:
         _print_texts(tokenizer, text, ids, written, figures)
     else:
-        put("")
+        words = text + written[modes[0]].text
+        put(printable(words) if sys.stdout.isatty() else words)
     notes.say("; ".join(_speed(mode, one) for mode, one in written.items()))
     if page is not None:
         recipe = {"adapter": str(given["adapter"]), "base": base.model_name}
@@ -89,10 +87,6 @@ def _prompt(given: str | None) -> str:
             f"the prompt on standard input is not UTF-8 ({error.reason} at byte {error.start});"
             " convert it"
         ) from error
-
-
-def _show(text: str) -> None:
-    put(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 def _parting(tokenizer: Any, written: dict[str, Any]) -> dict[str, Any]:

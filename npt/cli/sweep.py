@@ -20,7 +20,13 @@ def sweep(given: dict[str, Any]) -> int:
     """
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import StudyDisplay, check_folder, open_folder, run_workers, storage_url
+    from npt.tools.sweep.study import (
+        StudyDisplay,
+        check_folder,
+        open_folder,
+        run_workers,
+        storage_url,
+    )
     from npt.versions import versions
 
     console = silent_console() if given["json"] else make_console()

@@ -24,7 +24,7 @@ class Figure:
         name: in words, with the unit unless that follows the number.
         short: for a table's narrow column.
         digits: after the point.
-        percent: it is a share.
+        percent: whether it is a share.
         ideal: the teacher's against itself; None if that depends on the text.
     """
 
@@ -53,9 +53,7 @@ class Figure:
 
 FIGURES: dict[str, Figure] = {
     "kl": Figure("KL(teacher, model), nats", "KL, nats", 4, ideal=0.0),
-    "reverse_kl": Figure("KL(model, teacher), nats", "reverse KL", 4, ideal=0.0),
     "top1": Figure("top-1 agreement", "top-1", 1, percent=True, ideal=1.0),
-    "top5": Figure("top-5 agreement", "top-5", 1, percent=True, ideal=1.0),
     "acceptance": Figure("speculative acceptance", "acceptance", 1, percent=True, ideal=1.0),
     "perplexity": Figure("perplexity", "perplexity", 3),
     "perplexity_ratio": Figure("perplexity over the teacher's", "ratio", 4, ideal=1.0),

@@ -1,18 +1,18 @@
-"""Text out of a model, token by token, through transformers' own `generate`, as users get it."""
+"""Text out of a model through transformers' own `generate`, as users get it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging as transformers_logging
 
 from npt.base.linear import cast_once
@@ -22,11 +22,6 @@ from npt.data.chat import has_template, render
 from npt.data.continuation import bare_tokens, continuation_text, prompt_tokens
 from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.greedy import end_ids
-
-Show = Callable[[str], None]
-
-_CONTEXT = 8
-"""Tokens decoded again before those that follow them: special ones are no text."""
 
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by far less are not finite in fp32."""
@@ -49,14 +44,10 @@ class Decoding:
 
     def __post_init__(self) -> None:
         finite = LEAST_TEMPERATURE <= self.temperature < math.inf
+        least = f"it must be 0 (the most likely token) or a finite number, {LEAST_TEMPERATURE:g} up"
         for name, fits, bound in (
             ("max_new_tokens", self.max_new_tokens >= 1, "it must be at least 1"),
-            (
-                "temperature",
-                self.temperature == 0 or finite,
-                "it must be 0 (the most likely token) or a finite number of at least"
-                f" {LEAST_TEMPERATURE:g}",
-            ),
+            ("temperature", self.temperature == 0 or finite, least),
             ("top_p", 0 < self.top_p <= 1, "it is a share above 0, at most 1"),
             ("seed", 0 <= self.seed <= SEED_MAX, f"it must be from 0 to {SEED_MAX}"),
         ):
@@ -68,22 +59,19 @@ class Decoding:
                 " remove --top_p"
             )
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
     def described(self) -> str:
         """Return the choice of tokens in words."""
-        most = f"{self.max_new_tokens:,} at most"
-        if self.greedy:
-            return f"{most}, the most likely ones"
-        share = f", from {self.top_p:g} of the probability" if self.top_p < 1 else ""
-        return f"{most}, drawn at temperature {self.temperature:g}{share}, seed {self.seed}"
+        if not self.temperature:
+            return f"{self.max_new_tokens:,} at most, the most likely ones"
+        return (
+            f"{self.max_new_tokens:,} at most, drawn at temperature {self.temperature:g} from"
+            f" {self.top_p:g} of the probability, seed {self.seed}"
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments for `generate` that override the model's own settings for drawing."""
-        drawn: dict[str, Any] = {"do_sample": not self.greedy}
-        if not self.greedy:
+        drawn: dict[str, Any] = {"do_sample": self.temperature > 0}
+        if self.temperature:
             drawn |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **drawn}
 
@@ -127,35 +115,6 @@ class NoNaN(LogitsProcessor):
         return scores
 
 
-class Streamer(TextStreamer):
-    """Shows text as soon as it is words. Tokens are decoded together with the last ones that were
-    shown: by themselves they would lose the space that they begin with.
-    """
-
-    def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._show = show
-        self._continue_after(list(prompt))
-
-    def put(self, value: Tensor) -> None:
-        shown = [*self.token_cache, *value.flatten().tolist()]
-        super().put(value)
-        if not self.token_cache:  # a line has ended
-            self._continue_after(shown)
-
-    def _continue_after(self, ids: list[int]) -> None:
-        size = _CONTEXT  # a character that was cut in two may spoil all that follows it
-        while "\ufffd" in (text := self._decoded(ids[-size:])) and size < len(ids):
-            size *= 2
-        self.token_cache, self.print_len = ids[-size:], len(text)
-
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, **self.decode_kwargs))
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._show(text)
-
-
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     """Return a prompt's tokens: the text as the user's turn in the tokenizer's chat template, if it
     has one and `chat` is set, else the text itself.
@@ -187,16 +146,9 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     return ids
 
 
-def write(
-    model: Any,
-    tokenizer: Any,
-    prompt: Sequence[int],
-    decoding: Decoding,
-    *,
-    show: Show | None = None,
-) -> Written:
+def write(model: Any, tokenizer: Any, prompt: Sequence[int], decoding: Decoding) -> Written:
     """Continue one prompt with a model, in the mode that it is in, or a view. The random state
-    stays as it is. `show` is given the text as it comes.
+    stays as it is.
 
     Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
 
@@ -231,7 +183,6 @@ def write(
             eos_token_id=ends or None,
             pad_token_id=PAD_ID,  # one row has none; the tokenizer's may be one without a row
             logits_processor=LogitsProcessorList([NoNaN()]),
-            streamer=Streamer(tokenizer, show, prompt) if show is not None else None,
             **decoding.arguments(),
         )
     new = whole[0, len(prompt) :].tolist()

@@ -1,19 +1,17 @@
 """Greedy texts: continue prompts in batches, and find where the student's leaves its teacher's.
 
-Prompts are padded on the left, so that the tokens of a row, and those that are added, are
-neighbours: a window counts columns, and padding after a prompt would use up some. Padding sees
-itself and nothing else, as a document of its own in a packed row does: some attention kernels
-answer a query without a key with NaN. Tokens do not depend on the batch they are in, except for
-ties that rounding decides: rows of another width sum in another order.
+Prompts are padded on the left, because a sliding window counts columns. Padding sees itself and
+nothing else, as a document of its own in a packed row does: some attention kernels answer a query
+without a key with NaN. Tokens do not depend on the batch they are in, except for ties that rounding
+decides: rows of another width sum in another order.
 
 The teacher continues each prompt; on its tokens the student is asked, position by position, for
-its own. Up to the first position at which that differs the two texts are the same, so this is
-where the student, left to itself, would part from its teacher: one forward of the student instead
-of a second text.
+its own. Up to the first difference the two texts are the same, so one forward of the student finds
+where its own text would leave its teacher's.
 
-A text that agrees up to the limit on new tokens is *censored*: it parts later, if at all. A mean
-position over the others would be biased low, so none is given. The median is by the product-limit
-estimator, which takes censoring into account (Kaplan and Meier, 1958).
+Some continuations never diverge within the limit on new tokens; they are right-censored, and a mean
+position over the others would be biased low. The median is by the product-limit estimator (Kaplan
+and Meier, 1958).
 """
 
 from __future__ import annotations
@@ -207,13 +205,15 @@ class Divergence:
     prompts, of the figure before it.
 
     Attributes:
-        prompts, parted: how many, and how many of their texts part within `max_new_tokens`.
-        censored, ended: still the same at that limit, and the same up to an end token.
+        prompts: how many there are.
+        parted: those whose two texts differ within `max_new_tokens`.
+        censored: those whose texts are the same up to that limit.
+        ended: those whose texts are the same up to an end token.
         tokens: of the teacher's texts.
-        agreed: mean number of tokens that are the same before the parting, the limit or the end; a
-            lower bound.
-        median: of the number of tokens before the parting; NaN if fewer than half part.
-        rate: partings per token that was compared.
+        agreed: mean number of tokens that are the same before the first difference, the limit or
+            the end; a lower bound.
+        median: of the number of tokens before the first difference; NaN if fewer than half differ.
+        rate: first differences per token that was compared.
     """
 
     prompts: int
@@ -270,22 +270,22 @@ def _median(texts: Sequence[tuple[int, bool]]) -> float:
 
 
 def parting_prompts(
-    samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
+    samples: Sequence[Sample], max_new_tokens: int, positions: int | None
 ) -> list[Sample]:
-    """Return prompts of the first `count` samples: the text before a completion, or the leading
-    tokens of the first document. They lose their beginning to fit the model's positions.
+    """Return the samples' prompts: the text before a completion, or the leading tokens of the first
+    document. They lose their beginning to fit the model's positions.
 
     Raises:
         ConfigError: no room for a prompt.
     """
     room = PROMPT_TOKENS + max_new_tokens if positions is None else positions - max_new_tokens
-    if count and (max_new_tokens < 1 or room < 1):
+    if max_new_tokens < 1 or room < 1:
         raise ConfigError(
             f"--max_new_tokens is {max_new_tokens}; it must be at least 1 and below the model's"
             f" {positions} positions"
         )
     prompts = []
-    for sample in samples[:count]:
+    for sample in samples:
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         labels = sample.labels or ()
         masked = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))
