@@ -64,6 +64,7 @@ RETIRED = {
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
+        ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

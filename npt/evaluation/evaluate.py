@@ -99,7 +99,7 @@ class Fidelity:
         if values.get("divergence"):
             from npt.evaluation.greedy import Divergence
 
-            divergence = Divergence(**nan_for_null(values["divergence"]))
+            divergence = Divergence.from_dict(values["divergence"])
         attribution, positions = (
             {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
             for kind in ("attribution", "positions")

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from npt.evaluation.metrics import (
     final_states,
     mean_and_error,
     most_likely,
+    nan_for_null,
 )
 
 PROMPT_TOKENS = 32  # of a text, at most
@@ -213,7 +215,6 @@ class Divergence:
         agreed: mean number of tokens that are the same before the first difference, the limit or
             the end; a lower bound.
         median: of the number of tokens before the first difference; NaN if fewer than half differ.
-        rate: first differences per token that was compared.
     """
 
     prompts: int
@@ -225,8 +226,12 @@ class Divergence:
     agreed: float
     agreed_se: float
     median: float
-    rate: float
-    rate_se: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Divergence:
+        """Return the figures of a file, now or of an earlier version, which had more."""
+        plain = nan_for_null(values)
+        return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
 
 def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:
@@ -238,8 +243,6 @@ def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Diverg
     agreed, parted = torch.tensor(texts, dtype=torch.float64).T.contiguous()
     censored = texts.count((max_new_tokens, False))
     mean, error = mean_and_error(agreed, torch.ones_like(agreed))
-    # the token at which two texts part was compared as well
-    rate, rate_error = mean_and_error(parted, agreed + parted)
     return Divergence(
         prompts=len(texts),
         max_new_tokens=max_new_tokens,
@@ -250,8 +253,6 @@ def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Diverg
         agreed=mean,
         agreed_se=error,
         median=_median(texts),
-        rate=rate,
-        rate_se=rate_error,
     )
 
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
-from npt.adapters.layer import NPTAdapter, device_of
+from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
-from npt.adapters.stream import open_stream
 from npt.config import TARGETS
 from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import checked_batches, evaluating
+from npt.evaluation.metrics import checked_batches, evaluating, final_states
 from npt.random_state import kept_random_state
 
 SATURATED = 0.99
@@ -129,11 +128,7 @@ def measure_modulation(
         for batch in checked_batches(model, batches, "modulation data", between):
             for of_layer in sums:
                 of_layer.valid = batch.valid_index
-            stream = open_stream(model, batch)
-            hidden = stream.hidden
-            for layer in decoder_layers(model)[: layers[-1][0] + 1]:
-                here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
-                hidden = here.clean(layer(hidden, **here.context_of(layer)))
+            final_states(model, batch)
             tokens += batch.tokens
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")

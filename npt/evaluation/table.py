@@ -60,12 +60,11 @@ def divergence_line(d: Divergence) -> str:
         if math.isnan(d.median)
         else f"half have parted within {d.median:.0f} tokens"
     )
-    agreed, rate = _plus_minus(d.agreed, d.agreed_se, 1), _plus_minus(d.rate, d.rate_se, 4)
     bound = " (at least: the limit cuts some off)" if d.censored else ""
     return (
         f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"
-        f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}. {agreed} tokens"
-        f" agree on average{bound}; {median}; {rate} partings per token."
+        f" tokens: {d.parted} part, {d.censored} are the same at the limit{ended}."
+        f" {_plus_minus(d.agreed, d.agreed_se, 1)} tokens agree on average{bound}; {median}."
     )
 
 

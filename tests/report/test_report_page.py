@@ -100,7 +100,7 @@ def test_page_and_console_write_a_figure_alike_json_the_fraction(tmp_path) -> No
     names = ("teacher", "floor", "student", "initial")
     models = [Figures.from_dict(figures[name]) for name in names]
     stream = io.StringIO()
-    print_fidelity(Fidelity(*models, layer_tokens=10), Console(file=stream, width=160))
+    print_fidelity(Fidelity(*models), Console(file=stream, width=160))
     for written in ("0.0062 ± 0.0003", "96.6 ± 0.1%"):
         assert written in reader.sections["fidelity"] and written in stream.getvalue()
     found = summary(RunRecord(tmp_path / "run"))
@@ -267,7 +267,7 @@ def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
     ("target", "words"),
     [
         (
-            dict.fromkeys(("counts", "saturated", "bad", "mean", "std")),
+            dict.fromkeys(("saturated", "bad", "mean", "std")),
             "There are no multipliers: the modulation is additive only.",
         ),
         ({"saturated": 0.25}, "at most 25.00% of the multipliers"),
@@ -288,7 +288,7 @@ def test_a_run_that_gave_up_names_its_step_and_what_is_not_finite(tmp_path) -> N
         events=[event("start", total_steps=20), *(refusal(10) for _ in range(3)), stopped],
         metrics=[metrics(step) for step in (1, 4, 8)],
         fidelity=None,
-        modulation=modulation(9, counts=[0] * 40, saturated=0.0, bad=1.0, **nothing),
+        modulation=modulation(9, saturated=0.0, bad=1.0, **nothing),
     )
     reader = read(folder)
     assert "Stopped in step 10, after 9 that were made: 3 refusals in a row" in reader.text
