@@ -42,11 +42,11 @@ class Figure:
         digits, most, tail = self.digits, self.digits + MORE_DIGITS, ""
         if self.ideal is not None and abs(value - self.ideal) >= NO_ERROR:
             ideal = scale * self.ideal
-            told = (n for n in range(digits, most) if f"{scale * value:.{n}f}" != f"{ideal:.{n}f}")
-            digits = next(told, most)
+            while digits < most and f"{scale * value:.{digits}f}" == f"{ideal:.{digits}f}":
+                digits += 1
         if math.isfinite(error) and error >= NO_ERROR:
-            told = (n for n in range(digits, most) if float(f"{scale * error:.{n}f}"))
-            digits = next(told, digits)
+            enough = (n for n in range(digits, most) if float(f"{scale * error:.{n}f}"))
+            digits = next(enough, digits)
             tail = f" ± {scale * error:.{digits}f}"
         return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
 
@@ -62,18 +62,13 @@ FIGURES: dict[str, Figure] = {
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Return any other share, in per cent, with more digits or a sign if it would read as none or
-    all of it and is neither.
+    """Return any other share, in per cent, with more digits if it would read as none or all of it
+    and is neither.
     """
     if not math.isfinite(share):
         return "not finite"
-
-    def told(digits: int) -> bool:
-        return share in (0.0, 1.0) or abs(float(f"{100 * share:.{digits}f}")) not in (0.0, 100.0)
-
-    most = digits + MORE_DIGITS
-    digits = next((n for n in range(digits, most) if told(n)), most)
-    if told(digits):
-        return f"{100 * share:.{digits}f}%".replace("-", "−")
-    least = 10.0**-digits
-    return f"<{least:.{digits}f}%" if share < 0.5 else f">{100 - least:.{digits}f}%"
+    for more in range(digits, digits + MORE_DIGITS + 1):
+        written = f"{100 * share:.{more}f}"
+        if share in (0.0, 1.0) or abs(float(written)) not in (0.0, 100.0):
+            break
+    return f"{written}%".replace("-", "−")

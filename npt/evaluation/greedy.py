@@ -41,6 +41,7 @@ from npt.evaluation.metrics import (
     nan_for_null,
 )
 
+MODES: tuple[Mode, ...] = ("teacher", "student")
 PROMPT_TOKENS = 32  # of a text, at most
 
 
@@ -163,22 +164,24 @@ def compare_prompts(
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)
     ]
-    hidden = {mode: completion_states(model, rows, mode) for mode in ("teacher", "student")}
-    tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
+    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
+    # needs no embedding.
+    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
+    hidden: dict[Mode, Tensor] = {}
+    for mode in MODES:
+        with adapter_mode(model, mode):
+            hidden[mode] = final_states(model, batch)
+    tokens = torch.tensor([token for new in added for token in new], device=batch.input_ids.device)
     head, size = model.lm_head, model.config.vocab_size
     with cast_once(head):
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
         written = {mode: most_likely(states, head, size) for mode, states in hidden.items()}
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
     lengths = [len(new) for new in added]
+    by_prompt = (figures, leaves, written["student"].cpu())
     comparisons = []
     for prompt, new, per_token, leaving, of_student in zip(
-        prompts,
-        added,
-        figures.split(lengths),
-        leaves.split(lengths),
-        written["student"].cpu().split(lengths),
-        strict=True,
+        prompts, added, *(each.split(lengths) for each in by_prompt), strict=True
     ):
         if not torch.isfinite(per_token).all():
             raise NumericalError(
@@ -190,15 +193,6 @@ def compare_prompts(
         comparison = Comparison(prompt, tuple(new), per_token.double().cpu(), position, token)
         comparisons.append(comparison)
     return comparisons
-
-
-def completion_states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
-    """Return the states that the completions' tokens are predicted from, [N, D], row by row."""
-    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
-    # needs no embedding.
-    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
-    with adapter_mode(model, mode):
-        return final_states(model, batch)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ changes, token by token and layer by layer, is what the context does there:
     change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
 
 for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
-as large as the output itself. It is the same quantity for every form, bound and scale of an
-adapter. Left out: the change that later layers make of it.
+as large as the output itself. Left out: the change that later layers make of it.
 
 Shapes: T tokens, L converted layers, D hidden.
 """

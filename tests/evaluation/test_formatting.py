@@ -54,8 +54,6 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
         (0.0, 2, "0.00%"),
         (1.0, 2, "100.00%"),
         (3e-5, 2, "0.003%"),
-        (1e-12, 2, "<0.000001%"),
-        (1 - 1e-12, 1, ">99.99999%"),
         (0.1234, 1, "12.3%"),
         (math.nan, 1, "not finite"),
     ],

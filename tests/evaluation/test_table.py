@@ -16,7 +16,7 @@ from npt.evaluation.table import divergence_line, print_fidelity
 
 
 def some(seed: int, se: float = 0.0625) -> Figures:
-    """perplexity seed + 2.5, ratio seed + 1.5, KL seed / 8, top-1 seed / 10, acceptance 0.05 more."""
+    """perplexity seed + 2.5, ratio seed + 1.5, KL seed / 8, shares seed / 10 and 0.05 more."""
     values = (seed + 2.5, seed + 1.5, seed / 8, seed / 10, seed / 10 + 0.05)
     return Figures(12345, *(part for value in values for part in (value, se)))
 
@@ -98,7 +98,7 @@ def test_partings_are_said_with_what_the_limit_hides() -> None:
 
 def test_an_error_that_is_unknown_or_none_is_left_out() -> None:
     unknown = shown(Fidelity(some(0, math.nan), some(3, math.nan), some(2, math.nan), None, LAYERS))
-    assert not [line for line in unknown[1:] if "nan" in line or "±" in line]
+    assert not [line for line in unknown[1:] if "nan" in line or " ± " in line]
     none = shown(Fidelity(some(0, 0.0), some(3), some(2), None, LAYERS))
     assert row(none, "KL, nats")[-1] == "0.0000"
 
