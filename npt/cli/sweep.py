@@ -21,11 +21,12 @@ def sweep(given: dict[str, Any]) -> int:
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import (
-        StudyDisplay,
         check_folder,
         open_folder,
+        progress_line,
         run_workers,
         storage_url,
+        update_table,
     )
     from npt.versions import versions
 
@@ -46,6 +47,14 @@ def sweep(given: dict[str, Any]) -> int:
     check_folder(folder, spec, design)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     open_folder(folder, spec, design, given["storage"], versions())
+    lines = [""]
+
+    def look() -> None:
+        if (line := progress_line(storage, design)) != lines[-1]:
+            lines.append(line)
+            console.say(line)
+            update_table(storage, design, folder)
+
     with storage.reached():
         new = storage.enqueue(design.trials)
         finished = storage.progress(design.by_key).finished
@@ -53,16 +62,15 @@ def sweep(given: dict[str, Any]) -> int:
             f"study {design.name}: {len(design.trials)} trials, {new} new, {finished} finished;"
             f" {folder}"
         )
-        display = StudyDisplay(storage, design, folder, console.say)
-        display.table()
+        update_table(storage, design, folder)
         count = given["workers"]
         threads = max(1, (os.cpu_count() or 1) // count)
         command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
         command += ["--parent", str(os.getpid())]
         command += ["--storage", given["storage"]] if given["storage"] is not None else []
         command += ["--json"] if given["json"] else []
-        status = run_workers(command, count, threads, display.update)
-        rows = display.table()
+        status = run_workers(command, count, threads, look)
+        rows = update_table(storage, design, folder)
     if given["json"]:
         print_json({"study": str(folder), "trials": rows})
         return status

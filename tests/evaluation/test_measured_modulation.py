@@ -96,22 +96,15 @@ def test_batches_add_up_whatever_their_padding(load_model, batch) -> None:
             assert target.mean == pytest.approx(other.mean, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("form", "least", "most"),
-    [
-        ("half_sigmoid", 0.5, 1.0),
-        ("one_plus_tanh", 0.5, 1.0),
-        ("unbounded", 0.0, 0.0),
-        ("sigmoid", 0.5, 1.0),
-    ],
-)
+@pytest.mark.parametrize("form", ["half_sigmoid", "one_plus_tanh", "unbounded", "sigmoid"])
 @pytest.mark.parametrize("size", [0.0, 30.0])
-def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, most, size) -> None:
+def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, size) -> None:
     found = measure_modulation(make(load_model, scale=size, mult_form=form), [batch])
-    for layer in found.layers.values():
-        for target in layer.targets.values():
-            assert target.saturated is not None
-            assert least <= target.saturated <= most if size else target.saturated == 0.0
+    shares = [t.saturated for layer in found.layers.values() for t in layer.targets.values()]
+    if size and form != "unbounded":
+        assert all(0.5 <= share <= 1 for share in shares)
+    else:
+        assert set(shares) == {0.0}
 
 
 @pytest.mark.parametrize(

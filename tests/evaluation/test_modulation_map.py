@@ -126,12 +126,6 @@ def test_the_model_stays_as_it_was(load_model) -> None:
         assert not layer.mlp.gate_proj._forward_hooks and not layer._forward_hooks
 
 
-def test_it_works_on_a_view_and_on_one_token(load_model) -> None:
-    model = student_of(load_model)
-    found = modulation_map(npt.teacher_view(model), [7])
-    assert found.change.shape == (1, 2) and found.kl.shape == (1,) and found.kl.isnan().all()
-
-
 def test_what_cannot_be_measured_is_refused(load_model) -> None:
     model = student_of(load_model)
     with pytest.raises(ConfigError, match="outside 0 to"):
@@ -153,7 +147,7 @@ def test_numbers_that_are_not_finite_stay_so(load_model) -> None:
 def test_plain_values_have_three_digits(tiny) -> None:
     model, tokenizer = tiny
     ids = tokenizer("def area(self):\n    return 2 * self")["input_ids"]
-    plain = modulation_map(model, ids).as_dict(tokenizer)
+    plain = modulation_map(npt.teacher_view(model), ids).as_dict(tokenizer)
     assert len(plain["tokens"]) == len(plain["kl"]) == len(plain["change"]) == len(ids)
     assert plain["teacher_first"][0] is None and isinstance(plain["student_first"][1], str)
     assert all(len(f"{x:.3g}") >= len(f"{x:g}") for row in plain["change"] for x in row)

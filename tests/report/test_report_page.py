@@ -188,11 +188,6 @@ def test_the_end_of_a_run_is_told(tmp_path, last, kind, words) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_one_step_makes_a_page(tmp_path) -> None:
-    reader = read(tmp_path / "run", steps=1)
-    assert "Finished at step 1" in reader.text and len(reader.charts) == 6
-
-
 def test_numbers_that_are_not_finite_are_said(tmp_path) -> None:
     bad = {"loss": None, "grad_norm": math.nan, "layers.1.nmse": None}
     hurt = fidelity(student=None)
@@ -274,24 +269,6 @@ def test_a_run_that_gave_up_names_its_step_and_what_is_not_finite(tmp_path) -> N
     assert "0.00%" not in said and "At their bounds are" not in said
     assert "Multipliers are not finite in 9 of 9 places: the most 100.0% of them" in said
     assert said.count("none finite") == 9
-
-
-def test_the_page_of_a_long_run_keeps_its_spike_and_stays_small(tmp_path, drawn) -> None:
-    lines = [
-        metrics(step, layers=80, loss=900.0 if step == 54_321 else 1.0)
-        for step in range(1, 100_001, 80)
-    ]
-    many = (refusal(step, "loss", HOSTILE * 9) for step in range(1, 100_000, 45))
-    folder = make_run(
-        tmp_path / "run",
-        metrics=lines,
-        events=[START, *many, event("done", steps=100_002)],
-        fidelity=fidelity(layers=80),
-        modulation=modulation(9, layers=80),
-    )
-    text = page(RunRecord(folder), folder / "report.html")
-    assert len(text.encode()) < 1_000_000
-    assert "between 1 and 900" in Reader(text).charts[0]
 
 
 # --- checkpoints and post-mortems

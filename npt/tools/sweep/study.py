@@ -33,7 +33,8 @@ SPEC, STUDY, DATABASE, RUNNING = "spec.yaml", "study.json", "study.db", "running
 _FIRST_FILES = (DATABASE, f".{STUDY}.", f".{SPEC}.")
 """How names begin that a study leaves which is killed before `study.json` is written."""
 
-TABLE_SECONDS = 15.0  # between two tables of a study that is under way
+POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
+"""Between looks at whether workers have ended, and at how far their study is."""
 
 
 def is_study(folder: Path) -> bool:
@@ -135,10 +136,10 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
             running.rmdir()
 
 
-def run_workers(command: Sequence[str], count: int, threads: int, each: Callable[[], None]) -> int:
+def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:
     """Run so many worker processes of a study on this machine, each on so many threads, until all
-    have ended; `each` is called about once a second. Return 0, or the status of a worker that
-    failed if none did its work to the end.
+    have ended; `look` is called every LOOK_SECONDS. Return 0, or the status of a worker that failed
+    if none did its work to the end.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     # In groups of their own: an interrupt from the terminal reaches this process alone, which then
@@ -146,10 +147,14 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
     processes = [
         subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)
     ]
+    seconds = 0.0
     try:
         while any(process.poll() is None for process in processes):
-            time.sleep(1.0)
-            each()
+            time.sleep(POLL_SECONDS)
+            seconds += POLL_SECONDS
+            if seconds >= LOOK_SECONDS:
+                seconds = 0.0
+                look()
     except BaseException:  # let every worker give its trial back
         for process in processes:
             if process.poll() is None:
@@ -161,32 +166,14 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
     return 0 if 0 in codes else next(code if code > 0 else 128 - code for code in codes)
 
 
-class StudyDisplay:
-    """Lines on how far a study is, and its table, at most once in so many seconds."""
+def progress_line(storage: Storage, design: Design) -> str:
+    """Return how many of a study's trials are done and under way."""
+    progress = storage.progress(design.by_key)
+    return f"{progress.finished} of {len(design.trials)} trials, {progress.running} under way"
 
-    def __init__(
-        self, storage: Storage, design: Design, folder: Path, say: Callable[[str], None],
-        seconds: float = TABLE_SECONDS,
-    ):  # fmt: skip
-        self._storage, self._design, self._folder = storage, design, folder
-        self._say, self._every = say, seconds
-        self._updated, self._line = 0.0, ""
 
-    def update(self) -> None:
-        """Say how far the study is, if that has changed, and write the table."""
-        if time.monotonic() - self._updated < self._every:
-            return
-        self._updated = time.monotonic()
-        progress = self._storage.progress(self._design.by_key)
-        total = len(self._design.trials)
-        line = f"{progress.finished} of {total} trials, {progress.running} under way"
-        if line != self._line:
-            self._line = line
-            self._say(line)
-            self.table()
-
-    def table(self) -> list[dict[str, Any]]:
-        """Write the table and return its rows."""
-        rows = rows_of(self._design, self._storage.rows())
-        write_table(self._folder, rows)
-        return rows
+def update_table(storage: Storage, design: Design, folder: Path) -> list[dict[str, Any]]:
+    """Write the table and return its rows."""
+    rows = rows_of(design, storage.rows())
+    write_table(folder, rows)
+    return rows

@@ -155,15 +155,6 @@ def test_every_record_is_what_a_slow_look_finds(student, tokenizer, tmp_path) ->
     assert figures["kl"] > 0.1  # the comparison is of something
 
 
-def test_the_batch_size_changes_no_text_and_no_token(student, tokenizer, whole, tmp_path) -> None:
-    gather(student, tokenizer, tmp_path / "other.jsonl", batch_size=9)
-    for one, other in zip(lines(whole), lines(tmp_path / "other.jsonl"), strict=True):
-        for name in ("kl", "kl_at", "acceptance", "acceptance_at"):
-            # rows of another width sum in another order
-            assert one.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5)
-        assert one == other
-
-
 def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_path) -> None:
     result = gather(close, tokenizer, tmp_path / "failures.jsonl")
     assert (tmp_path / "failures.jsonl").read_bytes() == b""
@@ -254,20 +245,6 @@ def test_what_is_trained_on_are_the_teachers_tokens_and_no_others(
     )
 
 
-def test_what_was_collected_can_be_collected_from_again(
-    student, tokenizer, whole, tmp_path
-) -> None:
-    again = [
-        {k: v for k, v in r.items() if k != "id"} | {"id": r["id"].removesuffix("@0")}
-        for r in lines(whole)
-    ]
-    gather(student, tokenizer, tmp_path / "two.jsonl", again, batch_size=1)
-    one, two = (
-        {r["id"]: r["input_ids"] for r in lines(path)} for path in (whole, tmp_path / "two.jsonl")
-    )
-    assert one == two != {}
-
-
 @pytest.mark.usefixtures("obeyed_signals")
 def test_a_signal_ends_it_after_the_batch(student, tokenizer, whole, tmp_path) -> None:
     path, number = tmp_path / "part.jsonl", signal.SIGINT
@@ -308,16 +285,6 @@ def test_a_refused_call_leaves_no_file(student, tokenizer, tmp_path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         gather(student, tokenizer, tmp_path)
     assert path.read_text() == "mine"
-
-
-def test_ids_outside_the_vocabulary_are_refused_and_named(student, tokenizer, tmp_path) -> None:
-    with pytest.raises(DataError, match=r"99999 outside the vocabulary .* sample bad@0"):
-        gather(
-            student,
-            tokenizer,
-            tmp_path / "failures.jsonl",
-            [{"id": "bad", "input_ids": [5, 99_999]}],
-        )
 
 
 def test_a_poisoned_student_is_refused_by_the_prompt_that_shows_it(
