@@ -25,10 +25,9 @@ from npt.evaluation.view import mode_view
 from npt.extras import require
 
 Results = dict[str, dict[str, dict[str, float]]]
-"""Of each model, of each task: metrics by name, their standard errors as `<metric>_se`, NaN where
-the harness gives none, and `samples`; of multiple-choice tasks besides `flips`, the share of items
-whose answer is not the teacher's. A metric after another filter than the harness's default is
-named `<metric>,<filter>`."""
+"""Of each model, of each task: metrics by name (`<metric>,<filter>` after another filter than the
+default), their standard errors as `<metric>_se`, and `samples`; of multiple-choice tasks besides
+`flips`, the share of items whose answer is not the teacher's."""
 
 
 def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> Any:
@@ -155,12 +154,11 @@ def _figures(values: dict[str, Any]) -> dict[str, float]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the harness's notes on the model that it is given: the choice is ours."""
-    loggers = [logging.getLogger("lm_eval"), logging.getLogger("lm-eval")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "lm-eval")}
     try:
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.ERROR)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -30,8 +30,8 @@ SECTIONS = {
 LISTED = 200  # events at most, the last ones
 
 
-def page(record: RunRecord, place: Path) -> str:
-    """Return the HTML page about a run; `place` is where it will be, for its links."""
+def page(record: RunRecord, output: Path) -> str:
+    """Return the HTML page about a run; `output` is its path, from which its links lead."""
     parts = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training) or [],
@@ -45,7 +45,7 @@ def page(record: RunRecord, place: Path) -> str:
     }
     return render(
         "run.html.j2", title=f"{clean(record.name, 80)}: report of a run", sections=SECTIONS,
-        record=record, status=status(record), facts=_facts(record), place=place,
+        record=record, status=status(record), facts=_facts(record), output=output,
         notes=record.notes, **parts,
     )  # fmt: skip
 

@@ -170,10 +170,10 @@ class RunRecord:
         step, steps, columns = _count(line.get("step")), self.steps, self.columns
         if step is None:
             return
-        place = bisect_left(steps, step)
-        del steps[place:]
+        position = bisect_left(steps, step)
+        del steps[position:]
         for column in columns.values():
-            del column[place:]
+            del column[position:]
         for key in [key for key in line if key not in columns]:
             if _COLUMNS.fullmatch(key) or _LAYER.fullmatch(key):
                 columns[key] = [math.nan] * len(steps)
@@ -191,8 +191,8 @@ class RunRecord:
         event, events = {**line, "step": _count(line.get("step"))}, self.events
         if line.get("event") == "resume":
             saves = [i for i, e in enumerate(events) if e["event"] == "save"]
-            place = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
-            events[place + 1 :] = [e for e in events[place + 1 :] if e["event"] not in _UNDONE]
+            last = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
+            events[last + 1 :] = [e for e in events[last + 1 :] if e["event"] not in _UNDONE]
         if isinstance(line.get("event"), str):
             events.append(event)
 

@@ -52,13 +52,13 @@ def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
     """Return the HTML page of a study's table, and of the name, notes and versions on record."""
     parts = by_part(rows)
     with _plotting():
-        plots = [plot for part, own in parts.items() for plot in plots_of(part, own)]
+        plots = [plot for part, rows_in in parts.items() for plot in plots_of(part, rows_in)]
     trials = [
         (part, *(", ".join(f"{n} {_shown(n, row[n])}" for n in names) or "all", row["seed"]),
          *(_shown(name, row.get(name)) for name in SHOWN))
-        for part, own in parts.items()
-        for names in [factors(own)]
-        for row in own
+        for part, rows_in in parts.items()
+        for names in [factors(rows_in)]
+        for row in rows_in
     ]  # fmt: skip
     sections = {"plots": "Optuna's plots", "trials": "Trials"}
     outcomes = Counter(row["outcome"] for row in rows)
