@@ -230,8 +230,11 @@ def evaluate(
     if not len(per_sample["student", "teacher"]):
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
+    teacher, floor, student = (measured[mode, "teacher"] for mode in MODES)
     return Fidelity(
-        *(measured[mode, "teacher"] for mode in MODES),
+        teacher,
+        floor,
+        student,
         layers=layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},

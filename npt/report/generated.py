@@ -16,7 +16,6 @@ import numpy as np
 from npt.report.pages import render
 from npt.report.words import clean, number
 
-TOKENS = 2000  # of a text that a page shows
 COLOURS = 12  # steps of the colour scale, `.h0` to `.h11` of the style sheet
 LETTERS = 40  # of a token that are shown
 
@@ -44,7 +43,7 @@ def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
 
 def token_view(passages: Passages) -> dict[str, Any] | None:
     """Return what `tokens.html.j2` shows; None if no passage has a finite number."""
-    changes = [np.array(measured["change"][:TOKENS], np.float64) for _, measured in passages]
+    changes = [np.array(measured["change"], np.float64) for _, measured in passages]
     finite = np.concatenate([change[np.isfinite(change)] for change in changes])
     if not len(finite):
         return None
@@ -68,7 +67,7 @@ def _text(
     sums = np.where(finite, change, 0).sum(axis=1)
     means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
     tokens = []
-    for i, text in enumerate(measured["tokens"][:TOKENS]):
+    for i, text in enumerate(measured["tokens"]):
         kind = f"{_colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
         hint = f"token {i + 1}, change {number(means[i], 3)}"
         if i:
@@ -78,8 +77,7 @@ def _text(
         cells = [(_colour(value, high), number(value, 2)) for value in change[i]]
         kind += " p" * (i == measured.get("parts"))
         tokens.append((visible(text), kind, text.count("\n"), hint, cells))
-    more = len(measured["tokens"]) - len(tokens)
-    return {"title": title, "tokens": tokens, "layers": measured["layers"], "more": more}
+    return {"title": title, "tokens": tokens, "layers": measured["layers"]}
 
 
 def _colour(value: float, high: float) -> str:

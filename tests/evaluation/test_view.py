@@ -59,6 +59,17 @@ def test_everything_is_shared_but_the_settings(student) -> None:
     assert student.generation_config.num_assistant_tokens != 3 and student.config.bos_token_id != 99
 
 
+def test_a_views_hooks_are_its_own_and_the_models_run_once(student) -> None:
+    calls = []
+    student.register_forward_hook(lambda *_: calls.append("model"))
+    view = npt.teacher_view(student)
+    view.register_forward_pre_hook(lambda *_: calls.append("view"))
+    logits(view)
+    assert calls == ["view", "model"]
+    logits(student)
+    assert calls == ["view", "model", "model"]
+
+
 def test_gradients_flow_through_a_view_as_through_the_model(student) -> None:
     gradients = []
     for model in (student, npt.student_view(student)):
