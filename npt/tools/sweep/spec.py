@@ -100,7 +100,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class Origin:
-    """What of the specification makes a trial.
+    """The part, arm and point of a specification that a trial is of.
 
     Attributes:
         part, arm: their names; "" for no arm.

@@ -66,18 +66,13 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Refuse a folder of another study or of something else with a ConfigError, and change
     nothing.
     """
-    try:
-        if not is_study(folder):
-            names = [path.name for path in folder.iterdir()] if folder.exists() else []
-            if not all(name.startswith(_FIRST_FILES) for name in names):
-                raise ConfigError(
-                    f"--study {folder} holds something other than a study; choose another folder"
-                )
-            return
-    except OSError as error:
-        raise ConfigError(
-            f"--study {folder} cannot be read: {error.strerror}; choose another folder"
-        ) from error
+    if not is_study(folder):
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        if not all(name.startswith(_FIRST_FILES) for name in names):
+            raise ConfigError(
+                f"--study {folder} holds something other than a study; choose another folder"
+            )
+        return
     name = read_study(folder)["name"]
     if name != design.name:
         raise ConfigError(
@@ -89,23 +84,16 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
 def open_folder(
     folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]
 ) -> None:
-    """Make the folder, or continue in it after `check_folder`; raise ConfigError if it cannot be
-    written.
-    """
+    """Make the folder, or continue in it after `check_folder`."""
     if storage is not None:
         import sqlalchemy
 
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
     record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # first: from now on the folder is known for a study's, whenever this is killed
-        write_json(folder / STUDY, record | {"versions": versions})
-        write_bytes(folder / SPEC, spec.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"--study {folder} cannot be written: {error.strerror}; choose another folder"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    # first: from now on the folder is known for a study's, whenever this is killed
+    write_json(folder / STUDY, record | {"versions": versions})
+    write_bytes(folder / SPEC, spec.read_bytes())
 
 
 def design_in(folder: Path) -> Design:
