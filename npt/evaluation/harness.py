@@ -53,10 +53,9 @@ def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> An
         )
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        there = f"; there are: {', '.join(manager.all_tasks[:20]) or 'none'}" if path else ""
         raise ConfigError(
             f"--lm_eval names the task {unknown[0]!r}, which {path or 'lm-evaluation-harness'} does"
-            f" not have{there}"
+            " not have"
         )
     return manager
 

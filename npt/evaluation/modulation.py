@@ -35,52 +35,21 @@ Stages = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class TargetModulation:
-    """One target of one layer; what its form does not have is None.
-
-    Attributes:
-        product_rms: of what the additive term is added to.
-        add_rms: of the additive term.
-        saturated: share of the multipliers at their bounds.
-        bad: share of the multipliers that are not finite.
-        mean: of the finite multipliers.
-        std: of the finite multipliers.
-    """
-
-    product_rms: float
-    add_rms: float | None
-    saturated: float | None = None
-    bad: float | None = None
-    mean: float | None = None
-    std: float | None = None
-
-
-@dataclass(frozen=True)
-class LayerModulation:
-    """One converted layer.
-
-    Attributes:
-        stream_rms: of the residual stream that the MLP's output is added to.
-        targets: the figures of each target.
-    """
-
-    stream_rms: float
-    targets: dict[str, TargetModulation]
-
-
-@dataclass(frozen=True)
 class Modulation:
-    """All converted layers by index.
+    """The modulation of the converted layers.
 
     Attributes:
         tokens: valid tokens.
         mult_bound: beta.
-        layers: the figures of each layer.
+        layers: by index {"stream_rms", "targets": {target: figures}}. The figures are `product_rms`
+            and `add_rms`, of the additive term and of what it is added to; `saturated` and `bad`,
+            the shares of multipliers at their bounds and not finite; `mean` and `std`, of the
+            finite ones. What the form of a target does not have is None.
     """
 
     tokens: int
     mult_bound: float
-    layers: dict[int, LayerModulation]
+    layers: dict[int, dict[str, Any]]
 
     @property
     def saturated(self) -> tuple[float, str]:
@@ -88,10 +57,10 @@ class Modulation:
         targets of other widths weigh alike.
         """
         shares = {
-            f"layer {index}, {name}": target.saturated
+            f"layer {index}, {name}": target["saturated"]
             for index, layer in self.layers.items()
-            for name, target in layer.targets.items()
-            if target.saturated is not None
+            for name, target in layer["targets"].items()
+            if target["saturated"] is not None
         }
         if not shares:
             return 0.0, "no layer"
@@ -99,8 +68,7 @@ class Modulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
-        layers = {str(index): asdict(layer) for index, layer in self.layers.items()}
-        return {**asdict(self), "layers": layers}
+        return {**asdict(self), "layers": {str(index): x for index, x in self.layers.items()}}
 
 
 @kept_random_state()
@@ -193,25 +161,23 @@ class _Sums:
         bad, total = (~finite).sum().double(), away.sum(dtype=torch.float64)
         return torch.stack([count, product, added, saturated, bad, total, _squares(away)])
 
-    def result(self) -> LayerModulation:
+    def result(self) -> dict[str, Any]:
         """Return the layer's figures."""
         count, squares, *_ = self._sums["residual"].tolist()
-        targets = [target for target in TARGETS if target in self._sums]
-        return LayerModulation(
-            math.sqrt(squares / count), {target: self._result(target) for target in targets}
-        )
+        targets = {target: self._result(target) for target in TARGETS if target in self._sums}
+        return {"stream_rms": math.sqrt(squares / count), "targets": targets}
 
-    def _result(self, target: str) -> TargetModulation:
+    def _result(self, target: str) -> dict[str, float | None]:
         count, product, added, saturated, bad, total, squares = self._sums[target].tolist()
+        figures: dict[str, float | None] = dict.fromkeys(("saturated", "bad", "mean", "std"))
+        if target in self._multiplied:
+            finite = count - bad
+            mean = total / finite if finite else math.nan
+            std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
+            shares = {"saturated": saturated / count, "bad": bad / count}
+            figures = {**shares, "mean": 1.0 + mean, "std": std}
         add_rms = math.sqrt(added / count) if target in self._config.shifted else None
-        product_rms = math.sqrt(product / count)
-        if target not in self._multiplied:
-            return TargetModulation(product_rms, add_rms)
-        finite = count - bad
-        mean = total / finite if finite else math.nan
-        std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
-        shares = saturated / count, bad / count
-        return TargetModulation(product_rms, add_rms, *shares, 1.0 + mean, std)
+        return {"product_rms": math.sqrt(product / count), "add_rms": add_rms, **figures}
 
 
 def _squares(values: Tensor) -> Tensor:

@@ -50,11 +50,8 @@ def print_fidelity(
 def divergence_line(d: Divergence) -> str:
     """Return a line about where greedy texts part, those that never did counted."""
     ended = f", {d.ended} ended the same" if d.ended else ""
-    median = (
-        "fewer than half part"
-        if math.isnan(d.median)
-        else f"half have parted within {d.median:.0f} tokens"
-    )
+    median = f"half have parted within {d.median:.0f} tokens"
+    median = "fewer than half part" if math.isnan(d.median) else median
     bound = " (at least: the limit cuts some off)" if d.censored else ""
     return (
         f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
 from npt.adapters.layer import student_output
-from npt.config import NPTConfig
+from npt.config import DataConfig, NPTConfig
 from npt.data.batch import Sample, collate
 from npt.data.packing import pack
 from npt.errors import DataError, ModelError, NumericalError
@@ -317,7 +317,8 @@ def test_records_and_the_samples_cut_from_them_give_the_same(student, tokenizer)
     whole = evaluate(student, tokenizer, samples())
     for data in (records, iter(records), (s for s in samples())):
         assert evaluate(student, tokenizer, data) == whole
-    texts = evaluate(student, tokenizer, [{"body": "abcdefgh"}], text_column="body", max_length=6)
+    config = DataConfig(text_column="body", max_length=6)
+    texts = evaluate(student, tokenizer, [{"body": "abcdefgh"}], data_config=config)
     # <s> a-e | f-h </s>: the first token of each sample is predicted by nothing.
     assert texts.teacher.tokens == 5 + 3
 
