@@ -134,7 +134,7 @@ def plots_of(part: str, rows: Sequence[Row]) -> list[tuple[str, Markup]]:
             alt = f"Part {part}: importance of each setting for {measure}."
             plots.append((alt, _address(axes.figure)))
         if len(of) >= FEWEST and names and of is stable:
-            axes = plot_slice(study, params=names, target=_value_of, target_name="KL")
+            axes = plot_slice(study, params=names, target_name="KL")
             figure = (axes if len(names) == 1 else axes.flat[0]).figure
             for each in figure.axes:
                 each.tick_params(axis="x", labelrotation=90)  # names of arms are long
@@ -144,7 +144,7 @@ def plots_of(part: str, rows: Sequence[Row]) -> list[tuple[str, Markup]]:
 
 
 def _study(rows: Sequence[Row], values: Sequence[float]) -> tuple[Any, list[str]]:
-    """Return a study of Optuna's in memory of these trials and values, and the settings that differ
+    """Return these trials and values as a study of Optuna's in memory, and the settings that differ
     in them. A setting that is not a number everywhere is one of choices.
     """
     import optuna
@@ -169,10 +169,6 @@ def _study(rows: Sequence[Row], values: Sequence[float]) -> tuple[Any, list[str]
         ranges = {name: distributions[name] for name in names}
         study.add_trial(optuna.create_trial(params=params, distributions=ranges, value=value))
     return study, names
-
-
-def _value_of(trial: Any) -> float:
-    return float(trial.value)
 
 
 def _address(figure: Any) -> Markup:
