@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from cli_words import flags
+from students import moved
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.evaluation.evaluate import Fidelity
 
@@ -21,10 +20,7 @@ pytestmark = pytest.mark.usefixtures("short_library")
 def adapter(tmp_path_factory) -> Path:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(rank=4, layers="4,6"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    moved(model, 0.1)
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "some")
 
 

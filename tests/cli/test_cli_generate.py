@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from sentencepieces import tokenizer_of
+from students import moved
 
 import npt
-from npt.adapters.converted import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode
 from npt.cli.main import main
 from npt.evaluation.generate import shared_text
 
@@ -25,10 +26,7 @@ NEW = 6
 def student():
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(rank=8, residual="keep", targets=("gate", "up", "down")))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    moved(model, 0.1)
     return model, tokenizer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from students import enlarge
+from students import enlarge, moved, random_samples
 from torch import Tensor, nn
 
 import npt
@@ -33,22 +33,14 @@ OCTAVES = {"0-1": 1, "2-3": 3, "4-7": 7, "8-15": 15}
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
-        for i, n in enumerate(lengths)
-    ]
+    return random_samples(lengths)
 
 
 @pytest.fixture(scope="module")
 def student(load_model: Callable[..., nn.Module]) -> nn.Module:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 def assert_same(one: Fidelity, other: Fidelity, rel: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor, nn
 
 import npt
@@ -29,11 +30,7 @@ def make(load_model: Callable[..., nn.Module], scale: float = 0.2, **config: Any
     npt.attach(
         model, NPTConfig(**{"rank": 4, "layers": "1,3", "additive_scale": 0.7, **OLD, **config})
     )
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, scale)
 
 
 def shown(model: nn.Module, batch: Batch) -> dict[int, dict[str, Tensor]]:

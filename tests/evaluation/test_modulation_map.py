@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor
 
 import npt
@@ -29,11 +30,7 @@ def norms(values: Tensor) -> Tensor:
 def student_of(load_model: Any, **config: Any) -> Any:
     model = load_model()
     npt.attach(model, npt.NPTConfig(**{**OLD, "rank": 4, "additive_scale": 0.7, **config}))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 @torch.no_grad()
