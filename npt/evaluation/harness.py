@@ -73,7 +73,8 @@ def lm_eval(
 
     Args:
         model: with adapters attached; not changed.
-        tasks, tasks_path: as for `find_tasks`.
+        tasks: names, as for `find_tasks`.
+        tasks_path: as for `find_tasks`.
         limit: documents of each task, at most.
 
     Raises:

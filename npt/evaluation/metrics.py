@@ -144,10 +144,14 @@ def compare_pairs(
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
     """Return [N, len(COLUMNS)] fp32 per pair of models: the quantities of COLUMNS, per token. Every
-    model goes through its head once, whatever the pairs.
+    model goes through its head once, whatever the pairs. Memory: logits of a chunk of tokens, and
+    the fp32 form of a head that is stored in 16 bit.
 
-    hidden: [N, D] of each model. targets: [N], the next tokens of the text. Memory: logits of a
-    chunk of tokens, and the fp32 form of a head that is stored in 16 bit.
+    Args:
+        hidden: [N, D] of each model.
+        heads: of each model.
+        targets: [N], the next tokens of the text.
+        pairs: a model, and the one that it is measured against.
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)

@@ -45,7 +45,9 @@ class RunRecord:
     changes, and nothing wrong with it raises.
 
     Attributes:
-        run, fidelity, modulation: the objects of the JSON files.
+        run: the object of `run.json`.
+        fidelity: of `fidelity.json`.
+        modulation: of `modulation.json`.
         steps: logged, ascending.
         columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
             infinite if it was not finite.

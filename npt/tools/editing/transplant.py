@@ -130,7 +130,7 @@ def transplant(
         ids_from: the donor's tokens, start tokens included.
         ids_to: the receiver's.
         token_from: index of the donor's token, from the end if negative.
-        token_to: of the receiver's, likewise.
+        token_to: index of the receiver's token, from the end if negative.
 
     Raises:
         ConfigError: no such token, or ids outside the vocabulary.

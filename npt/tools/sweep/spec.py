@@ -103,7 +103,8 @@ class Origin:
     """The part, arm and point of a specification that a trial is of.
 
     Attributes:
-        part, arm: their names; "" for no arm.
+        part: its name.
+        arm: its name, or "".
         point: of the part's grid, or what was drawn.
     """
 

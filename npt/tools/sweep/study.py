@@ -11,10 +11,11 @@ report.html      the page that `npt report` makes of the table
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -103,25 +104,37 @@ def design_in(folder: Path) -> Design:
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Make this worker's folder for run folders, and remove those of workers that were killed on
-    this machine.
+    """Make this worker's folder for run folders, locked while the worker lives, and remove those
+    that killed workers left.
     """
-    host, running = socket.gethostname(), folder / RUNNING
-    for left in running.glob(f"{host}-*"):
-        try:
-            os.kill(int(left.name.rpartition("-")[2]), 0)
-        except ProcessLookupError:
+    running = folder / RUNNING
+    running.mkdir(parents=True, exist_ok=True)
+    turn = _locked(running, fcntl.LOCK_EX)  # None where there are no locks: nothing is removed
+    for left in running.iterdir() if turn is not None else ():
+        if (handle := _locked(left)) is not None:
+            os.close(handle)
             shutil.rmtree(left, ignore_errors=True)
-        except (ValueError, PermissionError):  # no worker's, or a process of somebody else
-            continue
-    scratch = running / f"{host}-{os.getpid()}"
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=running))
+    lock = _locked(scratch)
+    if turn is not None:
+        os.close(turn)
     try:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other workers have theirs
-            running.rmdir()
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
+    """Return the handle of a lock, which ends with the process; None if it is not to be had."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:
