@@ -89,22 +89,8 @@ def test_a_student_that_changes_nothing_has_zeros(load_model) -> None:
         for parameter in adapter_parameters(model).values():
             parameter.zero_()
     found = modulation_map(model, IDS)
-    for name in ("change", "distance"):
-        assert float(getattr(found, name).abs().max()) == 0, name
+    assert float(found.change.abs().max()) == 0
     assert float(found.kl[1:].abs().max()) == 0
-
-
-def test_the_distance_is_that_of_the_streams(load_model) -> None:
-    model = student_of(load_model)
-    found = modulation_map(model, IDS)
-    streams = {}
-    for mode in ("teacher", "student"):
-        with torch.no_grad(), adapter_mode(model, mode):
-            outputs = model(torch.tensor([IDS]), use_cache=False, output_hidden_states=True)
-            streams[mode] = outputs.hidden_states[2][0]  # after layer 1
-    t, o = streams["teacher"], streams["student"]
-    expected = (o - t).square().sum(-1) / t.square().sum(-1)
-    torch.testing.assert_close(found.distance[:, 0], expected)
 
 
 def test_the_model_stays_as_it_was(load_model) -> None:
