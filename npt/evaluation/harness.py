@@ -88,7 +88,6 @@ def lm_eval(
     tokenizer = copy.deepcopy(tokenizer)  # the harness changes it, and has its padding looked up
     if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
         tokenizer.pad_token = None
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     scores: Results = {}
     of_teacher: dict[str, list[int]] = {}
     with evaluating(model), _quiet():
@@ -106,7 +105,6 @@ def lm_eval(
                     tasks=list(tasks),
                     task_manager=manager,
                     limit=limit,
-                    **dict.fromkeys(seeds, 0),
                 )
             scores[mode] = {task: _figures(values) for task, values in run["results"].items()}
             for task, chosen in _answers(run).items():
