@@ -220,11 +220,11 @@ def _checkpoints(folder: Path, verify: Verify | None) -> Iterator[tuple[Path, bo
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders that are named for a step, by that; links are left out."""
-    try:
-        paths = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)]
-    except OSError:
-        return []
-    paths = [path for path in paths if path.is_dir() and not path.is_symlink()]
+    paths = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 

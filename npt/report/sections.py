@@ -31,7 +31,6 @@ _CHARTS = (
 )
 
 REFUSALS = 200  # the last ones, which are listed one by one
-
 SATURATED = 0.05
 """Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
 

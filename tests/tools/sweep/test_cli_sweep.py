@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sqlite3
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -147,7 +146,14 @@ def test_a_study_of_an_earlier_version_is_not_continued(spec, tmp_path, capsys) 
 
 @pytest.mark.parametrize(
     "storage",
-    ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"],
+    [
+        "nonsense",
+        "sqlite://",
+        "postgresql://u:secret@host:port/x",
+        "mars://x",
+        "postgresql://user:secret@localhost:1/x",
+        "sqlite:////proc/nowhere/x.db",
+    ],
 )
 def test_a_storage_that_cannot_be_used_makes_no_folder(spec, tmp_path, capsys, storage) -> None:
     folder = tmp_path / "study"
@@ -159,16 +165,6 @@ def test_a_storage_that_cannot_be_used_makes_no_folder(spec, tmp_path, capsys, s
         and "secret" not in error
         and not folder.exists()
     )
-
-
-def test_a_study_without_its_packages_makes_no_folder(spec, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    for more in ([], ["--storage", "postgresql://host/x"]):
-        assert main(["sweep", str(spec), "--study", str(tmp_path / "study"), *more]) == 2
-        assert (
-            "pip install 'npt-distill[sweep]'" in capsys.readouterr().err
-            and not (tmp_path / "study").exists()
-        )
 
 
 def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
