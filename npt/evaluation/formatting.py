@@ -61,7 +61,7 @@ FIGURES: dict[str, Figure] = {
 """By the key that files have them under."""
 
 
-COMPARISONS = {
+COMPARISON_NAMES = {
     "unquantized_to_4bit": "unquantised to 4-bit",
     "4bit_to_npt": "4-bit to NPT",
     "unquantized_to_npt": "unquantised to NPT",

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.formatting import COMPARISONS, FIGURES, NO_ERROR
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR
 from npt.evaluation.greedy import Divergence
 from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
@@ -41,7 +41,7 @@ def print_fidelity(
     if fidelity.positions:
         console.print(_positions_table(fidelity.positions))
     if fidelity.attribution:
-        columns = {COMPARISONS[name]: f for name, f in fidelity.attribution.items()}
+        columns = {COMPARISON_NAMES[name]: f for name, f in fidelity.attribution.items()}
         console.print(_figures_table("What quantisation costs, and what the conversion", columns))
     if fidelity.divergence is not None:
         console.print(Text(divergence_line(fidelity.divergence)))

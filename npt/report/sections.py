@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from npt.evaluation.formatting import COMPARISONS, FIGURES, percent
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, percent
 from npt.report import charts
 from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
@@ -89,7 +89,7 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         caption = "The student by position, the tokens before the one that predicts"
         tables.append((*_table(positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
-        tables.append((*_table(costs, COMPARISONS), "What costs how much"))
+        tables.append((*_table(costs, COMPARISON_NAMES), "What costs how much"))
     if divergence := record.fidelity.get("divergence"):
         parted = _table({"student and teacher": divergence}, {})
         tables.append((*parted, "Greedy texts after the same prompts, until they part"))
