@@ -26,6 +26,8 @@ from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import ConfigError, SmokeTestError
+from npt.evaluation.evaluate import Fidelity, evaluate
+from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
@@ -113,7 +115,6 @@ def _memory_plan(setup: RunSetup) -> MemoryPlan:
     """Return the largest plan below `--max_memory`; ConfigError if one sample is too much, or for a
     base on several devices.
     """
-    from npt.planning.memory import Workload, shown
 
     model, teacher, config = setup.model, setup.teacher, setup.config
     if is_sharded(model) or len({parameter.device for parameter in model.parameters()}) > 1:
@@ -202,7 +203,6 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
 
     def measure() -> Fidelity:
         from npt.evaluation.attribution import reference_outputs
-        from npt.evaluation.evaluate import evaluate
 
         size = splitter.samples
         if setup.teacher is not None and not reference:
