@@ -34,7 +34,7 @@ from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.step import add_batch, student_guard, summed
 from npt.distill.strategies import STRATEGIES
 
@@ -51,7 +51,7 @@ class Bench:
         self.config = npt.TrainConfig()
         self.parameters = adapter_parameters(model)
 
-    def strategy(self, batch: Batch) -> MicroBatch:
+    def strategy(self, batch: Batch) -> BatchSums:
         return STRATEGIES["local"](self.model, batch.to(self.device), self.config)
 
     def guarded(

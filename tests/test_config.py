@@ -52,8 +52,8 @@ BAD_VALUES = [
     (DataConfig, "num_samples", (0, -1), "it must be at least 1"),
     (DataConfig, "replay_ratio", (0.0, 1.0, NAN, INF), "it must be above 0 and below 1"),
     (TrainConfig, "strategy", ("global",), "choose from local, propagated, end_to_end"),
-    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction, mse, smooth_l1"),
-    (TrainConfig, "logit_loss", ("tv",), "choose from kl, reverse_kl, jsd, cross_entropy"),
+    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction, mse, cosine"),
+    (TrainConfig, "logit_loss", ("tv",), "choose from kl, reverse_kl, cross_entropy"),
     (TrainConfig, "scheduler_type", ("step",), "choose from cosine, linear, constant"),
     (TrainConfig, "logit_temperature", (0.0, 1e-4, 1e4, NAN), "at least 0.001 and at most 1000.0"),
     (TrainConfig, "warmup_steps", (-1,), "it must be at least 0"),
@@ -154,8 +154,8 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_would_do(cls, name, val
         ),
         (
             TrainConfig,
-            {"logit_loss": "jsd"},
-            "--logit_loss jsd means nothing without a --logit_kl_weight above 0",
+            {"logit_loss": "reverse_kl"},
+            "--logit_loss reverse_kl means nothing without a --logit_kl_weight above 0",
         ),
         (
             TrainConfig,
@@ -290,7 +290,7 @@ def test_settings_at_their_bounds_are_accepted():
     NPTConfig(rank=1, mult_bound=1e-6, additive_scale=1e-9)
     DataConfig(max_length=2, num_samples=1)
     TrainConfig(warmup_steps=0, seed=0, weight_decay=0.0, batch_size=1, max_steps=10_000_000)
-    TrainConfig(**LOGITS, logit_loss="jsd", logit_temperature=1e-3, hidden_weight=0)
+    TrainConfig(**LOGITS, logit_loss="reverse_kl", logit_temperature=1e-3, hidden_weight=0)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from npt.calibration.placement import free_bytes
 from npt.calibration.plan import plan
 from npt.console import silent_console
 from npt.data.batch import Batch, Sample
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
@@ -157,7 +157,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
     if not bench.cuda:
         plain = trainer.strategy
 
-        def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
+        def lacking(model: Any, batch: Batch, config: Any) -> BatchSums:
             if len(batch.input_ids) > rows // 2:
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 2.00 GiB. (said by gpu_check.py)"

@@ -17,7 +17,7 @@ from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
 from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 
 FIRST = 3
@@ -28,7 +28,7 @@ FIRST = 3
 def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
     """A micro-batch one of whose gradients is not a number."""
 
-    def fill() -> MicroBatch:
+    def fill() -> BatchSums:
         sums = student.fill(batch)
         gradient = next(p.grad for p in student.parameters.values() if p.grad is not None)
         gradient.view(-1)[0] = float("nan")
@@ -93,7 +93,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
         )
         plain = trainer.strategy
 
-        def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
+        def poisoning(model: Any, batch: Batch, config: Any) -> BatchSums:
             sums = plain(model, batch, config)
             # records 4 and 17, wherever they come
             if {FIRST + 7 * 4, FIRST + 7 * 17} & set(batch.input_ids[:, 0].tolist()):

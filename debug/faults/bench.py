@@ -26,7 +26,7 @@ from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES
 from npt.guard.outcome import Outcome as WindowOutcome
@@ -211,7 +211,7 @@ class Student:
             fused=True,
         )
 
-    def fill(self, batch: Batch) -> MicroBatch:
+    def fill(self, batch: Batch) -> BatchSums:
         """Add one micro-batch's gradients to `.grad` and return its sums."""
         strategy = STRATEGIES[self.config.strategy]
         return forward_backward(self.model, strategy, batch, self.config)
@@ -230,7 +230,7 @@ class Student:
         }
 
 
-Fill = Callable[[], MicroBatch]
+Fill = Callable[[], BatchSums]
 Fault = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
 """A transient fault: the context of one micro-batch, which gives the batch to use and, if anything,
 what to fill gradients with instead."""

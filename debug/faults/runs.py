@@ -25,7 +25,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
@@ -252,7 +252,7 @@ def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model before the run's third micro-batch."""
     strategy, calls = made.strategy, itertools.count(1)
 
-    def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
+    def acting(model: Any, batch: Any, config: TrainConfig) -> BatchSums:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)

@@ -25,9 +25,11 @@ of the eigendecomposition, more than two of them."""
 class Plan:
     """Bytes next to the model.
 
-    gram: of one [D, D] matrix in fp32. graph: of one batch through the teacher. sums: of the
-    matrices of all layers, in which their directions find room later. factor: of the matrices of
-    one layer while they are factorised.
+    Attributes:
+        gram: of one [D, D] matrix in fp32.
+        graph: of one batch through the teacher.
+        sums: of the matrices of all layers, in which their directions find room later.
+        factor: of the matrices of one layer while they are factorised.
     """
 
     gram: int

@@ -84,12 +84,11 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     from npt.adapters.token_modulation import modulation_of
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
-    from npt.tools.editing.edit_metrics import Before, encode_fact, largest_alpha, print_retention
+    from npt.tools.editing.edit_metrics import Baseline, encode_fact, largest_alpha, print_retention
 
     model, tokenizer, output = student.model, student.tokenizer, Path(given["output"])
-    size = sum(p.numel() * p.element_size() for p in adapter_parameters(model).values())
     check_replaceable(output)
-    check_room(output, size)
+    check_room(output, sum(p.nbytes for p in adapter_parameters(model).values()))
     max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
@@ -121,12 +120,12 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
             " report on another; give more"
         )
     with console.status("measuring"):
-        fitting = Before(model, tokenizer, fact, chosen_on, batch_size)
-        alpha = largest_alpha(model, fitting, make, max_alpha, max_kl)
-        before = Before(model, tokenizer, fact, reported_on, batch_size)
+        baseline = Baseline(model, fact, chosen_on, batch_size)
+        alpha = largest_alpha(model, baseline, make, max_alpha, max_kl)
+        baseline = Baseline(model, fact, reported_on, batch_size)
         update = make(alpha)
         npt.consolidate(model, update)
-        retention = before.against(model)
+        retention = baseline.against(model)
     if not given["json"]:
         print_retention(retention, console, "held-out" if heldout else "TRAINING")
     try:

@@ -13,7 +13,6 @@ from npt.cli.arguments import (
     add_student,
     add_switch,
     load_student,
-    natural,
     print_json,
     with_base,
 )
@@ -27,38 +26,36 @@ MODES = ("teacher", "student", "floor")
 
 def generate(given: dict[str, Any]) -> int:
     """Continue a prompt with a saved adapter: the student, its teacher, or both compared."""
-    from npt.evaluation.generate import Decoding, Written, prompt_ids, write
-    from npt.evaluation.view import mode_view
+    from npt.adapters.converted import adapter_mode
+    from npt.evaluation.generate import Written, prompt_ids, write
 
     page = None if given["html"] is None else _free(Path(given["html"]))
-    settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    decoding = Decoding(**settings)
+    limit = given["max_new_tokens"]
     text = _prompt(given["prompt"])
     given, base = with_base(given)
     notes = make_console(stderr=True)  # so that stdout is text, or JSON, alone
     model, tokenizer, _, other = load_student(base, given, notes)
     ids = prompt_ids(tokenizer, text, chat=not given["raw"])
     modes: Any = MODES[:2] if given["compare"] else (given["mode"] or "student",)
-    show = None if given["json"] or given["compare"] else _show
-    if show is not None:
-        show(text)
-    written: dict[str, Written] = {
-        mode: write(mode_view(model, mode), tokenizer, ids, decoding, show=show) for mode in modes
-    }
+    written: dict[str, Written] = {}
+    for mode in modes:
+        with adapter_mode(model, mode):
+            written[mode] = write(model, tokenizer, ids, limit)
     figures: dict[str, Any] = {mode: one.as_dict() for mode, one in written.items()}
     figures |= _parting(tokenizer, written) if given["compare"] else {}
     if given["json"]:
         print_json(
-            {"prompt": text, "prompt_tokens": len(ids), "settings": settings, **figures, **other}
+            {"prompt": text, "prompt_tokens": len(ids), "max_new_tokens": limit, **figures, **other}
         )
     elif given["compare"]:
         _print_texts(tokenizer, text, ids, written, figures)
     else:
-        put("")
+        words = text + written[modes[0]].text
+        put(printable(words) if sys.stdout.isatty() else words)
     notes.say("; ".join(_speed(mode, one) for mode, one in written.items()))
     if page is not None:
         recipe = {"adapter": str(given["adapter"]), "base": base.model_name}
-        _write_page(page, model, tokenizer, ids, figures, recipe | {"tokens": decoding.described()})
+        _write_page(page, model, tokenizer, ids, figures, recipe | {"tokens": f"{limit:,} at most"})
         notes.say(f"page {page}")
     return 0
 
@@ -89,10 +86,6 @@ def _prompt(given: str | None) -> str:
             f"the prompt on standard input is not UTF-8 ({error.reason} at byte {error.start});"
             " convert it"
         ) from error
-
-
-def _show(text: str) -> None:
-    put(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 def _parting(tokenizer: Any, written: dict[str, Any]) -> dict[str, Any]:
@@ -183,9 +176,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--mode", choices=MODES, help="who writes (default: student)")
     add_switch(who, "compare", "teacher and student, and where they part")
     add_number(parser, "max_new_tokens", "tokens at most", 64)
-    add_number(parser, "temperature", "0 for the most likely token", 0.0, float)
-    add_number(parser, "top_p", "draw from this share of the probability", 1.0, float)
-    add_number(parser, "seed", "of the draws", 0, natural)
     parser.add_argument(
         "--html",
         metavar="FILE",

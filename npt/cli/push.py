@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_switch, print_json
@@ -13,17 +12,9 @@ from npt.console import make_console
 def push(given: dict[str, Any]) -> int:
     """Put a saved adapter into a repository of the model hub."""
     import npt
-    from npt.errors import DataError
-    from npt.stored import read_json
 
-    fidelity = given["fidelity"]
     address = npt.push_to_hub(
-        given["adapter"],
-        given["repo_id"],
-        fidelity=None if fidelity is None else read_json(Path(fidelity), DataError),
-        private=given["private"],
-        revision=given["revision"],
-        message=given["message"],
+        given["adapter"], given["repo_id"], private=given["private"], revision=given["revision"]
     )
     if given["json"]:
         print_json({"repo_id": given["repo_id"], "commit": address})
@@ -49,13 +40,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "private", "make the repository private if it is created")
     parser.add_argument(
         "--revision", metavar="BRANCH", help="branch to push to (default: the main one)"
-    )
-    parser.add_argument(
-        "--fidelity", metavar="FILE.json", help="a run's fidelity.json, for the model card"
-    )
-    parser.add_argument(
-        "--message",
-        default="NPT adapter",
-        metavar="TEXT",
-        help="of the commit (default: 'NPT adapter')",
     )

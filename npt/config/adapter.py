@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,8 +39,7 @@ TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
-MULT_FORMS = ["sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"]
-"""Forms of m; `register_multiplier` adds to them."""
+MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 
 _adapter = partial(setting, group="adapter")
 
@@ -168,3 +168,13 @@ class NPTConfig(Settings):
     def additive(self) -> bool:
         """Products have B, the additive term."""
         return self.modulation in ("both", "additive")
+
+    @property
+    def multiplier_spread(self) -> tuple[float, float]:
+        """The middle of the range of m, and the distance of its ends; fp32 rounds to the ends."""
+        return {
+            "sigmoid": (1.0, self.mult_bound),
+            "half_sigmoid": (0.75, 0.25),
+            "one_plus_tanh": (1.0, 1.0),
+            "unbounded": (1.0, math.inf),
+        }[self.mult_form]

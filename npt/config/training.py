@@ -11,9 +11,9 @@ from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
 """`register_strategy` adds to them."""
-LOSSES = ["nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine"]
+LOSSES = ["nmse", "nmse_update", "direction", "mse", "cosine"]
 """`register_loss` adds to them."""
-LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
+LOGIT_LOSSES = ("kl", "reverse_kl", "cross_entropy")
 SCHEDULES = ("cosine", "linear", "constant")
 SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
@@ -47,12 +47,12 @@ class TrainConfig(Settings):
     )
     logit_temperature: float = _objective(
         1.0,
-        "temperature T of kl, reverse_kl and jsd, which are multiplied by T^2",
+        "temperature T of kl and reverse_kl, which are multiplied by T^2",
         # beyond, fp32 has overflowing logits, or divergences that are all rounding
         bound=at_least(1e-3, 1e3),
         need=Need(
             lambda c: c.logit_kl_weight > 0 and c.logit_loss != "cross_entropy",
-            "a --logit_kl_weight above 0 and kl, reverse_kl or jsd as --logit_loss",
+            "a --logit_kl_weight above 0 and kl or reverse_kl as --logit_loss",
         ),
     )
     calibration_tokens: int = _objective(

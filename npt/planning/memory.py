@@ -35,7 +35,7 @@ PHASES = ("start", *TRAINING)
 FP32 = 4
 """Bytes of a number of an adapter, its gradients, its moments and of most activations."""
 
-LOGITS = {"kl": 7.25, "reverse_kl": 7.25, "jsd": 13.0, "cross_entropy": 3.0}
+LOGITS = {"kl": 7.25, "reverse_kl": 7.25, "cross_entropy": 3.0}
 """Tensors of a chunk of logits alive at once, by the loss."""
 
 

@@ -22,10 +22,12 @@ from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import ConfigError, SmokeTestError
+from npt.evaluation.evaluate import Fidelity, evaluate
+from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
@@ -113,7 +115,6 @@ def _memory_plan(setup: RunSetup) -> MemoryPlan:
     """Return the largest plan below `--max_memory`; ConfigError if one sample is too much, or for a
     base on several devices.
     """
-    from npt.planning.memory import Workload, shown
 
     model, teacher, config = setup.model, setup.teacher, setup.config
     if is_sharded(model) or len({parameter.device for parameter in model.parameters()}) > 1:
@@ -202,7 +203,6 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
 
     def measure() -> Fidelity:
         from npt.evaluation.attribution import reference_outputs
-        from npt.evaluation.evaluate import evaluate
 
         size = splitter.samples
         if setup.teacher is not None and not reference:
@@ -282,7 +282,7 @@ def smoke_test(
     snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     batch = batch.to(next(model.parameters()).device)
 
-    def compute() -> MicroBatch:
+    def compute() -> BatchSums:
         # the same random numbers each time: a base that draws would have another loss for those
         with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
             return strategy(model, batch, config)
@@ -324,7 +324,7 @@ def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
 
 
-def _under_anomaly_detection(compute: Callable[[], MicroBatch]) -> MicroBatch:
+def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
     try:
         with warnings.catch_warnings():
             # anomaly mode announces itself, and a fault with the forward's traceback

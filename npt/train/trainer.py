@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen, student_guard
-from npt.distill.strategies import strategy_of
+from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
@@ -154,7 +155,9 @@ class Trainer:
             self.setup = setup = checked(setup, started_in)
             self.data = RunData(setup, data, eval_data, replay_data)
             self._memory = MemoryFit(setup)
-        self.strategy = strategy_of(config, teacher)
+        self.strategy: Strategy = STRATEGIES[config.strategy]
+        if teacher is not None:
+            self.strategy = partial(self.strategy, teacher=teacher)
         self.evaluate = evaluator(setup, self.data, self._memory)
         self.calibration: Calibration | None = None
         self._state: State | None = None  # that is resumed

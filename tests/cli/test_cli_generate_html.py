@@ -7,11 +7,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from made_runs import Reader
+from students import moved
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.report.generated import visible
 
@@ -28,10 +27,7 @@ def base():
 def adapter(base, tmp_path_factory) -> Path:
     model, _ = base
     npt.attach(model, npt.NPTConfig(rank=8, layers="6,7", residual="keep"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    moved(model, 0.1)
     folder = npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "some")
     npt.detach(model)
     return folder

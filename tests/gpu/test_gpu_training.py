@@ -19,7 +19,7 @@ from torch import Tensor
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.fused import unfused
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.forensics.student import replay_student as replay
@@ -54,7 +54,7 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
         for index in range(2):
             number = 2 * window + index
 
-            def fill(number: int = number) -> MicroBatch:
+            def fill(number: int = number) -> BatchSums:
                 sums = STRATEGIES["local"](
                     model, micro_batch(number).to(torch.device("cuda")), npt.TrainConfig()
                 )

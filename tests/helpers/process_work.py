@@ -32,7 +32,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
@@ -94,7 +94,7 @@ def micro_batch(name: str) -> Batch:
 SIGNALS = {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}
 
 
-def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+def planting(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
     """The local strategy, and what the micro-batch's name says."""
     what = batch.sample_ids[0].split()[0]
     if what != "weight":
@@ -244,7 +244,7 @@ def trained(
     seen: list[str] = []
     calls = itertools.count()
 
-    def watching(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def watching(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         seen.extend(batch.sample_ids)
         if next(calls) == at and processes.index == processes.size - 1:
             planted(plant, model)

@@ -23,7 +23,7 @@ import npt
 from faults.runs import NoTokenizer
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.train.trainer import Trainer, TrainResult
 
 RARE = 99
@@ -146,7 +146,7 @@ def acting(trainer: Trainer, act: Act | None) -> Trainer:
         return trainer
     strategy, calls = trainer.strategy, iter(range(10**6))
 
-    def strategy_behind_it(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def strategy_behind_it(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         act(next(calls), batch)
         return strategy(model, batch, config)
 

@@ -48,7 +48,7 @@ CASES: dict[str, Workload] = {
     "local": workload(strategy="local"),
     "local, bf16": replace(workload(layers="all", strategy="local"), compute_dtype=torch.bfloat16),
     "propagated": workload(layers="1,4", strategy="propagated"),
-    "jsd": workload(layers="all", logit_loss="jsd", **KL),
+    "reverse": workload(layers="all", logit_loss="reverse_kl", **KL),
     "cross entropy": workload(layers="3", logit_loss="cross_entropy", **KL),
     "checkpointed": workload(layers="0,3", gradient_checkpointing=True, **KL),
     "logits alone": workload(layers="0,3", hidden_weight=0.0, **KL),
