@@ -63,6 +63,11 @@ RETIRED = {
         ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
+        ("max_memory", "a window that does not fit is computed again in halves; npt doctor --plan"),
+        ("logit_temperature", "the losses on the logits have temperature 1"),
+        ("rank_timeout", "a process waits 600 seconds for the others"),
+        ("stop_on_divergence", "a ruined run is warned of, and its report says so"),
+        ("trace_every", "--trace_steps /100 records every hundredth step"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )

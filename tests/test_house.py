@@ -30,7 +30,7 @@ IMPORTED = {"from npt import Trainer": 20_600, "import npt.guard": 3_800}
 PATH = {"files": 28, "lines": 6_300, "depth": 12}
 """Of the way of a batch to its update (`benchmarks/reading_path.py`)."""
 
-VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 70
+VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 65
 
 
 def files(folder: str) -> list[Path]:

@@ -176,12 +176,11 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
-    """Return the loss that `config.logit_loss` names, with its temperature and weight."""
-    temperature = config.logit_temperature
+    """Return the loss that `config.logit_loss` names."""
     losses: dict[str, RowLoss] = {
-        "kl": lambda student, teacher: forward_kl(student, teacher, temperature),
-        "reverse_kl": lambda student, teacher: reverse_kl(student, teacher, temperature),
-        "jsd": lambda student, teacher: jsd(student, teacher, temperature),
+        "kl": forward_kl,
+        "reverse_kl": reverse_kl,
+        "jsd": jsd,
         "cross_entropy": token_cross_entropy,
     }
     return losses[config.logit_loss]

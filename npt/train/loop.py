@@ -73,7 +73,7 @@ class Loop:
         self.strategy, self.splitter = strategy, splitter
         self.failure: Exception | None = None
         self.config, self.actions = context.config, actions
-        wanted = self.config.trace_steps is not None or self.config.trace_every is not None
+        wanted = self.config.trace_steps is not None
         self.recording: StepRecording | None = None
         if wanted and context.processes.main:
             self.recording = StepRecording(context)

@@ -15,7 +15,7 @@ import torch
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.distill.local import REPORTED
-from npt.errors import DivergedError, StoppedError
+from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.modulation import Modulation
 from npt.guard.outcome import Outcome
@@ -96,9 +96,7 @@ class StepRecording:
 
         self._model, self._say, c = context.model, context.say, context.config
         self._recorder, self._describe = recorder.Recorder, recording.describe
-        self._recording = recording.Recording(
-            context.folder.path / "trace", c.trace_steps, c.trace_every
-        )
+        self._recording = recording.Recording(context.folder.path / "trace", c.trace_steps)
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         self._seconds = 0.0
 
@@ -156,7 +154,7 @@ class Divergence:
     Three things show it, none of which is refused: a loss far above its start, multipliers at their
     bounds with next to no gradient left, and a student that is worse than the floor, which has no
     adapters: further from its teacher, or of a higher perplexity if it learns the data's own
-    tokens. With `stop_on_divergence` all but `at_end` raise DivergedError.
+    tokens.
 
     modulation: measures the multipliers on a sample; None for adapters without any.
     """
@@ -167,7 +165,6 @@ class Divergence:
         self._last: list[float] = []
         self._causes: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._stops = context.config.stop_on_divergence
 
     @property
     def causes(self) -> list[str]:
@@ -217,8 +214,7 @@ class Divergence:
         self._judge("floor", step, cause, least > floor)
 
     def at_end(self, step: int, fidelity: Fidelity, modulation: Modulation | None) -> None:
-        """Judge the figures of a run that has come to its end, which nothing stops any more."""
-        self._stops = False
+        """Judge the figures of a run that has come to its end."""
         self.after_evaluation(step, fidelity)
         if modulation is not None:
             self._look(step, modulation)
@@ -238,12 +234,6 @@ class Divergence:
             self._warned.add(kind)
             advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
             self._warn(step, f"the run has diverged: {cause}; {advice}", kind)
-        if self._stops:
-            self._context.folder.event("stopped", step=step, reason=f"diverged: {cause}")
-            raise DivergedError(
-                f"stopped at step {step}: {cause} (--stop_on_divergence); start again with a"
-                " smaller --learning_rate"
-            )
 
     def _warn(self, step: int, message: str, kind: str | None = None) -> None:
         self._context.say(f"warning: step {step}: {message}")

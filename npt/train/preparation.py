@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
-from npt.base.attention import attention_name
 from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity
-from npt.base.precision import audit_precision, policy_dtype, quantization_of
+from npt.base.precision import audit_precision, policy_dtype
 from npt.base.quantization_error import product_errors
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
@@ -27,10 +26,9 @@ from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
 from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
-from npt.errors import ConfigError, SmokeTestError
+from npt.errors import SmokeTestError
 from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.evaluate import Fidelity, evaluate
-from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
@@ -49,56 +47,22 @@ rounding."""
 
 
 class MemoryFit:
-    """Plans for `--max_memory`, and repeats with fewer samples whatever did not fit.
-
-    A limit below one sample at a time, or for a base on several devices, is a ConfigError.
+    """Repeats with fewer samples whatever did not fit into memory.
 
     Attributes:
-        plan: under `--max_memory`, None without.
-        note: a line about the plan.
-        evaluation: how many samples an evaluation has at once.
+        evaluation: splits an evaluation.
     """
 
     def __init__(self, setup: RunSetup):
         self._setup, self._unreported = setup, list[dict[str, Any]]()
         self._folder: RunFolder | None = None
         self.evaluation = MicroBatchSplitter(setup.config.batch_size)
-        self.plan: MemoryPlan | None = None
-        self.note: str | None = None
-        model, teacher, config = setup.model, setup.teacher, setup.config
-        if config.max_memory_bytes is None:
-            return
-        devices = {parameter.device for parameter in model.parameters()}
-        if is_sharded(model) or len(devices) > 1:
-            raise ConfigError(
-                f"--max_memory is {config.max_memory}, but the base is spread over several"
-                " devices; lower --batch_size"
-            )
-        workload = Workload(
-            model.config,
-            setup.adapter_config,
-            config,
-            setup.data_config.max_length,
-            quantization_of(model),
-            model.model.embed_tokens.weight.dtype,
-            None if teacher is None else teacher.model.embed_tokens.weight.dtype,
-            setup.device,
-            setup.processes.size,
-            attention_name(model) == "eager",
-        )
-        self.plan = plan = workload.fitting(config.max_memory_bytes)
-        setup.splitter.samples = plan.samples_at_once
-        self.evaluation.samples = plan.evaluated_at_once
-        self.note = (
-            f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
-            f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}"
-        )
 
     def recall(self, checkpoint: Checkpoint) -> None:
-        """Begin with the samples that fitted in the resumed run, under the same limit."""
+        """Begin with the samples that fitted in the resumed run."""
         remembered = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
         samples, splitter = remembered.get(self._setup.processes.index), self._setup.splitter
-        if samples is not None and "max_memory" not in self._setup.changed:
+        if samples is not None:
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
 
     def fitting(

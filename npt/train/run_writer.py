@@ -14,13 +14,7 @@ from npt.base.identity import BaseIdentity
 from npt.base.recipe import Recipe
 from npt.calibration.report import Calibration
 from npt.data.batch import batches
-from npt.errors import (
-    CheckpointError,
-    ConfigError,
-    DivergedError,
-    StoppedError,
-    TooManyRefusalsError,
-)
+from npt.errors import CheckpointError, ConfigError, StoppedError, TooManyRefusalsError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
 from npt.evaluation.modulation import Modulation, measure_modulation
@@ -121,8 +115,6 @@ class RunWriter(CheckpointWriter):
         folder.event(
             "start", device=str(setup.device), total_steps=total, processes=setup.processes.size
         )
-        if memory.plan is not None:
-            folder.event("memory", max_memory=config.max_memory, **memory.plan.as_dict())
         memory.report(folder)
         if calibration is not None:
             begun = self._data.start.begun
@@ -171,7 +163,7 @@ class RunWriter(CheckpointWriter):
         processes = self._setup.processes
         if isinstance(error, KeyboardInterrupt) and self._setup.stop.number is not None:
             return
-        reported = isinstance(error, TooManyRefusalsError | DivergedError)
+        reported = isinstance(error, TooManyRefusalsError)
         if not reported:
             self._failed("error", loop, error, str(error))
         # the others are elsewhere: leave out whatever would wait for them

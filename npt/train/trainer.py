@@ -130,7 +130,7 @@ class Trainer:
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
         self.report, self._any_base, self._trackers = report, any_base, trackers
-        processes = processes_of(model) or processes or join_processes(config.rank_timeout)
+        processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
@@ -169,7 +169,7 @@ class Trainer:
         Raises:
             NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one
                 batch shows that training cannot work; before anything is written.
-            TooManyRefusalsError, DivergedError: with a post-mortem; as `stop_on_divergence` asks.
+            TooManyRefusalsError: with a post-mortem.
             ConfigError: the run folder cannot be written, or the processes of the run differ in
                 something.
             ProcessError: another process failed or was lost.
@@ -228,14 +228,11 @@ class Trainer:
             self.calibration = calibrated(setup, data, memory)
             if self.calibration is not None:
                 data.agree(self.base)
-        if memory.note is not None:
-            setup.say(memory.note)
         setup.say(data.note())
         self.initial = self.evaluate() if resumed is None else resumed.initial
         self.record = run_record(setup, data, self.base) | {
             "other_base": other_base,
             "calibration": None if self.calibration is None else self.calibration.as_dict(),
-            "memory": None if memory.plan is None else memory.plan.as_dict(),
         }
         setup.stop.check()
         setup.stop.at_once = False  # from here on there is a folder to be left in order

@@ -58,12 +58,12 @@ def test_defaults_suit_the_start_and_what_is_given_stays(case):
 
 def test_a_start_that_was_chosen_is_said_and_may_fall_back():
     found = with_defaults(BASE)
-    (line,) = found.said
+    (line,) = found.notes
     for words in ("a start in closed form", "--learning_rate 5e-05", "--init random"):
         assert words in line
     assert found.fallback
     asked = with_defaults({"init": "calibrated", **BASE})
-    assert asked.said == () and not asked.fallback
+    assert asked.notes == () and not asked.fallback
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_start_is_random_where_none_can_be_solved_and_says_why(flags, reason):
     found = with_defaults({**flags, "init": "auto"})
     assert found.given["init"] == "random" and not found.fallback
     assert "learning_rate" not in found.given
-    assert "a random start" in found.said[0] and reason in found.said[0]
+    assert "a random start" in found.notes[0] and reason in found.notes[0]
 
 
 def test_a_run_that_is_taken_up_keeps_what_it_began_with():
@@ -114,7 +114,7 @@ def test_the_embedded_text_is_of_the_embedded_model_alone():
     assert with_data({}, "tiny") == ({}, (), False)
     found = with_data({}, "some/llama")
     assert found.given == {"dataset_name": WEB_TEXT, "streaming": True}
-    assert "no --dataset_name" in found.said[0]
+    assert "no --dataset_name" in found.notes[0]
 
 
 def test_short_names_are_written_out_and_flags_win(tmp_path, monkeypatch):

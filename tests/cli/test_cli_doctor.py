@@ -102,6 +102,12 @@ def plan_of(capsys, *arguments: str, status: int = 0) -> dict:
     return json.loads(capsys.readouterr().out)["plan"]
 
 
+@pytest.fixture
+def free(monkeypatch):
+    """`free(size)`: the device has so many bytes."""
+    return lambda size: monkeypatch.setattr("npt.doctor.plan.available", lambda device: size)
+
+
 def test_a_plan_shows_all_memory_in_80_columns(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     logits = ["--strategy", "end_to_end", "--logit_kl_weight", "0.5"]
@@ -129,9 +135,9 @@ def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys) -> None:
     assert (plan["measured"], plan["tokens_per_step"]) == ([], 3 * 4 * 32)
 
 
-def test_windows_of_rising_size_are_measured(capsys) -> None:
-    flags = ["--measure", "--layers", "4,5"]
-    windows = plan_of(capsys, *flags, "--batch_size", "3")["measured"]
+def test_windows_of_rising_size_are_measured_until_one_does_not_fit(capsys, free) -> None:
+    flags = ["--measure", "--layers", "4,5", "--batch_size", "3"]
+    windows = plan_of(capsys, *flags)["measured"]
     assert [(w["strategy"], w["batch_size"]) for w in windows] == [
         ("local", samples) for samples in (1, 2, 3)
     ]
@@ -139,10 +145,14 @@ def test_windows_of_rising_size_are_measured(capsys) -> None:
         assert window["predicted"] == pytest.approx(window["peak"], rel=0.15)
         assert window["seconds"] > 0
     # which two samples fit into, and three do not
-    limit = str((windows[1]["predicted"] + windows[2]["predicted"]) // 2)
-    assert main([*PLAN, *flags, "--batch_size", "3", "--max_memory", limit]) == 0
+    free((windows[1]["predicted"] + windows[2]["predicted"]) // 2)
+    assert main([*PLAN, *flags]) == 2
     out = capsys.readouterr().out
-    assert "predicted" in out and out.count("does not fit") == 1
+    assert "predicted" in out and "; it does not fit into the" in out
+    assert out.count("does not fit") == 2
+    free(1000)
+    assert main([*PLAN, *flags]) == 2
+    assert "--measure" in capsys.readouterr().err
 
 
 def test_a_window_that_runs_out_of_memory_is_the_last(capsys, monkeypatch) -> None:
@@ -151,47 +161,19 @@ def test_a_window_that_runs_out_of_memory_is_the_last(capsys, monkeypatch) -> No
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return 1000, 0.5
 
-    monkeypatch.setattr("npt.planning.measure.measure_window", window)
-    found = plan_of(capsys, "--measure")["measured"]
-    assert [(w["batch_size"], w["peak"]) for w in found] == [(1, 1000), (2, None)]
+    monkeypatch.setattr("npt.doctor.measure.measure_window", window)
+    windows = plan_of(capsys, "--measure")["measured"]
+    assert [(w["batch_size"], w["peak"]) for w in windows] == [(1, 1000), (2, None)]
 
 
-def test_the_embedded_model_is_planned_by_its_name(capsys) -> None:
+def test_a_model_a_calibrated_start_and_a_gpu_that_is_not_here_are_planned(capsys) -> None:
     assert main(flags("doctor --plan --max_length 32 --layers 7 --json")) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
-
-
-def test_a_calibrated_start_is_planned(capsys) -> None:
     memory = plan_of(capsys, "--layers", "1,3,4", "--init", "calibrated")["memory"]
     (start,) = [term for term in memory["terms"] if term["phases"] == ["start"]]
     assert start["bytes"] > 3 * 2 * 8 * 64**2
-
-
-def test_a_plan_for_a_gpu_needs_none(capsys) -> None:
-    plan = plan_of(capsys, "--device", "cuda", "--max_memory", "24GiB")
-    assert plan["device"] == "cuda" and plan["limit_bytes"] == 24 * 2**30
-
-
-def test_a_limit_shows_what_training_would_do(capsys) -> None:
-    whole = plan_of(capsys)["memory"]
-    limited = plan_of(capsys, "--max_memory", str(whole["phases"]["micro-batch"] - 1))
-    assert (
-        limited["fits"]
-        and limited["memory"]["samples_at_once"] == 2
-        and whole["samples_at_once"] == 4
-    )
-
-
-def test_what_does_not_fit_ends_2(capsys) -> None:
-    arguments = flags(
-        "doctor --plan --shape 64,160,6,4,2,500 --max_length 32 --batch_size 1 --layers 5"
-    )
-    assert main([*arguments, "--json"]) == 0
-    limit = str(json.loads(capsys.readouterr().out)["plan"]["memory"]["peak_bytes"] - 1)
-    assert main([*arguments, "--max_memory", limit]) == 2
-    assert "; it does not fit into --max_memory" in capsys.readouterr().out
-    assert main([*arguments, "--measure", "--max_memory", "1KB"]) == 2
-    assert "--measure" in capsys.readouterr().err
+    plan = plan_of(capsys, "--device", "cuda")
+    assert plan["device"] == "cuda" and plan["limit_bytes"] is None and plan["fits"]
 
 
 def test_data_and_plan_may_be_asked_for_together(sound: Path, capsys) -> None:

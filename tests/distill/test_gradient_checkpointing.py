@@ -25,8 +25,8 @@ from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import drive
+from npt.doctor.measure import peak_bytes
 from npt.errors import ConfigError
-from npt.planning.measure import peak_bytes
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),

@@ -50,9 +50,9 @@ HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "cosine": {"loss": "cosine"},
 }
 LOGIT_LOSSES: dict[str, dict[str, Any]] = {
-    "kl": {"logit_temperature": 2.0},
-    "reverse_kl": {"logit_loss": "reverse_kl", "logit_temperature": 0.5},
-    "jsd": {"logit_loss": "jsd", "logit_temperature": 2.0},
+    "kl": {},
+    "reverse_kl": {"logit_loss": "reverse_kl"},
+    "jsd": {"logit_loss": "jsd"},
     "cross_entropy": {"logit_loss": "cross_entropy"},
 }
 # A layer's loss is one function for all strategies: `local` has every one, the others those that
@@ -237,20 +237,17 @@ def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tu
         for row, column in batch.attention_mask.nonzero().tolist()
         if 1 in batch.attention_mask[row, column + 1 : column + 2]
     ]
-    temperature = config.logit_temperature
     parts = []
     for place in where:
-        q, p = (
-            torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught)
-        )
+        q, p = (torch.softmax(out.logits[place].double(), -1) for out in (learnt, taught))
         m = 0.5 * p + 0.5 * q
         forward, backward, p_m, q_m = (
             (a * (a / b).log()).sum() for a, b in ((p, q), (q, p), (p, m), (q, m))
         )
         value = {
-            "kl": temperature**2 * forward,
-            "reverse_kl": temperature**2 * backward,
-            "jsd": temperature**2 * (0.5 * p_m + 0.5 * q_m),
+            "kl": forward,
+            "reverse_kl": backward,
+            "jsd": 0.5 * p_m + 0.5 * q_m,
             "cross_entropy": -q[batch.input_ids[place[0], place[1] + 1]].log(),
         }[config.logit_loss]
         parts.append(value)
