@@ -69,6 +69,7 @@ RETIRED = {
         ("stop_on_divergence", "a ruined run is warned of, and its report says so"),
         ("trace_every", "--trace_steps /100 records every hundredth step"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
+        ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

@@ -17,9 +17,8 @@ def collect(given: dict[str, Any]) -> int:
     from npt.adapters.fit import check_length
     from npt.base.load import read_config
     from npt.data.source import OWN_HELDOUT, open_source
+    from npt.tools.collect.collect import check_output, prompt_length
     from npt.tools.collect.collect import collect as run
-    from npt.tools.collect.collect import prompt_length
-    from npt.tools.collect.journal import check_output
 
     given, base, data, console = begin(given)
     check_output(Path(given["output"]))
@@ -40,15 +39,14 @@ def collect(given: dict[str, Any]) -> int:
             given["output"],
             data_config=data,
             base=student.identity,
-            report=lambda done: status.update(f"{done.prompts:,} prompts"),
+            report=lambda count: status.update(f"{count:,} prompts"),
             **{name: given[name] for name in names},
         )
     figures = result.as_dict()
-    before = f", {result.resumed:,} of them earlier" if result.resumed else ""
     tell(
         given,
         {**figures, **student.other},
-        f"{figures['prompts']:,} prompts{before}: the student leaves its teacher in"
+        f"{figures['prompts']:,} prompts: the student leaves its teacher in"
         f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"
         f" {figures['top1']:.1%}, KL {figures['kl']:.4f} nats, acceptance"
         f" {figures['acceptance']:.1%}; written to {figures['output']}",
@@ -66,10 +64,10 @@ def _jsonl(text: str) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "The same command again continues an earlier one. Exit status: 0 done, 2 wrong arguments,"
-        " data or output, 5 adapter unusable, 128+n after finishing the batch on signal n."
+        "Exit status: 0 done, 2 wrong arguments, data or output, 5 adapter unusable, 128+n after"
+        " finishing the batch on signal n."
     )
-    where = {"metavar": "FILE.jsonl", "help": "file to write, or to continue"}
+    where = {"metavar": "FILE.jsonl", "help": "file to write"}
     parser.add_argument("--output", required=True, type=_jsonl, **where)
     add_number(parser, "max_new_tokens", "tokens of a completion", 64)
     add_number(parser, "num_prompts", "prompts in all", 256)

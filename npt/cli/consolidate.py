@@ -71,18 +71,16 @@ def _undo(student: Student, given: dict[str, Any]) -> int:
 def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> int:
     import npt
     from npt.adapters.consolidate import update_from
-    from npt.adapters.converted import adapter_parameters
     from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
     from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import modulation_of
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
-    from npt.tools.editing.edit_metrics import Before, encode_fact, largest_alpha, print_retention
+    from npt.tools.editing.edit_metrics import Baseline, encode_fact, largest_alpha, print_retention
 
     model, tokenizer, output = student.model, student.tokenizer, Path(given["output"])
     check_replaceable(output)
-    sizes = (p.numel() * p.element_size() for p in adapter_parameters(model).values())
-    check_room(output, sum(sizes))
+    check_room(output, 0)
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
     config = given["adapter"].config
@@ -110,20 +108,15 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
             " report on another; give more"
         )
     with console.status("measuring"):
-        fitting = Before(model, tokenizer, fact, chosen_on, batch_size)
-        alpha = largest_alpha(model, fitting, make, max_alpha, max_kl)
-        before = Before(model, tokenizer, fact, reported_on, batch_size)
+        baseline = Baseline(model, fact, chosen_on, batch_size)
+        alpha = largest_alpha(model, baseline, make, max_alpha, max_kl)
+        baseline = Baseline(model, fact, reported_on, batch_size)
         update = make(alpha)
         npt.consolidate(model, update)
-        retention = before.against(model)
+        retention = baseline.against(model)
     if not given["json"]:
         print_retention(retention, console, "held-out" if heldout else "TRAINING")
-    try:
-        npt.save_adapter(model, output, base=student.identity)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output} cannot be written: {error.strerror}; choose another"
-        ) from error
+    npt.save_adapter(model, output, base=student.identity)
     updates = len(npt.consolidated(model))
     choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
     bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""

@@ -123,9 +123,9 @@ def _reference(task: Task, samples_of: Any) -> tuple[Any, dict[str, int]]:
     samples, _ = samples_of(model, tokenizer)
     reference = reference_outputs(model, samples, batch_size=task.given["batch_size"])
     memory = {
-        "unquantized_model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "kept_state_bytes": reference.state_bytes,
-        "kept_head_bytes": reference.head_bytes,
+        "unquantized_model_bytes": sum(p.nbytes for p in model.parameters()),
+        "kept_state_bytes": sum(states.nbytes for states in reference.states),
+        "kept_head_bytes": sum(p.nbytes for p in reference.head.parameters()),
     }
     whole, states, head = (f"{size / 2**20:,.1f} MiB" for size in memory.values())
     task.console.say(

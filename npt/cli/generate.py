@@ -14,7 +14,6 @@ from npt.cli.arguments import (
     add_student,
     add_switch,
     load_student,
-    natural,
     print_json,
     with_base,
 )
@@ -28,25 +27,21 @@ MODES = ("teacher", "student", "floor")
 
 def generate(given: dict[str, Any]) -> int:
     """Continue a prompt with a saved adapter: the student, its teacher, or both compared."""
-    from npt.evaluation.generate import Decoding, first_difference, prompt_ids, write
-    from npt.evaluation.view import mode_view
+    from npt.adapters.converted import adapter_mode
+    from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 
     page = None if given["html"] is None else _free(Path(given["html"]))
-    settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    decoding = Decoding(**settings)
-    prompt, compare = _prompt(given["prompt"]), given["compare"]
+    prompt, limit, compare = _prompt(given["prompt"]), given["max_new_tokens"], given["compare"]
     given, base = with_base(given)
     notes = make_console(stderr=True)  # so that stdout is text, or JSON, alone
     student = load_student(base, given, notes)
     model, tokenizer = student.model, student.tokenizer
     ids = prompt_ids(tokenizer, prompt, chat=not given["raw"])
     modes: Any = MODES[:2] if compare else (given["mode"] or "student",)
-    show = None if given["json"] or compare else _show
-    if show is not None:
-        show(prompt)
-    texts = {
-        mode: write(mode_view(model, mode), tokenizer, ids, decoding, show=show) for mode in modes
-    }
+    texts: dict[str, Written] = {}
+    for mode in modes:
+        with adapter_mode(model, mode):
+            texts[mode] = write(model, tokenizer, ids, limit)
     figures: dict[str, Any] = {mode: text.as_dict() for mode, text in texts.items()}
     if compare:
         position = first_difference(texts["teacher"].ids, texts["student"].ids)
@@ -56,16 +51,17 @@ def generate(given: dict[str, Any]) -> int:
                 token = text.ids[position : position + 1]
                 figures[f"{mode}_token"] = tokenizer.decode(list(token)) if token else None
     if given["json"]:
-        about = {"prompt": prompt, "prompt_tokens": len(ids), "settings": settings}
+        about = {"prompt": prompt, "prompt_tokens": len(ids), "max_new_tokens": limit}
         print_json({**about, **figures, **student.other})
     elif compare:
         _print_texts(tokenizer, prompt, ids, texts, figures)
     else:
-        put("")
+        words = prompt + texts[modes[0]].text
+        put(printable(words) if sys.stdout.isatty() else words)
     notes.say("; ".join(_speed(mode, text) for mode, text in texts.items()))
     if page is not None:
         recipe = {"adapter": str(given["adapter"]), "base": base.model_name}
-        _write_page(page, student, ids, figures, {**recipe, "tokens": decoding.described()})
+        _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"page {page}")
     return 0
 
@@ -96,10 +92,6 @@ def _prompt(given: str | None) -> str:
             f"the prompt on standard input is not UTF-8 ({error.reason} at byte {error.start});"
             " convert it"
         ) from error
-
-
-def _show(text: str) -> None:
-    put(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 def _print_texts(
@@ -169,9 +161,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--mode", choices=MODES, help="who writes (default: student)")
     add_switch(who, "compare", "teacher and student, and where they part")
     add_number(parser, "max_new_tokens", "tokens at most", 64)
-    add_number(parser, "temperature", "0 for the most likely token", 0.0, float)
-    add_number(parser, "top_p", "draw from this share of the probability", 1.0, float)
-    add_number(parser, "seed", "of the draws", 0, natural)
     page = (
         "write a page, one file, with the text token by token, coloured by the modulation in each"
         " converted layer"

@@ -90,8 +90,8 @@ def lm_eval(
     if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
         tokenizer.pad_token = None
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    found: Results = {}
-    taught: dict[str, list[int]] = {}
+    scores: Results = {}
+    of_teacher: dict[str, list[int]] = {}
     with evaluating(model), _quiet():
         try:
             manager.load(list(tasks))
@@ -109,28 +109,28 @@ def lm_eval(
                     limit=limit,
                     **dict.fromkeys(seeds, 0),
                 )
-            found[mode] = {task: _figures(values) for task, values in run["results"].items()}
+            scores[mode] = {task: _figures(values) for task, values in run["results"].items()}
             for task, chosen in _answers(run).items():
                 # the teacher is the first mode
-                found[mode][task] |= _flips(chosen, taught.setdefault(task, chosen))
-    return found
+                scores[mode][task] |= _flips(chosen, of_teacher.setdefault(task, chosen))
+    return scores
 
 
 def _answers(run: dict[str, Any]) -> dict[str, list[int]]:
     """Return the number of the choice that each item of each multiple-choice task got."""
-    found = {}
+    answers = {}
     for task, samples in run["samples"].items():
         if run["configs"][task]["output_type"] == "multiple_choice":
             likelihoods = [[float(each[0]) for each in s["filtered_resps"]] for s in samples]
-            found[task] = [row.index(max(row)) for row in likelihoods]
-    return found
+            answers[task] = [row.index(max(row)) for row in likelihoods]
+    return answers
 
 
-def _flips(chosen: Sequence[int], taught: Sequence[int]) -> dict[str, float]:
+def _flips(chosen: Sequence[int], of_teacher: Sequence[int]) -> dict[str, float]:
     """Return the share of answers that are not the teacher's, which shows what two equal scores
     hide (Dutta et al., "Accuracy is not all you need", 2024).
     """
-    differs = [float(a != b) for a, b in zip(chosen, taught, strict=True)]
+    differs = [float(a != b) for a, b in zip(chosen, of_teacher, strict=True)]
     error = stdev(differs) / len(differs) ** 0.5 if len(differs) > 1 else math.nan
     return {"flips": fmean(differs), "flips_se": error}
 
@@ -139,18 +139,17 @@ def _figures(values: dict[str, Any]) -> dict[str, float]:
     """Return {"acc": 0.5, "acc_se": 0.1, "samples": 20} for the harness's {"acc,none": 0.5,
     "acc_stderr,none": 0.1, "sample_len": 20}.
     """
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for key, value in values.items():
         name, _, kind = key.partition(",")
-        if not kind:
-            continue
-        tail = "" if kind == "none" else f",{kind}"
-        tail += "_se" if name.endswith("_stderr") else ""
-        metric = name.removesuffix("_stderr")
-        found[f"{metric}{tail}"] = float(value) if isinstance(value, int | float) else math.nan
+        if kind:
+            tail = "" if kind == "none" else f",{kind}"
+            tail += "_se" if name.endswith("_stderr") else ""
+            number = float(value) if isinstance(value, int | float) else math.nan
+            figures[f"{name.removesuffix('_stderr')}{tail}"] = number
     if isinstance(values.get("sample_len"), int):
-        found["samples"] = values["sample_len"]
-    return found
+        figures["samples"] = values["sample_len"]
+    return figures
 
 
 @contextmanager

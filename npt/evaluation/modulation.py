@@ -2,8 +2,7 @@
 bounds, how large the additive terms are.
 
 A loss does not show that a multiplicative term has run into its bounds, so that it has no gradient
-left, or that an additive term has outgrown the product it corrects. Only counts and sums of squares
-are kept.
+left, or that an additive term has outgrown the product it corrects.
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
-from npt.adapters.layer import NPTAdapter, device_of
+from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.layer import NPTAdapter
 from npt.adapters.modulation import multiplier_spread
-from npt.adapters.stream import open_stream
 from npt.config import TARGETS
 from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import checked_batches, evaluating
+from npt.evaluation.metrics import checked_batches, evaluating, final_states
 from npt.random_state import kept_random_state
-
-BINS = 40
-"""Of a histogram of multipliers over (1 - beta, 1 + beta); an even number, so that 1 is an edge."""
 
 SATURATED = 0.99
 """A multiplier is saturated beyond this share of the way from the middle of its form's range to an
@@ -44,24 +39,30 @@ class TargetModulation:
     """One target of one layer; what its form does not have is None.
 
     Attributes:
-        counts: finite multipliers in each of BINS equal parts of the range.
-        saturated, bad: shares of multipliers at their bounds, and not finite.
-        mean, std: of the finite ones.
-        add_rms, product_rms: of the additive term, and of what it is added to.
+        product_rms: of what the additive term is added to.
+        add_rms: of the additive term.
+        saturated: share of the multipliers at their bounds.
+        bad: share of the multipliers that are not finite.
+        mean: of the finite multipliers.
+        std: of the finite multipliers.
     """
 
-    counts: list[int] | None
-    saturated: float | None
-    bad: float | None
-    mean: float | None
-    std: float | None
-    add_rms: float | None
     product_rms: float
+    add_rms: float | None
+    saturated: float | None = None
+    bad: float | None = None
+    mean: float | None = None
+    std: float | None = None
 
 
 @dataclass(frozen=True)
 class LayerModulation:
-    """One converted layer. stream_rms: of the residual stream that its MLP adds to."""
+    """One converted layer.
+
+    Attributes:
+        stream_rms: of the residual stream that the MLP's output is added to.
+        targets: the figures of each target.
+    """
 
     stream_rms: float
     targets: dict[str, TargetModulation]
@@ -69,8 +70,13 @@ class LayerModulation:
 
 @dataclass(frozen=True)
 class Modulation:
-    """All converted layers by index, over `tokens` valid tokens. mult_bound: beta. additive_scale:
-    alpha.
+    """All converted layers by index.
+
+    Attributes:
+        tokens: valid tokens.
+        mult_bound: beta.
+        additive_scale: alpha.
+        layers: the figures of each layer.
     """
 
     tokens: int
@@ -103,8 +109,8 @@ class Modulation:
 def measure_modulation(
     model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None
 ) -> Modulation:
-    """Run the student over some batches and look at its modulation of their valid tokens. The model
-    does not change. `between` is called before every batch, and may raise.
+    """Measure the student's modulation of the valid tokens of some batches. The model does not
+    change. `between` is called before every batch, and may raise.
 
     Raises:
         DataError: no batch, or token ids outside the vocabulary.
@@ -122,11 +128,7 @@ def measure_modulation(
         for batch in checked_batches(model, batches, "modulation data", between):
             for of_layer in sums:
                 of_layer.valid = batch.valid_index
-            stream = open_stream(model, batch)
-            hidden = stream.hidden
-            for layer in decoder_layers(model)[: layers[-1][0] + 1]:
-                here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
-                hidden = here.clean(layer(hidden, **here.context_of(layer)))
+            final_states(model, batch)
             tokens += batch.tokens
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
@@ -143,13 +145,13 @@ def observed(
     observers: Sequence[tuple[NPTAdapter, Callable[[Stages], None] | None]],
 ) -> Iterator[None]:
     """Show each adapter's stages to its observer."""
-    before = [adapter.observer for adapter, _ in observers]
+    previous = [adapter.observer for adapter, _ in observers]
     try:
         for adapter, observer in observers:
             adapter.observer = observer
         yield
     finally:
-        for (adapter, _), observer in zip(observers, before, strict=True):
+        for (adapter, _), observer in zip(observers, previous, strict=True):
             adapter.observer = observer
 
 
@@ -196,21 +198,15 @@ class _Sums:
         return rows.index_select(0, self.valid.to(states.device)).to(torch.float32)
 
     def _spread(self, m: Tensor) -> Tensor:
-        """Return [BINS + 4] of [N, O] multipliers m: counts, saturated, bad, sum and sum of squares
-        of m - 1. At the ends fp32 rounds m to the bound itself, which belongs to the outermost bin.
+        """Return [4] of [N, O] multipliers m: how many are saturated and not finite, and the sum
+        and the sum of squares of m - 1.
         """
-        bound = self.config.mult_bound
-        away = m - 1.0
-        finite = torch.isfinite(away)
-        away = torch.where(finite, away, 0.0)
-        part = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
-        counts = torch.bincount(torch.where(finite, part, BINS).flatten(), minlength=BINS + 1)
-        middle, half = multiplier_spread(self.config.mult_form, bound)
-        saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
-        sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
-        return torch.cat(
-            [counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums]
-        )
+        finite = torch.isfinite(m)
+        away = torch.where(finite, m - 1.0, 0.0)
+        middle, half = multiplier_spread(self.config.mult_form, self.config.mult_bound)
+        saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum().double()
+        bad = (~finite).sum().double()
+        return torch.stack([saturated, bad, away.sum(dtype=torch.float64), _squares(away)])
 
     def result(self) -> LayerModulation:
         """Return the layer's figures."""
@@ -223,14 +219,12 @@ class _Sums:
         added, product = (math.sqrt(x / n) for x in self._sums[target].tolist())
         add_rms = added if target in self.config.shifted else None
         if f"m_{target}" not in self._sums:
-            return TargetModulation(None, None, None, None, None, add_rms, product)
-        *counts, saturated, bad, total, squares = self._sums[f"m_{target}"].tolist()
+            return TargetModulation(product, add_rms)
+        saturated, bad, total, squares = self._sums[f"m_{target}"].tolist()
         finite = n - bad
         mean = total / finite if finite else math.nan
         std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
-        return TargetModulation(
-            [int(x) for x in counts], saturated / n, bad / n, 1.0 + mean, std, add_rms, product
-        )
+        return TargetModulation(product, add_rms, saturated / n, bad / n, 1.0 + mean, std)
 
 
 def _squares(values: Tensor) -> Tensor:

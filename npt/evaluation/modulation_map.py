@@ -6,8 +6,7 @@ changes, token by token and layer by layer, is what the context does there:
     change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
 
 for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
-as large as the output itself. It is the same quantity for every form, bound and scale of an
-adapter. Left out: the change that later layers make of it.
+as large as the output itself. Left out: the change that later layers make of it.
 
 Shapes: T tokens, L converted layers, D hidden.
 """
@@ -42,14 +41,16 @@ class ModulationMap:
 
     Attributes:
         ids: [T], the text.
-        layers, targets: L indices, and names.
+        layers: L indices.
+        targets: names.
         change: [T, L], ||MLP'(x) - MLP(x)|| / ||MLP(x)||.
         distance: [T, L], ||o - t||^2 / ||t||^2 of the student's stream after the layer, fed by the
             layers before it, from the teacher's.
         kl: [T], KL(teacher, student) in nats of the predictions of each token from those before it.
-        teacher_p, student_p: [T], the probability of the token to each of them.
-        teacher_first, student_first: [T] int64, the token that each finds most likely there.
-            Nothing predicts the first token: its entries are NaN, and -1.
+            Nothing predicts the first token: its entry is NaN.
+        teacher_first: [T] int64, the token that the teacher finds most likely there; -1 for the
+            first.
+        student_first: the same of the student.
     """
 
     ids: Tensor
@@ -58,8 +59,6 @@ class ModulationMap:
     change: Tensor
     distance: Tensor
     kl: Tensor
-    teacher_p: Tensor
-    student_p: Tensor
     teacher_first: Tensor
     student_first: Tensor
 
@@ -72,7 +71,7 @@ class ModulationMap:
 
         tokenizer: names the tokens; None shows their ids.
         """
-        numbers = ("change", "distance", "kl", "teacher_p", "student_p")
+        numbers = ("change", "distance", "kl")
         return {
             "tokens": self.texts(tokenizer),
             "layers": list(self.layers),
@@ -134,16 +133,14 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
         head, size = model.get_output_embeddings(), model.config.vocab_size
         columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
         first = [most_likely(each, head, size).cpu() for each in (of_teacher, of_student)]
-    kl, teacher_nll, nll = (columns[:, COLUMNS.index(c)] for c in ("kl", "teacher_nll", "nll"))
-    nothing, nobody = torch.tensor([torch.nan]), torch.tensor([-1])
     return ModulationMap(
         row[0].cpu(),
         tuple(index for index, _ in layers),
         tuple(target for target in TARGETS if target in config.targets),
         torch.stack(changes, dim=1),
         torch.stack(distances, dim=1),
-        *(torch.cat([nothing, each]) for each in (kl, (-teacher_nll).exp(), (-nll).exp())),
-        *(torch.cat([nobody, each]) for each in first),
+        torch.cat([torch.tensor([torch.nan]), columns[:, COLUMNS.index("kl")]]),
+        *(torch.cat([torch.tensor([-1]), each]) for each in first),
     )
 
 
@@ -178,9 +175,9 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         return [str(token) for token in ids]
     texts = []
     for number, token in enumerate(ids):
-        before = list(ids[max(0, number - _CONTEXT) : number])
-        earlier = tokenizer.decode(before).rstrip("\ufffd") if before else ""
-        text = tokenizer.decode([*before, token])
+        context = list(ids[max(0, number - _CONTEXT) : number])
+        earlier = tokenizer.decode(context).rstrip("\ufffd") if context else ""
+        text = tokenizer.decode([*context, token])
         inside = text.startswith(earlier)
         texts.append(text[len(earlier) :] if inside else tokenizer.decode([token]))
     return texts

@@ -45,7 +45,7 @@ class RunRecord:
     changes, and nothing wrong with it raises.
 
     Attributes:
-        run, fidelity, modulation, best: the objects of the JSON files.
+        run, fidelity, modulation: the objects of the JSON files.
         steps: logged, ascending.
         columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
             infinite if it was not finite.
@@ -54,7 +54,6 @@ class RunRecord:
             into, and what is wrong.
         postmortems: their folders and records.
         notes: by file, why it says nothing, or what it is of instead of the run's end.
-        writing: whether a process holds the folder; None if that cannot be seen.
     """
 
     def __init__(self, folder: Path, verify: Verify | None = None):
@@ -62,8 +61,6 @@ class RunRecord:
         self.run, self.fidelity, self.modulation = (
             self._object(folder / f"{name}.json") for name in ("run", "fidelity", "modulation")
         )
-        best = folder / "best"
-        self.best = self._object(best / "fidelity.json") if best.is_dir() else {}
         self.steps, self.columns = list[int](), dict[str, list[float]]()
         for line in self._lines("metrics.jsonl"):
             self._add_metrics(line)
@@ -73,7 +70,6 @@ class RunRecord:
         self.checkpoints = list(_checkpoints(folder / "checkpoints", verify))
         bundles = _step_folders(folder / "postmortem")
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
-        self.writing = _is_locked(folder)
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         if self.events and self.fidelity and self.end[0] != "done":
@@ -233,15 +229,3 @@ def _step_folders(folder: Path) -> list[Path]:
 def step_of(folder: Path) -> int:
     """Return the step that a folder is named for."""
     return int(folder.name.removeprefix("step-").partition(".")[0])
-
-
-def _is_locked(folder: Path) -> bool | None:
-    """Return whether a process on this machine holds the folder as a run does; None if that cannot
-    be seen. The lock itself is not tried: a run that starts wants it.
-    """
-    try:
-        inode = folder.stat().st_ino
-        locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    return any("FLOCK" in line and f":{inode} " in line for line in locks.splitlines())

@@ -49,7 +49,7 @@ Table = tuple[list[str], list[list[str]]]
 Models = Mapping[str, Mapping[str, Any]]
 
 
-def training(record: RunRecord) -> list[tuple[str, charts.Picture]]:
+def training(record: RunRecord) -> list[tuple[str, charts.Chart]]:
     """Return the charts of a run over its steps, with their headings."""
     steps, columns, pictures = record.steps, record.columns, []
 
@@ -91,8 +91,7 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
     models = {name: values for name in MODELS if (values := record.fidelity.get(name))}
     if not models:
         return None
-    shares = {key: share for key in FIGURES if (share := _share(models, key)) is not None}
-    tables = [(*_table(models, MODELS, shares), "Fidelity to the teacher")]
+    tables = [(*_table(models, MODELS), "Fidelity to the teacher")]
     if positions := record.fidelity.get("positions"):
         caption = "The student by position, the tokens before the one that predicts"
         tables.append((*_table(positions, {}), caption))
@@ -102,53 +101,28 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         parted = _table({"student and teacher": divergence}, {})
         tables.append((*parted, "Greedy texts after the same prompts, until they part"))
     return {
-        "headline": _headline(models, shares),
+        "headline": _headline(models.get("floor", {}), models.get("student", {})),
         "tables": tables,
         "training_text": record.fidelity.get("heldout") is False,
     }
 
 
-def _share(models: Models, key: str) -> float | None:
-    """Return how much of the way from floor (0) to teacher (1) the student has gone in a figure;
-    None if there is no way, since the floor is not worse than the teacher by more than rounding.
-    """
-    floor, student, teacher = (
-        as_number(models.get(name, {}), key) for name in ("floor", "student", "teacher")
-    )
-    ideal = FIGURES[key].ideal
-    if ideal is None or math.isnan(student) or not math.isfinite(floor):
-        return None
-    way = (teacher if math.isfinite(teacher) else ideal) - floor
-    worse = abs(way) > 1e-6 and (way > 0) == FIGURES[key].percent
-    return (student - floor) / way if worse else None
-
-
-def _headline(models: Models, shares: Mapping[str, float]) -> str:
-    """Return how far the student has got in the first figure that has a way."""
-    key = next(iter(shares), "")
-    if not key:
+def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
+    """Return how much of the KL at its floor the student has closed; "" if the floor has none."""
+    start, kl = as_number(floor, "kl"), as_number(student, "kl")
+    if math.isnan(kl) or not 1e-6 < start < math.inf:
         return ""
-    written = FIGURES[key]
-    if not math.isfinite(shares[key]):
-        return f"The student's {written.name} is not finite."
+    if not math.isfinite(kl):
+        return "The student's KL to its teacher is not finite."
+    gone = 1 - kl / start
+    share = percent(gone) if 0 <= gone <= 1 else f"{100 * gone:.1f}%".replace("-", "−")
     return Markup(
-        "The student has gone <strong>{}</strong> of the way from its floor to its teacher in {}:"
-        " {}, from {} at the floor."
-    ).format(
-        _in_words(shares[key]), written.name, figure(models["student"], key),
-        written.write(models["floor"][key]),
-    )  # fmt: skip
+        "The student has gone <strong>{}</strong> of the way from its floor to its teacher: KL {}"
+        " nats, from {} at the floor."
+    ).format(share, figure(student, "kl"), FIGURES["kl"].write(start))
 
 
-def _in_words(share: float) -> str:
-    if 0 <= share <= 1 or not math.isfinite(share):
-        return percent(share)
-    return f"{100 * share:.1f}%".replace("-", "−")
-
-
-def _table(
-    models: Models, names: Mapping[str, str], shares: Mapping[str, float] | None = None
-) -> Table:
+def _table(models: Models, names: Mapping[str, str]) -> Table:
     """Return every figure that any of them has; one with a `<name>_se` is written with it."""
     keys = dict.fromkeys(key for values in models.values() for key in values)
     shown = [
@@ -161,9 +135,6 @@ def _table(
         [names.get(name, name), *(figure(values, key) for key in shown)]
         for name, values in models.items()
     ]
-    if shares:
-        cells = (_in_words(shares[key]) if key in shares else "" for key in shown)
-        rows.append(["the student's way from floor to teacher", *cells])
     return ["of", *(f"*{head}" for head in heads)], rows
 
 

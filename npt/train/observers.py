@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,10 +17,12 @@ from npt.data.batch import Batch
 from npt.distill.local import REPORTED
 from npt.errors import StoppedError
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.modulation import Modulation
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
+
+if TYPE_CHECKING:
+    from npt.evaluation.modulation import Modulation
 
 FEW = 5
 """Steps whose median loss is the start's, and as many whose median is the present one."""

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +27,6 @@ from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
-from npt.evaluation.attribution import Reference, reference_outputs
 from npt.evaluation.evaluate import Fidelity, evaluate
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
@@ -35,6 +34,9 @@ from npt.runs.run_folder import RunFolder
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
 from npt.versions import versions
+
+if TYPE_CHECKING:
+    from npt.evaluation.attribution import Reference
 
 T = TypeVar("T")
 
@@ -181,6 +183,8 @@ class RunEvaluator:
         def measure() -> Fidelity:
             size = splitter.samples
             if setup.teacher is not None and self._reference is None:
+                from npt.evaluation.attribution import reference_outputs
+
                 self._reference = reference_outputs(setup.teacher, samples, batch_size=size)
             return evaluate(
                 setup.model,

@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -17,11 +17,13 @@ from npt.data.batch import Batch
 from npt.data.loader import Position
 from npt.distributed.processes import ProcessGroup
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.modulation import Modulation
 from npt.guard.update import EXACT
 from npt.runs.run_folder import RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
+
+if TYPE_CHECKING:
+    from npt.evaluation.modulation import Modulation
 
 
 class ProgressDisplay:

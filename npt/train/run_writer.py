@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.files.run_layout import CHECKPOINTS
@@ -17,8 +17,6 @@ from npt.data.batch import batches
 from npt.errors import CheckpointError, ConfigError, StoppedError, TooManyRefusalsError
 from npt.evaluation.evaluate import Fidelity
 from npt.evaluation.metrics import Figures
-from npt.evaluation.modulation import Modulation, measure_modulation
-from npt.evaluation.modulation_map import modulation_map
 from npt.guard.schedule import kind_of_run
 from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
@@ -30,6 +28,9 @@ from npt.train.observers import named
 from npt.train.preparation import MemoryFit
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup
+
+if TYPE_CHECKING:
+    from npt.evaluation.modulation import Modulation
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
@@ -254,12 +255,16 @@ class RunWriter(CheckpointWriter):
 
     def _modulation(self, samples: int) -> Modulation:
         """Return the modulation of the first so many evaluation samples."""
+        from npt.evaluation.modulation import measure_modulation
+
         setup = self._setup
         few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
         return measure_modulation(setup.model, few, between=setup.stop.check)
 
     def _passage(self) -> dict[str, Any]:
         """Return the modulation along the beginning of the first evaluation sample."""
+        from npt.evaluation.modulation_map import modulation_map
+
         model, sample = self._setup.model, self._data.eval_samples[0]
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))

@@ -1,16 +1,14 @@
-"""`npt collect` as a user runs it, killed and taken up again, and a run on what it wrote."""
+"""`npt collect` as a user runs it, and a run on what it wrote."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import signal
 from pathlib import Path
 
 import pytest
 from cli_words import flags
-from forked import Program
 
 import npt
 from npt.cli.main import main
@@ -42,10 +40,6 @@ def command(adapter, prompts: Path, output: Path, *arguments: str) -> list[str]:
     return ["collect", "--use_quantization", *named, *NEW, "--batch_size", "2", *arguments]
 
 
-def content(path: Path) -> tuple[bytes, bytes]:
-    return path.read_bytes(), path.with_name(path.name + ".journal").read_bytes()
-
-
 @pytest.fixture(scope="module")
 def whole(adapter, prompts: Path, tmp_path_factory) -> Path:
     """Return the file of an uninterrupted call, with its output in `printed` next to it."""
@@ -56,9 +50,7 @@ def whole(adapter, prompts: Path, tmp_path_factory) -> Path:
     return path
 
 
-def test_the_disagreements_are_written_and_summed_up(
-    adapter, prompts: Path, whole: Path, capsys
-) -> None:
+def test_the_disagreements_are_written_and_summed_up(whole: Path) -> None:
     figures = json.loads(whole.with_name("printed").read_text())
     records = [json.loads(line) for line in whole.read_text().splitlines()]
     assert figures["prompts"] == PROMPTS and figures["disagreements"] == len(records) > 0
@@ -66,29 +58,6 @@ def test_the_disagreements_are_written_and_summed_up(
     assert all(
         r["completion"] != r["student"] and 0 <= r["position"] < r["tokens"] <= 8 for r in records
     )
-    before = content(whole)
-    assert main(command(adapter, prompts, whole)) == 0
-    assert (
-        f"{PROMPTS} prompts, {PROMPTS} of them earlier: the student leaves its teacher in"
-        f" {len(records)}" in capsys.readouterr().out
-    )
-    assert content(whole) == before
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
-    adapter: Path, prompts: Path, whole: Path, tmp_path, number: int, status: int, capsys
-) -> None:
-    path = tmp_path / "failures.jsonl"
-    program = Program(command(adapter, prompts, path), tmp_path / "errors")
-    journal = path.with_name("failures.jsonl.journal")
-    program.wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1)
-    program.send(number)
-    assert program.wait() == status, program.errors.read_text()
-    # it was in the middle
-    assert journal.read_bytes().count(b"\n") < 1 + PROMPTS // 2
-    assert main(command(adapter, prompts, path)) == 0
-    assert content(path) == content(whole)
 
 
 def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path, capsys) -> None:
@@ -118,25 +87,14 @@ def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path, capsys) -> No
     assert all(line["loss"] is not None and line["refused_total"] == 0 for line in metrics)
 
 
-BAD = {
-    "another length": (["--max_new_tokens", "9"], ["--max_new_tokens 8", "9"]),
-    "a file of others": (["--output", "others.jsonl"], ["others.jsonl", "others.jsonl.journal"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    case: str, adapter: Path, prompts: Path, whole: Path, tmp_path, monkeypatch, capsys
+def test_a_file_that_exists_is_refused_in_one_line(
+    adapter: Path, prompts: Path, whole: Path, capsys
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("others.jsonl").write_text('{"text": "mine"}\n')
-    before = content(whole)
-    arguments, named = BAD[case]
-    assert main(command(adapter, prompts, whole, *arguments)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("npt: error: ")
-    assert [word for word in named if word not in lines[0]] == []
-    assert content(whole) == before and Path("others.jsonl").read_text() == '{"text": "mine"}\n'
+    before = whole.read_bytes()
+    assert main(command(adapter, prompts, whole)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"npt: error: --output {whole} exists; choose another file, or remove it"
+    assert whole.read_bytes() == before
 
 
 def test_another_base_is_an_adapter_that_does_not_fit(

@@ -90,19 +90,7 @@ def test_the_json_holds_text_and_settings(written, student) -> None:
         found["student"]["tokens"] == len(found["student"]["ids"]) == NEW
         and found["student"]["finish"] == "length"
     )
-    assert found["settings"] == {"max_new_tokens": NEW, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-
-
-def test_drawing_follows_its_seed(written) -> None:
-    drawn = ["--temperature", "1.0", "--json"]
-    one, again, other = (
-        written(*drawn, "--seed", seed)[0]["student"]["ids"] for seed in ("1", "1", "2")
-    )
-    assert one == again != other
-
-
-def test_the_least_temperature_draws_the_most_likely_token(written) -> None:
-    assert written("--temperature", "1e-6")[0] == written()[0]
+    assert found["max_new_tokens"] == NEW
 
 
 def test_a_comparison_says_where_the_two_part(written, student) -> None:

@@ -5,8 +5,6 @@ JSON output.
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from made_runs import event, make_run, refusal
@@ -86,19 +84,3 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_line(tmp_path, capsy
     for output in (tmp_path, tmp_path / "no" / "such" / "page.html"):
         assert main(["report", str(folder), "--output", str(output)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_folder_that_a_process_holds_is_running(tmp_path, capsys) -> None:
-    import fcntl
-
-    folder = make_run(tmp_path / "run", events=[event("start")])
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if f":{folder.stat().st_ino} " not in Path("/proc/locks").read_text(encoding="ascii"):
-            pytest.skip("this system does not list its locks")
-        assert main(["report", str(folder), "--json"]) == 0
-    finally:
-        os.close(handle)
-    found = json.loads(capsys.readouterr().out)
-    assert (found["state"], found["status"]) == ("running", "Still running at step 12")

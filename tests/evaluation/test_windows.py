@@ -17,9 +17,8 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import SDPA
 from npt.base.load import load_tokenizer
-from npt.evaluation.generate import Decoding, write
+from npt.evaluation.generate import write
 from npt.evaluation.greedy import continue_greedily, end_ids
-from npt.evaluation.view import mode_view
 
 PROMPTS = [
     torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
@@ -140,5 +139,5 @@ def words() -> Any:
     ids=["3", "11"],
 )
 def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
-    found = write(mode_view(windowed, mode), words, prompt, Decoding(max_new_tokens=NEW))
+    found = write(windowed, words, prompt, NEW)
     assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))

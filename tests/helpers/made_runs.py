@@ -40,9 +40,7 @@ def fidelity(student: float | None = 0.02, layers: int = 3) -> dict[str, Any]:
 
 
 def modulation(step: int, layers: int = 3, **target: Any) -> dict[str, Any]:
-    counts = [round(1000 * math.exp(-(((b - 19.5) / 6) ** 2))) for b in range(40)]
     one = {
-        "counts": counts,
         "saturated": 0.001,
         "bad": 0.0,
         "mean": 1.0,

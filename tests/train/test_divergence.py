@@ -111,7 +111,7 @@ def test_a_look_that_fails_does_not_end_the_run(here, monkeypatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory to look")
 
-    monkeypatch.setattr("npt.train.run_writer.measure_modulation", fail)
+    monkeypatch.setattr("npt.evaluation.modulation.measure_modulation", fail)
     result = here.run("run", max_steps=4)
     assert result.steps == 4
     said = [x["message"] for x in events(result.folder, "warning")]

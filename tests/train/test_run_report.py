@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import npt
 from npt.errors import TooManyRefusalsError
+from npt.evaluation import modulation as modulation_module
 from npt.evaluation.modulation import Modulation
 from npt.report.run import RunRecord
 from npt.train import run_writer as trainer_module
@@ -105,7 +106,7 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
         raise RuntimeError("no ink")
 
     monkeypatch.setattr("npt.train.run_report.write_report", fail)
-    monkeypatch.setattr(trainer_module, "measure_modulation", fail)
+    monkeypatch.setattr(modulation_module, "measure_modulation", fail)
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
     said = warnings(result.folder)
@@ -136,7 +137,7 @@ def test_an_unwritable_report_does_not_hide_why_the_run_ended(here, monkeypatch)
 
 def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatch) -> None:
     untouched: list[bool] = []
-    real = trainer_module.measure_modulation
+    real = modulation_module.measure_modulation
 
     def spy(*given: Any, **named: Any) -> Modulation:
         before = torch.get_rng_state()
@@ -144,7 +145,7 @@ def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatc
         untouched.append(torch.equal(torch.get_rng_state(), before))
         return found
 
-    monkeypatch.setattr(trainer_module, "measure_modulation", spy)
+    monkeypatch.setattr(modulation_module, "measure_modulation", spy)
     one = here.run("one", max_steps=3).folder
     # none to look at: it fails, and is warned of
     monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)
@@ -162,7 +163,7 @@ def test_a_passage_that_cannot_be_measured_takes_nothing_with_it(here, monkeypat
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(trainer_module, "modulation_map", fail)
+    monkeypatch.setattr("npt.evaluation.modulation_map.modulation_map", fail)
     folder = here.run("run", max_steps=2).folder
     (said,) = warnings(folder)
     assert said.startswith("the passage of modulation.json could") and "no ink" in said

@@ -27,8 +27,8 @@ from npt.diagnostics.guards import diagnose
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
+from npt.evaluation.greedy import compare_prompts
 from npt.evaluation.modulation import measure_modulation
-from npt.tools.collect.collect import compare_prompts
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from npt.config import BaseConfig
 from npt.console import silent_console
 from npt.errors import NumericalError, StoppedError, TooManyRefusalsError
 from npt.runs.run_folder import METRICS
-from npt.tools.sweep.spec import Settings, Trial
+from npt.tools.sweep.spec import Trial, TrialSettings
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
@@ -41,11 +41,12 @@ class Bases:
     """The base of the trials of one process: loaded once for those in a row that share it.
 
     Args:
+        scratch: folder for the run folder of the trial under way.
         device: of the base; default the first GPU, else the CPU.
     """
 
-    def __init__(self, device: Any = None):
-        self._device = device
+    def __init__(self, scratch: Path, device: Any = None):
+        self.scratch, self._device = scratch, device
         self._last: tuple[BaseConfig, Base] | None = None
 
     def get(self, base: BaseConfig) -> Base:
@@ -104,7 +105,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
     return {**best, **limits, "seconds": time.perf_counter() - started}
 
 
-def run(bases: Bases, settings: Settings) -> Row:
+def run(bases: Bases, settings: TrialSettings) -> Row:
     """Train once with these settings from the beginning; the base is as before afterwards.
 
     Raises:
@@ -115,7 +116,7 @@ def run(bases: Bases, settings: Settings) -> Row:
     attach(model, settings.adapter, seed=settings.training.seed)
     try:
         parameters = sum(p.numel() for p in adapter_parameters(model).values())
-        with tempfile.TemporaryDirectory(prefix="npt-trial-") as folder:
+        with tempfile.TemporaryDirectory(prefix="trial-", dir=bases.scratch) as folder:
             output = Path(folder) / "run"
             trainer = Trainer(
                 model,
