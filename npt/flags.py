@@ -70,6 +70,8 @@ RETIRED = {
         ("trace_every", "--trace_steps /100 records every hundredth step"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
+        ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
+        ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from npt.cli.arguments import add_adapter, tell
-from npt.config import BASE_PRECISIONS
 from npt.console import make_console
 
 
@@ -17,14 +16,8 @@ def export(given: dict[str, Any]) -> int:
     import npt
 
     with make_console(stderr=given["json"]).status("writing, and reading it back"):
-        done = npt.export(
-            given["adapter"],
-            given["output"],
-            precision=given["base_precision"],
-            base_name=given["model_name"],
-        )
-    stored = "16 bit, rounded" if done.rounded else "unquantised"
-    base = "4 bit" if done.precision == "4bit" else stored
+        done = npt.export(given["adapter"], given["output"], base_name=given["model_name"])
+    base = "4 bit" if done.packed else "16 bit or fp32"
     files = f"{done.files} file{'s' if done.files > 1 else ''} of weights"
     tell(
         given,
@@ -43,10 +36,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_adapter(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
-    precision = (
-        "of the base's weights on disk: 4bit keeps them packed, 16bit rounds them to 16 bit if need"
-        " be (default: that of the loaded base)"
-    )
-    parser.add_argument("--base_precision", choices=BASE_PRECISIONS, help=precision)
     name = "of the base, if it is not under the name that the adapter knows"
     parser.add_argument("--model_name", metavar="NAME", help=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_switch, tell
@@ -12,17 +11,10 @@ from npt.cli.arguments import add_switch, tell
 def push(given: dict[str, Any]) -> int:
     """Put a saved adapter into a repository of the model hub."""
     import npt
-    from npt.errors import DataError
-    from npt.stored import read_json
 
-    fidelity, to = given["fidelity"], given["repo_id"]
+    to = given["repo_id"]
     address = npt.push_to_hub(
-        given["adapter"],
-        to,
-        fidelity=None if fidelity is None else read_json(Path(fidelity), DataError),
-        private=given["private"],
-        revision=given["revision"],
-        message=given["message"],
+        given["adapter"], to, private=given["private"], revision=given["revision"]
     )
     figures = {"repo_id": to, "commit": address}
     tell(given, figures, f"pushed {given['adapter']} to {to}: {address}")
@@ -40,6 +32,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--repo_id", required=True, metavar="USER/NAME", help=new)
     add_switch(parser, "private", "make the repository private if it is created")
     add("--revision", metavar="BRANCH", help="branch to push to (default: the main one)")
-    add("--fidelity", metavar="FILE.json", help="a run's fidelity.json, for the model card")
-    message = "NPT adapter"
-    add("--message", default=message, metavar="TEXT", help=f"of the commit (default: {message!r})")

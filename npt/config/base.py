@@ -9,7 +9,6 @@ from npt.config.field import Need, Settings, setting
 from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
-BASE_PRECISIONS = ("4bit", "16bit")
 COMPUTE_DTYPES = ("fp32", "bf16")
 ATTENTIONS = ("sdpa", "eager", "flex_attention")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

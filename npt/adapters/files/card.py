@@ -82,16 +82,12 @@ def _figure(figures: Mapping[str, Any], key: str, form: str, scale: float, unit:
     return f"{scale * value:{form}}{tail}{unit}"
 
 
-def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded: bool) -> str:
-    """Return the card of an exported folder from its `config.json`, and its base's name and
-    precision.
-    """
-    form, needs = settings["npt"], "torch and transformers"
-    stored = "rounded to 16 bit" if rounded else "unquantised, as in training"
-    if precision == "4bit":
+def export_card(settings: Mapping[str, Any], base: str) -> str:
+    """Return the card of an exported folder from its `config.json` and its base's name."""
+    form, needs, stored = settings["npt"], "torch and transformers", "unquantised"
+    if "quantization_config" in settings:
         needs = "torch, transformers, accelerate and bitsandbytes"
-        code = settings["quantization_config"]["bnb_4bit_quant_type"]
-        stored = f"4 bit ({code} of bitsandbytes), as in training"
+        stored = f"4 bit ({settings['quantization_config']['bnb_4bit_quant_type']})"
     local = not _on_hub(base)
     base = Path(base).name if local else base
     rows = {
@@ -100,7 +96,7 @@ def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded:
             f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}"
         ),
         "targets": ", ".join(form["targets"]),
-        "base on disk": stored,
+        "base on disk": f"{stored}, as in training",
         "computes in": settings["dtype"],
     }
     return _TEMPLATES.get_template("export_card.md.j2").render(

@@ -29,7 +29,7 @@ FORMS = {
 }
 
 
-class NPTAdapter(nn.Module):
+class LayerAdapter(nn.Module):
     """The modulation of one layer, in fp32 whatever the model around it computes in.
 
     Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which are
@@ -107,7 +107,7 @@ class NPTAdapter(nn.Module):
 class NPTLlamaDecoderLayer(LlamaDecoderLayer):
     """The family's decoder layer, computing in NPT form."""
 
-    npt: NPTAdapter
+    npt: LayerAdapter
 
     def forward(
         self,
@@ -154,7 +154,7 @@ class NPTModel(PreTrainedModel):
         layers = self.base_model.layers
         for index in sorted({int(i) for i in (*config.npt["ranks"], *config.npt["rows"])}):
             layers[index].__class__ = NPTLlamaDecoderLayer
-            layers[index].npt = NPTAdapter(config, index)
+            layers[index].npt = LayerAdapter(config, index)
         self.post_init()
 
     @classmethod
