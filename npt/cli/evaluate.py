@@ -64,7 +64,7 @@ def evaluate(given: dict[str, Any]) -> int:
 
     reference, size, further = None, given["batch_size"], dict[str, Any]()
     if given["attribution"] is not None:
-        reference, further["attribution_memory"] = _reference(task, samples_of)
+        reference = _reference(task, samples_of)
     student = load_student(task.base, given, console)
     model, tokenizer = student.model, student.tokenizer
     samples, heldout = samples_of(model, tokenizer)
@@ -96,13 +96,10 @@ def _date_of_run(adapter: Path) -> str | None:
     return None
 
 
-def _reference(task: Task, samples_of: Any) -> tuple[Any, dict[str, int]]:
-    """Run the unquantised base on the samples; return the outputs that are kept, and bytes of
-    memory by name. The base is freed.
-    """
-    from npt.base.load import read_config
+def _reference(task: Task, samples_of: Any) -> Any:
+    """Run the unquantised base on the samples; return the outputs that are kept. It is freed."""
+    from npt.base.load import load_base, read_config
     from npt.base.quantization_error import set_matmul_precision
-    from npt.diagnostics.variants import load_variant
     from npt.evaluation.attribution import reference_outputs
 
     base, precision = task.base, task.given["attribution"]
@@ -116,23 +113,14 @@ def _reference(task: Task, samples_of: Any) -> tuple[Any, dict[str, int]]:
             "--attribution compares a 4-bit base with its original; add --use_quantization, or"
             " drop it"
         )
-    model, tokenizer = load_variant(
-        base.model_name, precision, attn_implementation=base.attn_implementation
+    attention = base.attn_implementation
+    model, tokenizer = load_base(
+        base.model_name, quantization=None, dtype=precision, attn_implementation=attention
     )
     set_matmul_precision(base.matmul_precision, model)
     samples, _ = samples_of(model, tokenizer)
-    reference = reference_outputs(model, samples, batch_size=task.given["batch_size"])
-    memory = {
-        "unquantized_model_bytes": sum(p.nbytes for p in model.parameters()),
-        "kept_state_bytes": sum(states.nbytes for states in reference.states),
-        "kept_head_bytes": sum(p.nbytes for p in reference.head.parameters()),
-    }
-    whole, states, head = (f"{size / 2**20:,.1f} MiB" for size in memory.values())
-    task.console.say(
-        f"attribution: the unquantised base ({precision}, {whole}) ran first and is gone; kept of"
-        f" it are final states on the host ({states}) and its head ({head})"
-    )
-    return reference, memory
+    task.console.say(f"attribution: the unquantised base ({precision}) runs first")
+    return reference_outputs(model, samples, batch_size=task.given["batch_size"])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
