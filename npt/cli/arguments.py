@@ -172,12 +172,10 @@ def load(
         device, pack_on: as for `npt.load_base`.
         adapter: that was found, on whose base the user may have decided what no flag does.
     """
-    import torch
-
     import npt
     from npt.base.gguf.configuration import describe_origin
     from npt.base.precision import policy_dtype, quantization_of
-    from npt.base.quantization_error import product_errors, set_matmul_precision
+    from npt.base.quantization_error import set_matmul_precision
     from npt.base.recipe import STORED
 
     where: dict[str, Any] = (
@@ -205,13 +203,6 @@ def load(
         f" in {dtype} on {devices}"
     )
     console.say(*(line for line in (describe_origin(model.config), precision) if line is not None))
-    if base.compute_dtype == "bf16":
-        errors = product_errors(model)[torch.get_float32_matmul_precision()]
-        worst = max(error for kind, error in errors.items() if kind != "lm_head")
-        console.say(
-            f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their"
-            " size here; all else computes in fp32"
-        )
     return model, tokenizer
 
 

@@ -182,25 +182,16 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_auto(parser: argparse.ArgumentParser) -> None:
-    """Let `--init` take `auto` as well, and show the defaults that a run without other flags has,
-    with those of another base and of a random start where they differ.
-    """
+    """Let `--init` take `auto`, and show the defaults that a run without other flags has."""
     flags = parser._option_string_actions
     flags["--init"].choices = (AUTO, *INITS)
     flags["--init"].help = (
         "auto: calibrated if that is possible, else random; random: small normal start;"
         " calibrated: closed form (default: auto)"
     )
-    cases = {
-        "": with_defaults({}).given,
-        "another base": with_defaults(with_data({"model_name": "..."}, "...").given).given,
-        "--init random": with_defaults({"init": "random"}).given,
-    }
+    bare = with_defaults({}).given
     for f in (f for cls in SETTINGS for f in fields(cls)):
         name = flag_of(f)
-        if name in ("init", "model_name"):
-            continue
-        values = {case: shown_default(c.get(name, f.default)) for case, c in cases.items()}
-        bare = values.pop("")
-        others = "".join(f"; {case}: {value}" for case, value in values.items() if value != bare)
-        flags[f"--{name}"].help = f"{f.metadata['help']} (default: {bare}{others})"
+        if name in bare and name != "init":
+            default = shown_default(bare[name])
+            flags[f"--{name}"].help = f"{f.metadata['help']} (default: {default})"

@@ -206,33 +206,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit status: 0 nothing prevents training, 2 something does, or wrong arguments."
     )
-    parser.add_argument(
-        "--data",
-        nargs="?",
-        const=True,
-        metavar="NAME",
-        help="look at the data; NAME as in --dataset_name, which it replaces",
-    )
+    add = parser.add_argument
+    text = "look at the data; NAME as in --dataset_name, which it replaces"
+    add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "look at the first records only (default: all)")
-    add_switch(
-        parser,
-        "plan",
-        "predict the memory of a run with these flags, by formula; no weights are read",
-    )
-    parser.add_argument(
-        "--shape",
-        metavar="SHAPE",
-        help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="that is planned for, and need not be here, or measured on (default: the GPU, if any)",
-    )
-    add_switch(
-        parser,
-        "measure",
-        "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time",
-    )
+    text = "predict the memory of a run with these flags, by formula; no weights are read"
+    add_switch(parser, "plan", text)
+    text = "plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name"
+    add("--shape", metavar="SHAPE", help=text)
+    text = "that is planned for, and need not be here, or measured on (default: the GPU, if any)"
+    add("--device", choices=("cpu", "cuda"), help=text)
+    text = "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time"
+    add_switch(parser, "measure", text)
     add_config(parser)
     add_settings(parser, *SETTINGS, leave_out=("num_samples",))

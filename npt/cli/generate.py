@@ -19,7 +19,6 @@ from npt.cli.arguments import (
 )
 from npt.console import make_console, put
 from npt.errors import ConfigError, DataError, printable
-from npt.files import check_room
 
 MODES = ("teacher", "student", "floor")
 """Who may write a text, in the order in which a page shows them."""
@@ -30,7 +29,9 @@ def generate(given: dict[str, Any]) -> int:
     from npt.adapters.converted import adapter_mode
     from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 
-    page = None if given["html"] is None else _free(Path(given["html"]))
+    page = None if given["html"] is None else Path(given["html"])
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        raise ConfigError(f"--html {page}: name a file in a folder that exists")
     prompt, limit, compare = _prompt(given["prompt"]), given["max_new_tokens"], given["compare"]
     given, base = with_base(given)
     notes = make_console(stderr=True)  # so that stdout is text, or JSON, alone
@@ -66,19 +67,6 @@ def generate(given: dict[str, Any]) -> int:
     return 0
 
 
-def _free(page: Path) -> Path:
-    """Return the page's path, before minutes are spent on its text; ConfigError if it has none."""
-    if page.is_dir() or not page.parent.is_dir():
-        raise ConfigError(f"--html {page} is no file in a folder that exists; name another file")
-    try:
-        check_room(page, 0)
-    except OSError as error:
-        raise ConfigError(
-            f"--html {page} cannot be written: {error.strerror}; choose another file"
-        ) from error
-    return page
-
-
 def _prompt(given: str | None) -> str:
     """Return the prompt of the flag, else what is piped in."""
     if given is not None:
@@ -88,10 +76,7 @@ def _prompt(given: str | None) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"the prompt on standard input is not UTF-8 ({error.reason} at byte {error.start});"
-            " convert it"
-        ) from error
+        raise DataError(f"the prompt on standard input is not UTF-8: {error.reason}") from error
 
 
 def _print_texts(

@@ -58,20 +58,19 @@ def pretrain(given: dict[str, Any]) -> int:
     chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
     settings = _Settings.of(base, chosen.given, any_base)
     training, start = settings.training, settings.start
-    if start is not None and tokens is not None:
+    if tokens is not None and start is not None:
         raise ConfigError(
             f"--calibration_tokens is about a calibrated start, but --adapter {start} is the start;"
             " drop one of the two"
         )
     if tokens is not None and settings.adapter.init != "calibrated":
         raise ConfigError(
-            f"--calibration_tokens is {tokens}, which means nothing without --init calibrated; add"
-            " it or drop the other"
+            f"--calibration_tokens {tokens} has no effect without --init calibrated: add it, or"
+            " remove --calibration_tokens"
         )
     if any_base and training.resume is None and start is None:
         raise ConfigError(
-            "--any_base is about --resume or --adapter, which are missing; add one, or drop"
-            " --any_base"
+            "--any_base has no effect without --resume or --adapter: add one, or remove --any_base"
         )
     from npt.distributed.join import join_processes
     from npt.runs.signals import StopOnSignal

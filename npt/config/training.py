@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import INT_MAX, POSITIVE, Need, Settings, at_least, setting
+from npt.config.field import INT_MAX, POSITIVE, Need, SettingsGroup, at_least, setting
 from npt.config.texts import as_text, parse_steps
 from npt.errors import ConfigError
 
@@ -29,7 +29,7 @@ _LOGITS = Need(lambda c: c.logit_kl_weight > 0, "a --logit_kl_weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Settings):
+class TrainConfig(SettingsGroup):
     """All settings of the training of adapters, and of the run that does it."""
 
     strategy: str = _objective("local", "how the student is driven", choices=STRATEGIES, often=True)

@@ -49,37 +49,21 @@ def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, caps
     assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)" in out
     assert f"{broken}, line 4: record broken.jsonl:4 has an int as 'text'" in out
     assert "error: 2 broken places" in out
-
-
-def test_json_is_all_of_standard_output(broken: Path, capsys) -> None:
     assert main(["doctor", "--data", str(broken), "--json"]) == 2
     values = json.loads(capsys.readouterr().out)["data"]
     assert [(b["line"], b["column"]) for b in values["broken"]] == [(2, 9), (4, None)]
     assert (values["samples"], values["trainable"]) == (2, False)
 
 
-def test_ids_outside_the_vocabulary_end_2(tmp_path, capsys) -> None:
-    path = tmp_path / "ids.jsonl"
-    path.write_text('{"input_ids": [5, 99999]}\n')
-    assert main(["doctor", "--data", str(path)]) == 2
-    assert (
-        "1 ids outside the vocabulary [0, 2048), the first in sample ids.jsonl:1@0"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_data_may_be_named_as_in_training(sound: Path, before: bool, capsys) -> None:
-    named = ["--dataset_name", str(sound)]
-    assert main(["doctor", *(["--data", *named] if not before else [*named, "--data"])]) == 0
-    one = capsys.readouterr().out
-    assert main(["doctor", "--data", str(sound)]) == 0
-    assert capsys.readouterr().out == one
-
-
-def test_the_flags_of_training_hold(sound: Path, capsys) -> None:
-    arguments = flags("--max_length 4 --packing --max_records 10 --json")
-    assert main(["doctor", "--data", str(sound), *arguments]) == 0
+def test_data_may_be_named_as_in_training_and_the_flags_of_training_hold(sound, capsys) -> None:
+    printed = []
+    for line in ("--data", "--data --dataset_name", "--dataset_name"):
+        more = ["--data"] if line == "--dataset_name" else []
+        assert main(flags(f"doctor {line}", sound, *more)) == 0
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1
+    line = "doctor --max_length 4 --packing --max_records 10 --json --data"
+    assert main(flags(line, sound)) == 0
     values = json.loads(capsys.readouterr().out)["data"]
     assert (values["records"], values["longest"]) == (10, 4)
 

@@ -105,7 +105,6 @@ evaluate @ --eval_samples NUMBER => --eval_samples | NUMBER
 evaluate @ --batch_size NUMBER => --batch_size | NUMBER
 trace @ --batches NUMBER => --batches | NUMBER
 generate @ --prompt x --max_new_tokens NUMBER => --max_new_tokens | NUMBER
-generate @ --prompt x --seed NUMBER => --seed | NUMBER
 collect @ --output x.jsonl --seed NUMBER => --seed | NUMBER
 transplant @ --text_from a --text_to b --top NUMBER => --top | NUMBER
 doctor --data builtin --max_records NUMBER => --max_records | NUMBER

@@ -44,17 +44,11 @@ def printed(report: DataReport, encoding: str = "utf-8") -> str:
     return stream.buffer.getvalue().decode(encoding)
 
 
-# --- counts
-# --------------------------------------------------------------------------------------------------
-
-
 def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
+    pairs = [("def f(x):" * (1 + i), "return x\n" * (i % 9)) for i in range(40)]
     config = write(
         tmp_path / "data.jsonl",
-        *(
-            {"prompt": "def f(x):" * (1 + i), "completion": "return x\n" * (i % 9)}
-            for i in range(40)
-        ),
+        *({"prompt": prompt, "completion": completion} for prompt, completion in pairs),
         {"prompt": "p", "completion": "long " * 40},
         {"text": ""},
         {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
@@ -82,10 +76,6 @@ def test_the_first_records_alone_can_be_looked_at(tmp_path, tokenizer):
     assert "its first 50 records" in printed(part)
     whole = examine(config, tokenizer, VOCAB, max_records=79)
     assert whole.counts.records == 79 and whole.complete
-
-
-# --- problems
-# --------------------------------------------------------------------------------------------------
 
 
 def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
@@ -146,27 +136,21 @@ def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
     assert "no sample of two tokens or more" in printed(report)
 
 
-# --- samples for reading
-# ----------------------------------------------------------------------------------------------
-
-
-def test_the_mask_is_seen_without_colour(tmp_path, tokenizer):
-    report = examine(
-        write(tmp_path / "data.jsonl", {"prompt": "def f", "completion": "(x):\n"}),
-        tokenizer,
-        VOCAB,
-    )
-    assert (
-        f"data.jsonl:1@0, {report.counts.tokens} tokens: {OPEN}<s>def f{CLOSE}(x):\\n</s>"
-        in printed(report)
-    )
-
-
-def test_what_a_terminal_would_obey_is_escaped(tmp_path, tokenizer):
-    write(tmp_path / "data.jsonl", {"text": "a\x1b[31m\r\x00é\n[red]"})
+@pytest.mark.parametrize(
+    ("record", "encoding", "words"),
+    [
+        # the mask is seen without colour
+        ({"prompt": "def f", "completion": "(x):\n"}, "utf-8", f"{OPEN}<s>def f{CLOSE}(x):\\n</s>"),
+        # what a terminal would obey is escaped, and what a console lacks
+        ({"text": "a\x1b[31m\r\x00é\n[red]"}, "utf-8", "<s>a\\x1b[31m\\r\\x00é\\n[red]</s>"),
+        ({"prompt": "é€", "completion": "x"}, "ascii", "\\u27e6<s>"),
+        ({"prompt": "é€", "completion": "x"}, "latin-1", "\\u27e6<s>"),
+    ],
+)
+def test_a_sample_is_printed_on_any_console(tmp_path, tokenizer, record, encoding, words):
+    write(tmp_path / "data.jsonl", record)
     config = DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=99)
-    out = printed(examine(config, tokenizer, VOCAB))
-    assert "<s>a\\x1b[31m\\r\\x00é\\n[red]</s>" in out
+    assert words in printed(examine(config, tokenizer, VOCAB), encoding)
 
 
 def test_a_long_sample_loses_its_middle_and_keeps_its_masks_edge(tokenizer):
@@ -182,18 +166,6 @@ def test_a_long_sample_loses_its_middle_and_keeps_its_masks_edge(tokenizer):
 def test_ids_outside_the_vocabulary_are_shown_by_number(tokenizer):
     text = show(Sample("x", (0, -3, 99_999, 1)), tokenizer, VOCAB)
     assert text == "x, 4 tokens: <s><no token -3><no token 99999></s>"
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_console_that_lacks_characters_gets_escapes(tmp_path, tokenizer, encoding):
-    report = examine(
-        write(tmp_path / "data.jsonl", {"prompt": "é€", "completion": "x"}), tokenizer, VOCAB
-    )
-    assert "\\u27e6<s>" in printed(report, encoding)
-
-
-# --- the record
-# --------------------------------------------------------------------------------------------------
 
 
 def test_the_report_is_json(tmp_path, tokenizer):
