@@ -71,6 +71,7 @@ def _undo(student: Student, given: dict[str, Any]) -> int:
 def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> int:
     import npt
     from npt.adapters.consolidate import update_from
+    from npt.adapters.converted import adapter_parameters
     from npt.adapters.files.adapter_files import adapter_hash, check_replaceable
     from npt.adapters.fit import resolve_layers
     from npt.adapters.token_modulation import modulation_of
@@ -80,7 +81,7 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
 
     model, tokenizer, output = student.model, student.tokenizer, Path(given["output"])
     check_replaceable(output)
-    check_room(output, 0)
+    check_room(output, sum(p.nbytes for p in adapter_parameters(model).values()))
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
     config = given["adapter"].config

@@ -135,10 +135,7 @@ def evaluate(
     tokenizer: Any,
     data: Iterable[Record] | Sequence[Sample],
     *,
-    max_length: int = 256,
-    text_column: str = "text",
-    prompt_column: str | None = None,
-    completion_column: str | None = None,
+    data_config: DataConfig | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
     divergence_prompts: int = 0,
@@ -158,10 +155,7 @@ def evaluate(
         tokenizer: of the base model.
         data: records, or samples already cut. Of prompts with completions only the completions'
             tokens are predicted; the layers' NMSE is over all tokens.
-        max_length: tokens of a sample, when `data` are records.
-        text_column: of a record that is text.
-        prompt_column: of one with a completion.
-        completion_column: of the same.
+        data_config: columns of the records and tokens of a sample.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
         divergence_prompts: continue the beginnings of so many samples greedily and see where the
@@ -178,13 +172,7 @@ def evaluate(
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    config = DataConfig(
-        max_length=max_length,
-        text_column=text_column,
-        prompt_column=prompt_column,
-        completion_column=completion_column,
-    )
-    samples = _samples(data, tokenizer, config, max_samples)
+    samples = _samples(data, tokenizer, data_config or DataConfig(), max_samples)
     reference = None if unquantized is None else _reference(unquantized, samples, batch_size)
     comparisons = COMPARISONS if reference is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
@@ -230,8 +218,11 @@ def evaluate(
     if not len(per_sample["student", "teacher"]):
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
+    teacher, floor, student = (measured[mode, "teacher"] for mode in MODES)
     return Fidelity(
-        *(measured[mode, "teacher"] for mode in MODES),
+        teacher,
+        floor,
+        student,
         layers=layer_errors.figures(),
         divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},

@@ -61,6 +61,14 @@ FIGURES: dict[str, Figure] = {
 """By the key that files have them under."""
 
 
+COMPARISON_NAMES = {
+    "unquantized_to_4bit": "unquantised to 4-bit",
+    "4bit_to_npt": "4-bit to NPT",
+    "unquantized_to_npt": "unquantised to NPT",
+}
+"""What is compared, by the key that `fidelity.json` has it under."""
+
+
 def percent(share: float, digits: int = 1) -> str:
     """Return any other share, in per cent, with more digits if it would read as none or all of it
     and is neither.

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,12 +32,12 @@ from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
 from npt.errors import ConfigError, NumericalError
 from npt.evaluation.metrics import (
+    Measured,
     check_ids,
     compare_tokens,
     final_states,
     mean_and_error,
     most_likely,
-    nan_for_null,
 )
 
 MODES: tuple[Mode, ...] = ("teacher", "student")
@@ -196,7 +195,7 @@ def compare_prompts(
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Measured):
     """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
     prompts, of the figure before it.
 
@@ -220,12 +219,6 @@ class Divergence:
     agreed: float
     agreed_se: float
     median: float
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Divergence:
-        """Return the figures of a file, now or of an earlier version, which had more."""
-        plain = nan_for_null(values)
-        return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
 
 def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:

@@ -25,10 +25,9 @@ from npt.evaluation.view import mode_view
 from npt.extras import require
 
 Results = dict[str, dict[str, dict[str, float]]]
-"""Of each model, of each task: metrics by name, their standard errors as `<metric>_se`, NaN where
-the harness gives none, and `samples`; of multiple-choice tasks besides `flips`, the share of items
-whose answer is not the teacher's. A metric after another filter than the harness's default is
-named `<metric>,<filter>`."""
+"""Of each model, of each task: metrics by name (`<metric>,<filter>` after another filter than the
+default), their standard errors as `<metric>_se`, and `samples`; of multiple-choice tasks besides
+`flips`, the share of items whose answer is not the teacher's."""
 
 
 def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> Any:
@@ -54,10 +53,9 @@ def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> An
         )
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        there = f"; there are: {', '.join(manager.all_tasks[:20]) or 'none'}" if path else ""
         raise ConfigError(
             f"--lm_eval names the task {unknown[0]!r}, which {path or 'lm-evaluation-harness'} does"
-            f" not have{there}"
+            " not have"
         )
     return manager
 
@@ -75,7 +73,8 @@ def lm_eval(
 
     Args:
         model: with adapters attached; not changed.
-        tasks, tasks_path: as for `find_tasks`.
+        tasks: names, as for `find_tasks`.
+        tasks_path: as for `find_tasks`.
         limit: documents of each task, at most.
 
     Raises:
@@ -89,7 +88,6 @@ def lm_eval(
     tokenizer = copy.deepcopy(tokenizer)  # the harness changes it, and has its padding looked up
     if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
         tokenizer.pad_token = None
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     scores: Results = {}
     of_teacher: dict[str, list[int]] = {}
     with evaluating(model), _quiet():
@@ -107,7 +105,6 @@ def lm_eval(
                     tasks=list(tasks),
                     task_manager=manager,
                     limit=limit,
-                    **dict.fromkeys(seeds, 0),
                 )
             scores[mode] = {task: _figures(values) for task, values in run["results"].items()}
             for task, chosen in _answers(run).items():
@@ -155,12 +152,11 @@ def _figures(values: dict[str, Any]) -> dict[str, float]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the harness's notes on the model that it is given: the choice is ours."""
-    loggers = [logging.getLogger("lm_eval"), logging.getLogger("lm-eval")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "lm-eval")}
     try:
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.ERROR)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

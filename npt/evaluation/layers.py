@@ -85,14 +85,11 @@ class LayerErrors:
     def add(self, batch: Batch) -> None:
         """Sum a batch's errors by sample, in fp64 on the host, and drop its states."""
         count, length = batch.input_ids.shape
-        device = batch.input_ids.device
-        # one wait for all
-        table = torch.stack([values.to(device) for values in self._per_token.values()])
-        sums = torch.zeros(len(table), count, dtype=torch.float64)
         rows = batch.valid_index.cpu() // length
-        sums.index_add_(1, rows, table.to("cpu", torch.float64))
-        for key, of_batch in zip(self._per_token, sums, strict=True):
-            self._sums.setdefault(key, []).append(of_batch)
+        for key, values in self._per_token.items():
+            sums = torch.zeros(count, dtype=torch.float64)
+            sums.index_add_(0, rows, values.to("cpu", torch.float64))
+            self._sums.setdefault(key, []).append(sums)
         self._counts.append(batch.attention_mask.sum(dim=-1).to("cpu", torch.float64))
         self._targets, self._per_token = {}, {}
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,23 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measured:
+    """Numbers that a JSON file holds, null for what is not finite."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return what a file holds, now or of an earlier version, which had more; null becomes NaN.
+        KeyError if a number is missing.
+        """
+        plain = nan_for_null(values)
+        return cls(**{field.name: plain[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Figures(Measured):
     """One model against the teacher on the same tokens; `_se` is the standard error of the figure
     before it.
 
@@ -55,17 +71,6 @@ class Figures:
     top1_se: float
     acceptance: float
     acceptance_se: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Figures:
-        """Return the figures of an `as_dict`, now or of an earlier version, which had more; null
-        becomes NaN. KeyError if one is missing.
-        """
-        plain = nan_for_null(values)
-        return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
 
 def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,10 +144,14 @@ def compare_pairs(
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
     """Return [N, len(COLUMNS)] fp32 per pair of models: the quantities of COLUMNS, per token. Every
-    model goes through its head once, whatever the pairs.
+    model goes through its head once, whatever the pairs. Memory: logits of a chunk of tokens, and
+    the fp32 form of a head that is stored in 16 bit.
 
-    hidden: [N, D] of each model. targets: [N], the next tokens of the text. Memory: logits of a
-    chunk of tokens, and the fp32 form of a head that is stored in 16 bit.
+    Args:
+        hidden: [N, D] of each model.
+        heads: of each model.
+        targets: [N], the next tokens of the text.
+        pairs: a model, and the one that it is measured against.
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)

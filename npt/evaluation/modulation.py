@@ -35,54 +35,21 @@ Stages = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class TargetModulation:
-    """One target of one layer; what its form does not have is None.
-
-    Attributes:
-        product_rms: of what the additive term is added to.
-        add_rms: of the additive term.
-        saturated: share of the multipliers at their bounds.
-        bad: share of the multipliers that are not finite.
-        mean: of the finite multipliers.
-        std: of the finite multipliers.
-    """
-
-    product_rms: float
-    add_rms: float | None
-    saturated: float | None = None
-    bad: float | None = None
-    mean: float | None = None
-    std: float | None = None
-
-
-@dataclass(frozen=True)
-class LayerModulation:
-    """One converted layer.
-
-    Attributes:
-        stream_rms: of the residual stream that the MLP's output is added to.
-        targets: the figures of each target.
-    """
-
-    stream_rms: float
-    targets: dict[str, TargetModulation]
-
-
-@dataclass(frozen=True)
 class Modulation:
-    """All converted layers by index.
+    """The modulation of the converted layers.
 
     Attributes:
         tokens: valid tokens.
         mult_bound: beta.
-        additive_scale: alpha.
-        layers: the figures of each layer.
+        layers: by index {"stream_rms", "targets": {target: figures}}. The figures are `product_rms`
+            and `add_rms`, of the additive term and of what it is added to; `saturated` and `bad`,
+            the shares of multipliers at their bounds and not finite; `mean` and `std`, of the
+            finite ones. What the form of a target does not have is None.
     """
 
     tokens: int
     mult_bound: float
-    additive_scale: float
-    layers: dict[int, LayerModulation]
+    layers: dict[int, dict[str, Any]]
 
     @property
     def saturated(self) -> tuple[float, str]:
@@ -90,10 +57,10 @@ class Modulation:
         targets of other widths weigh alike.
         """
         shares = {
-            f"layer {index}, {name}": target.saturated
+            f"layer {index}, {name}": target["saturated"]
             for index, layer in self.layers.items()
-            for name, target in layer.targets.items()
-            if target.saturated is not None
+            for name, target in layer["targets"].items()
+            if target["saturated"] is not None
         }
         if not shares:
             return 0.0, "no layer"
@@ -101,8 +68,7 @@ class Modulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
-        layers = {str(index): asdict(layer) for index, layer in self.layers.items()}
-        return {**asdict(self), "layers": layers}
+        return {**asdict(self), "layers": {str(index): x for index, x in self.layers.items()}}
 
 
 @kept_random_state()
@@ -132,12 +98,8 @@ def measure_modulation(
             tokens += batch.tokens
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
-    return Modulation(
-        tokens,
-        config.mult_bound,
-        config.additive_scale,
-        {index: of.result() for (index, _), of in zip(layers, sums, strict=True)},
-    )
+    figures = {index: of.result() for (index, _), of in zip(layers, sums, strict=True)}
+    return Modulation(tokens, config.mult_bound, figures)
 
 
 @contextmanager
@@ -163,33 +125,17 @@ class _Sums:
     """
 
     def __init__(self, adapter: NPTAdapter):
-        self.config = adapter.config
+        self._config, self._multiplied = adapter.config, frozenset(adapter.M)
         self.valid: Tensor | None = None
-        self._sums: dict[str, Tensor] = {}  # by "residual", target, or "m_<target>"
-        self._sizes: dict[str, int] = {}  # elements in them
+        self._sums: dict[str, Tensor] = {}  # by target; of the residual stream too
 
     def __call__(self, stages: Stages) -> None:
-        stream = stages.get("stream")
-        if stream is not None:
-            rows = self._rows(stream)
-            self._add("residual", _squares(rows), rows)
-        for name in self.config.targets:
-            product = stages.get(TARGETS[name].stage)
-            if product is None:
-                continue
-            rows, m, s = self._rows(product), stages.get(f"m_{name}"), stages.get(f"s_{name}")
-            added = torch.zeros((), dtype=torch.float64, device=rows.device)
-            if s is not None:
-                shift = self._rows(s)
-                added, rows = _squares(shift), rows - shift
-            self._add(name, torch.stack([added, _squares(rows)]), rows)
-            if m is not None:
-                multipliers = self._rows(m)
-                self._add(f"m_{name}", self._spread(multipliers), multipliers)
-
-    def _add(self, key: str, part: Tensor, rows: Tensor) -> None:
-        self._sums[key] = self._sums[key] + part if key in self._sums else part
-        self._sizes[key] = self._sizes.get(key, 0) + rows.numel()
+        shown = {name: TARGETS[name].stage for name in self._config.targets}
+        for key, stage in {"residual": "stream", **shown}.items():
+            if stages.get(stage) is not None:
+                terms = (stages[stage], stages.get(f"s_{key}"), stages.get(f"m_{key}"))
+                part = self._part(*(None if term is None else self._rows(term) for term in terms))
+                self._sums[key] = self._sums[key] + part if key in self._sums else part
 
     def _rows(self, states: Tensor) -> Tensor:
         """Return the valid tokens' rows of [B, T, O], as fp32: [N, O]."""
@@ -197,34 +143,41 @@ class _Sums:
         rows = states.reshape(-1, states.shape[-1])
         return rows.index_select(0, self.valid.to(states.device)).to(torch.float32)
 
-    def _spread(self, m: Tensor) -> Tensor:
-        """Return [4] of [N, O] multipliers m: how many are saturated and not finite, and the sum
-        and the sum of squares of m - 1.
+    def _part(self, result: Any, shift: Tensor | None, m: Tensor | None) -> Tensor:
+        """Return [7] of [N, O] results, shifts in them and multipliers m: how many numbers; squares
+        of results without shifts, and of shifts; how many m are saturated, how many not finite; sum
+        and squares of m - 1.
         """
+        nothing = torch.zeros((), dtype=torch.float64, device=result.device)
+        count = torch.full_like(nothing, result.numel())
+        added = nothing if shift is None else _squares(shift)
+        product = _squares(result if shift is None else result - shift)
+        if m is None:
+            return torch.stack([count, product, added, *[nothing] * 4])
         finite = torch.isfinite(m)
         away = torch.where(finite, m - 1.0, 0.0)
-        middle, half = multiplier_spread(self.config.mult_form, self.config.mult_bound)
+        middle, half = multiplier_spread(self._config.mult_form, self._config.mult_bound)
         saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum().double()
-        bad = (~finite).sum().double()
-        return torch.stack([saturated, bad, away.sum(dtype=torch.float64), _squares(away)])
+        bad, total = (~finite).sum().double(), away.sum(dtype=torch.float64)
+        return torch.stack([count, product, added, saturated, bad, total, _squares(away)])
 
-    def result(self) -> LayerModulation:
+    def result(self) -> dict[str, Any]:
         """Return the layer's figures."""
-        stream = math.sqrt(float(self._sums["residual"]) / self._sizes["residual"])
-        targets = [target for target in TARGETS if target in self._sums]
-        return LayerModulation(stream, {target: self._result(target) for target in targets})
+        count, squares, *_ = self._sums["residual"].tolist()
+        targets = {target: self._result(target) for target in TARGETS if target in self._sums}
+        return {"stream_rms": math.sqrt(squares / count), "targets": targets}
 
-    def _result(self, target: str) -> TargetModulation:
-        n = self._sizes[target]
-        added, product = (math.sqrt(x / n) for x in self._sums[target].tolist())
-        add_rms = added if target in self.config.shifted else None
-        if f"m_{target}" not in self._sums:
-            return TargetModulation(product, add_rms)
-        saturated, bad, total, squares = self._sums[f"m_{target}"].tolist()
-        finite = n - bad
-        mean = total / finite if finite else math.nan
-        std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
-        return TargetModulation(product, add_rms, saturated / n, bad / n, 1.0 + mean, std)
+    def _result(self, target: str) -> dict[str, float | None]:
+        count, product, added, saturated, bad, total, squares = self._sums[target].tolist()
+        figures: dict[str, float | None] = dict.fromkeys(("saturated", "bad", "mean", "std"))
+        if target in self._multiplied:
+            finite = count - bad
+            mean = total / finite if finite else math.nan
+            std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
+            shares = {"saturated": saturated / count, "bad": bad / count}
+            figures = {**shares, "mean": 1.0 + mean, "std": std}
+        add_rms = math.sqrt(added / count) if target in self._config.shifted else None
+        return {"product_rms": math.sqrt(product / count), "add_rms": add_rms, **figures}
 
 
 def _squares(values: Tensor) -> Tensor:

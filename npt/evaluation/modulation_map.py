@@ -13,9 +13,10 @@ Shapes: T tokens, L converted layers, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from npt.adapters.converted import adapter_mode, attached_config, npt_layers
 from npt.adapters.layer import NPTLayer, student_output, whole
 from npt.adapters.token_modulation import as_row
 from npt.config import TARGETS
-from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import COLUMNS, compare_tokens, evaluating, most_likely
 from npt.evaluation.modulation import Stages, observed
 
@@ -44,8 +44,6 @@ class ModulationMap:
         layers: L indices.
         targets: names.
         change: [T, L], ||MLP'(x) - MLP(x)|| / ||MLP(x)||.
-        distance: [T, L], ||o - t||^2 / ||t||^2 of the student's stream after the layer, fed by the
-            layers before it, from the teacher's.
         kl: [T], KL(teacher, student) in nats of the predictions of each token from those before it.
             Nothing predicts the first token: its entry is NaN.
         teacher_first: [T] int64, the token that the teacher finds most likely there; -1 for the
@@ -57,7 +55,6 @@ class ModulationMap:
     layers: tuple[int, ...]
     targets: tuple[str, ...]
     change: Tensor
-    distance: Tensor
     kl: Tensor
     teacher_first: Tensor
     student_first: Tensor
@@ -71,7 +68,7 @@ class ModulationMap:
 
         tokenizer: names the tokens; None shows their ids.
         """
-        numbers = ("change", "distance", "kl")
+        numbers = ("change", "kl")
         return {
             "tokens": self.texts(tokenizer),
             "layers": list(self.layers),
@@ -86,8 +83,7 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     """Run teacher and student over a text, and measure the modulation of each of its tokens.
 
     The text need not be the student's own: `ids` may be a text that the teacher or a person wrote.
-    The model does not change. Memory: the teacher's states after each converted layer, 4 L T D
-    bytes, and the logits of a few tokens at a time.
+    The model does not change. Memory: the logits of a few tokens at a time.
 
     Args:
         model: with adapters attached, or a view of such a model.
@@ -99,37 +95,24 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     """
     config = attached_config(model)
     row, layers = as_row(model, ids), npt_layers(model)
-    teacher: dict[int, Tensor] = {}
     stages: dict[int, Stages] = {index: {} for index, _ in layers}
     changes: list[Tensor] = []
-    distances: list[Tensor] = []
 
-    def keep(index: int, _: NPTLayer, output: Tensor) -> None:
-        teacher[index] = output[0].to(torch.float32)
-
-    def compare(index: int, layer: NPTLayer, output: Tensor) -> None:
+    def compare(index: int, layer: NPTLayer) -> None:
         plain = _unmodulated(layer, stages[index])
         moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
         changes.append((moved / torch.linalg.vector_norm(plain, dim=-1)).cpu())
-        distances.append(nmse_per_token(output[0], teacher.pop(index)).to("cpu", torch.float32))
         stages[index].clear()  # the adapter's observer is its `update`
 
-    def states(look: Callable[[int, NPTLayer, Tensor], None]) -> Tensor:
-        with ExitStack() as stack:
-            for index, layer in layers:
-
-                def hook(layer: Any, _: Any, output: Tensor, index: int = index) -> None:
-                    look(index, layer, output)
-
-                stack.callback(layer.register_forward_hook(hook).remove)
-            return model.model(row, use_cache=False).last_hidden_state[0, :-1]
-
-    with evaluating(model):
+    with evaluating(model), ExitStack() as stack:
         with adapter_mode(model, "teacher"):
-            of_teacher = states(keep)
+            of_teacher = model.model(row, use_cache=False).last_hidden_state[0, :-1]
+        for index, layer in layers:
+            hook = partial(lambda index, layer, *_: compare(index, layer), index)
+            stack.callback(layer.register_forward_hook(hook).remove)
         observers = [(layer.npt, stages[index].update) for index, layer in layers]
         with adapter_mode(model, "student"), observed(observers):
-            of_student = states(compare)
+            of_student = model.model(row, use_cache=False).last_hidden_state[0, :-1]
         head, size = model.get_output_embeddings(), model.config.vocab_size
         columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
         first = [most_likely(each, head, size).cpu() for each in (of_teacher, of_student)]
@@ -138,7 +121,6 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
         tuple(index for index, _ in layers),
         tuple(target for target in TARGETS if target in config.targets),
         torch.stack(changes, dim=1),
-        torch.stack(distances, dim=1),
         torch.cat([torch.tensor([torch.nan]), columns[:, COLUMNS.index("kl")]]),
         *(torch.cat([torch.tensor([-1]), each]) for each in first),
     )

@@ -15,17 +15,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.formatting import FIGURES, NO_ERROR
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, NO_ERROR
 from npt.evaluation.greedy import Divergence
 from npt.evaluation.harness import Results
 from npt.evaluation.metrics import Figures
 
 _ROWS = ("perplexity", "perplexity_ratio", "kl", "top1", "acceptance")
-_COMPARISONS = {
-    "unquantized_to_4bit": "unquantised to 4-bit",
-    "4bit_to_npt": "4-bit to NPT",
-    "unquantized_to_npt": "unquantised to NPT",
-}
 
 
 def print_fidelity(
@@ -46,7 +41,7 @@ def print_fidelity(
     if fidelity.positions:
         console.print(_positions_table(fidelity.positions))
     if fidelity.attribution:
-        columns = {_COMPARISONS[name]: f for name, f in fidelity.attribution.items()}
+        columns = {COMPARISON_NAMES[name]: f for name, f in fidelity.attribution.items()}
         console.print(_figures_table("What quantisation costs, and what the conversion", columns))
     if fidelity.divergence is not None:
         console.print(Text(divergence_line(fidelity.divergence)))
@@ -55,11 +50,8 @@ def print_fidelity(
 def divergence_line(d: Divergence) -> str:
     """Return a line about where greedy texts part, those that never did counted."""
     ended = f", {d.ended} ended the same" if d.ended else ""
-    median = (
-        "fewer than half part"
-        if math.isnan(d.median)
-        else f"half have parted within {d.median:.0f} tokens"
-    )
+    median = f"half have parted within {d.median:.0f} tokens"
+    median = "fewer than half part" if math.isnan(d.median) else median
     bound = " (at least: the limit cuts some off)" if d.censored else ""
     return (
         f"Greedy texts of student and teacher after {d.prompts} prompts, up to {d.max_new_tokens}"

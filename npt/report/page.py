@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ SECTIONS = {
 LISTED = 200  # events at most, the last ones
 
 
-def page(record: RunRecord, place: Path) -> str:
-    """Return the HTML page about a run; `place` is where it will be, for its links."""
+def page(record: RunRecord, output: Path) -> str:
+    """Return the HTML page about a run; `output` is its path, from which its links lead."""
     parts = {
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training) or [],
@@ -39,13 +39,13 @@ def page(record: RunRecord, place: Path) -> str:
         "layers": _part(record, "fidelity.json", layers),
         "modulation": _part(record, "modulation.json", modulation),
         "passage": _part(record, "modulation.json", _passage),
-        "postmortems": _part(record, "postmortem", _postmortems) or [],
+        "causes": _part(record, "postmortem", _causes) or {},
         "events": _part(record, "events.jsonl", _events) or [],
         "configuration": _part(record, "run.json", _configuration) or [],
     }
     return render(
         "run.html.j2", title=f"{clean(record.name, 80)}: report of a run", sections=SECTIONS,
-        record=record, status=status(record), facts=_facts(record), place=place,
+        record=record, status=status(record), facts=_facts(record), output=output,
         notes=record.notes, **parts,
     )  # fmt: skip
 
@@ -100,21 +100,17 @@ def _passage(record: RunRecord) -> dict[str, Any] | None:
     return token_view([("", passage)]) if passage else None
 
 
-def _postmortems(record: RunRecord) -> list[tuple[str, Path, str]]:
-    return [
-        (path.relative_to(record.folder).as_posix(), path, _cause(bundle))
-        for path, bundle in record.postmortems[-LISTED:]
-    ]
-
-
-def _cause(bundle: Mapping[str, Any]) -> str:
-    """Return why the run stopped, and which number was the first bad one."""
-    words = [str(bundle.get("reason", "no reason on record"))]
-    if refusals := bundle.get("refusals"):
-        words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
-    if verdict := bundle.get("verdict"):
-        words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
-    return ". ".join(words)
+def _causes(record: RunRecord) -> dict[Path, str]:
+    """Return why the run stopped, and which number was the first bad one, by post-mortem."""
+    causes = {}
+    for path, bundle in record.postmortems[-LISTED:]:
+        words = [str(bundle.get("reason", "no reason on record"))]
+        if refusals := bundle.get("refusals"):
+            words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
+        if verdict := bundle.get("verdict"):
+            words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
+        causes[path] = ". ".join(words)
+    return causes
 
 
 def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:

@@ -45,7 +45,9 @@ class RunRecord:
     changes, and nothing wrong with it raises.
 
     Attributes:
-        run, fidelity, modulation: the objects of the JSON files.
+        run: the object of `run.json`.
+        fidelity: of `fidelity.json`.
+        modulation: of `modulation.json`.
         steps: logged, ascending.
         columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
             infinite if it was not finite.
@@ -170,10 +172,10 @@ class RunRecord:
         step, steps, columns = _count(line.get("step")), self.steps, self.columns
         if step is None:
             return
-        place = bisect_left(steps, step)
-        del steps[place:]
+        position = bisect_left(steps, step)
+        del steps[position:]
         for column in columns.values():
-            del column[place:]
+            del column[position:]
         for key in [key for key in line if key not in columns]:
             if _COLUMNS.fullmatch(key) or _LAYER.fullmatch(key):
                 columns[key] = [math.nan] * len(steps)
@@ -191,8 +193,8 @@ class RunRecord:
         event, events = {**line, "step": _count(line.get("step"))}, self.events
         if line.get("event") == "resume":
             saves = [i for i, e in enumerate(events) if e["event"] == "save"]
-            place = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
-            events[place + 1 :] = [e for e in events[place + 1 :] if e["event"] not in _UNDONE]
+            last = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
+            events[last + 1 :] = [e for e in events[last + 1 :] if e["event"] not in _UNDONE]
         if isinstance(line.get("event"), str):
             events.append(event)
 
@@ -218,11 +220,11 @@ def _checkpoints(folder: Path, verify: Verify | None) -> Iterator[tuple[Path, bo
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders that are named for a step, by that; links are left out."""
-    try:
-        paths = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)]
-    except OSError:
-        return []
-    paths = [path for path in paths if path.is_dir() and not path.is_symlink()]
+    paths = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from npt.evaluation.formatting import FIGURES, percent
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, percent
 from npt.report import charts
 from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
@@ -24,12 +24,6 @@ MODELS = {
     "teacher": "teacher (the base)",
 }
 
-_COMPARISONS = {
-    "unquantized_to_4bit": "unquantised to 4-bit",
-    "4bit_to_npt": "4-bit to NPT",
-    "unquantized_to_npt": "unquantised to NPT",
-}
-
 _CHARTS = (
     ("grad_norm", "Gradient norm, before clipping", "norm", None),
     ("lr", "Learning rate", "rate", False),
@@ -37,7 +31,6 @@ _CHARTS = (
 )
 
 REFUSALS = 200  # the last ones, which are listed one by one
-
 SATURATED = 0.05
 """Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
 
@@ -96,7 +89,7 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
         caption = "The student by position, the tokens before the one that predicts"
         tables.append((*_table(positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
-        tables.append((*_table(costs, _COMPARISONS), "What costs how much"))
+        tables.append((*_table(costs, COMPARISON_NAMES), "What costs how much"))
     if divergence := record.fidelity.get("divergence"):
         parted = _table({"student and teacher": divergence}, {})
         tables.append((*parted, "Greedy texts after the same prompts, until they part"))
@@ -179,12 +172,12 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         for name, layer in layers.items()
         for target, cell in layer["targets"].items()
     }
-    bad = {place: cell["bad"] for place, cell in cells.items() if cell.get("bad")}
-    finite = {place: cell for place, cell in cells.items() if bad.get(place, 0.0) < 1}
-    saturated = _largest({place: cell.get("saturated") for place, cell in finite.items()})
+    bad = {key: cell["bad"] for key, cell in cells.items() if cell.get("bad")}
+    finite = {key: cell for key, cell in cells.items() if bad.get(key, 0.0) < 1}
+    saturated = _largest({key: cell.get("saturated") for key, cell in finite.items()})
     bound = float(measured.get("mult_bound", 0.5))
     return {
-        "rows": [[*place, *_row(cell)] for place, cell in cells.items()],
+        "rows": [[*key, *_row(cell)] for key, cell in cells.items()],
         "range": f"({number(1 - bound)}, {number(1 + bound)})",
         "tokens": measured.get("tokens", 0),
         "kind": "held-out" if measured.get("heldout") is not False else "training",
@@ -192,7 +185,7 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         "bad": (len(bad), _largest(bad)),
         "saturated": saturated,
         "additive_only": len(finite) == len(cells) and saturated is None,
-        "ratio": _largest({place: _ratio(cell, "product_rms") for place, cell in cells.items()}),
+        "ratio": _largest({key: _ratio(cell, "product_rms") for key, cell in cells.items()}),
         "worth_saying": SATURATED,
     }
 
@@ -225,7 +218,7 @@ def _ratio(cell: Mapping[str, Any], key: str) -> float | None:
 
 def _largest(values: Mapping[tuple[str, str], float | None]) -> tuple[float, str] | None:
     numbers = {
-        place: value for place, value in values.items() if value is not None and value < math.inf
+        key: value for key, value in values.items() if value is not None and value < math.inf
     }
-    place = max(numbers, key=lambda place: numbers[place], default=None)
-    return None if place is None else (numbers[place], f"layer {place[0]}, {place[1]}")
+    key = max(numbers, key=lambda key: numbers[key], default=None)
+    return None if key is None else (numbers[key], f"layer {key[0]}, {key[1]}")

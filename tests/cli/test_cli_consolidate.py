@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from cli_words import flags
+from students import moved
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 
 
@@ -20,10 +19,7 @@ def adapter(load_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the random Llama, all over the place."""
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=0.4))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    moved(model, 0.3, seed=0)
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "adapter")
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import enlarge
+from students import enlarge, moved, random_samples
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import DataError
@@ -18,11 +17,7 @@ from npt.evaluation.evaluate import evaluate
 
 
 def samples() -> list[Sample]:
-    generator = torch.Generator().manual_seed(3)
-    some = [
-        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
-        for i, n in enumerate((9, 4, 12, 7, 2))
-    ]
+    some = random_samples((9, 4, 12, 7, 2))
     # One with a prompt, and one in which nothing is predicted.
     return [*some, Sample("p", (5, 6, 7, 8), (-100, -100, 7, 8)), Sample("n", (5, 6), (-100, -100))]
 
@@ -31,11 +26,7 @@ def samples() -> list[Sample]:
 def student(load_model):
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from students import enlarge
+from students import enlarge, moved, random_samples
 from torch import Tensor, nn
 
 import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
-from npt.config import NPTConfig
+from npt.adapters.layer import student_output
+from npt.config import DataConfig, NPTConfig
 from npt.data.batch import Sample, collate
 from npt.data.packing import pack
 from npt.errors import DataError, ModelError, NumericalError
@@ -32,22 +33,14 @@ OCTAVES = {"0-1": 1, "2-3": 3, "4-7": 7, "8-15": 15}
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS) -> list[Sample]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
-        for i, n in enumerate(lengths)
-    ]
+    return random_samples(lengths)
 
 
 @pytest.fixture(scope="module")
 def student(load_model: Callable[..., nn.Module]) -> nn.Module:
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 def assert_same(one: Fidelity, other: Fidelity, rel: float) -> None:
@@ -176,36 +169,18 @@ def test_a_student_with_the_attention_residual_starts_as_its_teacher(load_model,
 def test_the_layers_nmse_is_that_of_the_teachers_own_states(student, load_model, tokenizer) -> None:
     base = load_model()
     sums = {(i, kind): 0.0 for i in (1, 3) for kind in ("floor", "student")}
-    tokens = 0
     for sample in samples():
         seen = states_of(base, sample)
-        tokens += len(sample.input_ids)
-        for i in (1, 3):
-            layer, adapter = base.model.layers[i], student.model.layers[i].npt
-            h, t, a = seen[i, "h"], seen[i, "t"], seen[i, "a"]
-            with torch.no_grad():
-                x = layer.post_attention_layernorm(h)
-                gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
-                floor = h + layer.mlp.down_proj(nn.functional.silu(gate) * up)
-                z = a @ adapter.A.T
-                stream = h + 0.1 * z @ adapter.B["stream"].T
-                x = layer.post_attention_layernorm(stream)
-                gate, up = layer.mlp.gate_proj(x), layer.mlp.up_proj(x)
-                m = {k: 1 + 0.5 * (2 * torch.sigmoid(z @ M.T) - 1) for k, M in adapter.M.items()}
-                s = {k: 0.1 * z @ B.T for k, B in adapter.B.items()}
-                product = nn.functional.silu(m["gate"] * gate + s["gate"]) * (
-                    m["up"] * up + s["up"]
-                )
-                output = stream + m["down"] * layer.mlp.down_proj(product) + s["down"]
-            for kind, o in (("floor", floor), ("student", output)):
-                sums[i, kind] += float(
-                    ((o - t).double().pow(2).sum(-1) / t.double().pow(2).sum(-1)).sum()
-                )
+        for i, kind in sums:
+            layer, h, t = student.model.layers[i], seen[i, "h"], seen[i, "t"].double()
+            with torch.no_grad(), adapter_mode(student, kind):
+                o = student_output(layer, h, seen[i, "a"])[0].double()
+            sums[i, kind] += float(((o - t).pow(2).sum(-1) / t.pow(2).sum(-1)).sum())
     layers = evaluate(student, tokenizer, samples()).layers
     assert layers.keys() == {1, 3}
     for (i, kind), total in sums.items():
         # fp32 against fp64 sums
-        assert layers[i][f"nmse_{kind}"] == pytest.approx(total / tokens, rel=1e-5)
+        assert layers[i][f"nmse_{kind}"] == pytest.approx(total / sum(LENGTHS), rel=1e-5)
 
 
 def test_the_errors_of_layers_are_taken_over_samples(student, tokenizer) -> None:
@@ -334,7 +309,8 @@ def test_records_and_the_samples_cut_from_them_give_the_same(student, tokenizer)
     whole = evaluate(student, tokenizer, samples())
     for data in (records, iter(records), (s for s in samples())):
         assert evaluate(student, tokenizer, data) == whole
-    texts = evaluate(student, tokenizer, [{"body": "abcdefgh"}], text_column="body", max_length=6)
+    config = DataConfig(text_column="body", max_length=6)
+    texts = evaluate(student, tokenizer, [{"body": "abcdefgh"}], data_config=config)
     # <s> a-e | f-h </s>: the first token of each sample is predicted by nothing.
     assert texts.teacher.tokens == 5 + 3
 
@@ -392,21 +368,14 @@ def test_packed_rows_give_the_figures_of_their_documents(
     monkeypatch.setattr(
         evaluate_module, "batches", lambda some, size: iter([collate(list(some), side=side)])
     )
-    together, alone = evaluate(student, tokenizer, rows), evaluate(student, tokenizer, samples())
-    for name in ("teacher", "floor", "student"):
-        figures = [asdict(getattr(found, name)) for found in (together, alone)]
-        # errors are over rows
-        means = [
-            {key: value for key, value in f.items() if not key.endswith("_se")} for f in figures
-        ]
-        # attention sums in another order
-        assert means[0] == pytest.approx(means[1], rel=1e-5, abs=1e-6), name
-    for index, values in together.layers.items():
-        means = [
-            {key: value for key, value in layer.items() if not key.endswith("_se")}
-            for layer in (values, alone.layers[index])
-        ]
-        assert means[0] == pytest.approx(means[1], rel=1e-5)
+    packed, alone = (evaluate(student, tokenizer, data) for data in (rows, samples()))
+    for one, other in (
+        *((asdict(getattr(packed, m)), asdict(getattr(alone, m))) for m in ("floor", "student")),
+        *((packed.layers[i], alone.layers[i]) for i in alone.layers),
+    ):
+        # attention sums in another order; errors are over rows
+        means = [{k: v for k, v in each.items() if not k.endswith("_se")} for each in (one, other)]
+        assert means[0] == pytest.approx(means[1], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])

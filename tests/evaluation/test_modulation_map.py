@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor
 
 import npt
@@ -29,11 +30,7 @@ def norms(values: Tensor) -> Tensor:
 def student_of(load_model: Any, **config: Any) -> Any:
     model = load_model()
     npt.attach(model, npt.NPTConfig(**{**OLD, "rank": 4, "additive_scale": 0.7, **config}))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 @torch.no_grad()
@@ -92,22 +89,8 @@ def test_a_student_that_changes_nothing_has_zeros(load_model) -> None:
         for parameter in adapter_parameters(model).values():
             parameter.zero_()
     found = modulation_map(model, IDS)
-    for name in ("change", "distance"):
-        assert float(getattr(found, name).abs().max()) == 0, name
+    assert float(found.change.abs().max()) == 0
     assert float(found.kl[1:].abs().max()) == 0
-
-
-def test_the_distance_is_that_of_the_streams(load_model) -> None:
-    model = student_of(load_model)
-    found = modulation_map(model, IDS)
-    streams = {}
-    for mode in ("teacher", "student"):
-        with torch.no_grad(), adapter_mode(model, mode):
-            outputs = model(torch.tensor([IDS]), use_cache=False, output_hidden_states=True)
-            streams[mode] = outputs.hidden_states[2][0]  # after layer 1
-    t, o = streams["teacher"], streams["student"]
-    expected = (o - t).square().sum(-1) / t.square().sum(-1)
-    torch.testing.assert_close(found.distance[:, 0], expected)
 
 
 def test_the_model_stays_as_it_was(load_model) -> None:

@@ -84,6 +84,15 @@ def test_a_batch_padded_on_the_left_equals_each_prompt_alone(endless, cache, mod
             torch.testing.assert_close(row, logits_alone(endless, prompt, new), **CLOSE)
 
 
+@pytest.mark.parametrize("mode", ["student", "teacher"])
+def test_beam_search_with_a_cache_finds_what_it_finds_without(endless, mode) -> None:
+    settings = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
+    with adapter_mode(endless, mode):
+        tokens, _ = generate(endless, PROMPTS[1:2], **settings)
+        assert tokens == generate(endless, PROMPTS[1:2], use_cache=False, **settings)[0]
+    assert tokens[0] != tokens[1]
+
+
 def test_the_students_drafts_leave_the_teachers_text(endless) -> None:
     teacher, student = npt.teacher_view(endless), npt.student_view(endless)
     tokens, _ = generate(teacher, PROMPTS[1:2], assistant_model=student)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from families import MAKE, VOCAB, WINDOW, save_base
 from slow_greedy import alone
+from students import moved
 from torch import Tensor
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.base.attention import SDPA
 from npt.base.load import load_tokenizer
 from npt.evaluation.generate import write
@@ -37,11 +37,7 @@ def windowed(request, tmp_path_factory) -> Any:
         device="cpu",
     )
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.15)
 
 
 @pytest.fixture(params=["teacher", "student"])

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
+from students import moved
 
 import npt
-from npt.adapters.converted import adapter_parameters
 
 
 def flags(line: str, *more: object) -> list[str]:
@@ -20,8 +19,6 @@ def saved_adapter(folder: Path, noise: float = 0.0, **form: Any) -> Path:
     """Save an adapter of the embedded model in NF4, with random numbers of that size if any."""
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(model, npt.NPTConfig(**form))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values() if noise else ():
-            parameter.copy_(noise * torch.randn(parameter.shape, generator=generator))
+    if noise:
+        moved(model, noise)
     return npt.save_adapter(model, folder)

@@ -94,16 +94,6 @@ def test_refusals_are_listed_with_their_reasons(tmp_path) -> None:
     assert reader.charts[0].endswith("; 2 refusals")
 
 
-def test_what_a_resume_undid_is_not_counted(tmp_path) -> None:
-    saved = event("save", step=4, folder="checkpoints/step-00000004")
-    changed = {"learning_rate": [0.02, 0.01]}
-    resumed = event("resume", step=4, checkpoint="x/checkpoints/step-00000004", changed=changed)
-    lines = [START, refusal(2), saved, refusal(6), START, resumed, event("done", steps=12)]
-    reader = read(tmp_path / "run", events=lines)
-    assert "1 refused, of which" in reader.text and reader.charts[0].endswith("; 1 refusals")
-    assert "changed learning_rate: [0.02, 0.01]" in reader.sections["events"]
-
-
 # --- what is missing
 # --------------------------------------------------------------------------------------------------
 
@@ -380,8 +370,3 @@ def test_no_secret_and_no_environment_variable_is_in_it(tmp_path, monkeypatch) -
     text = page(RunRecord(folder), folder / "report.html")
     for secret in ("0123456789secret", "hunter2", "hf_abcdefghijklmnopqrst", "k3y1d"):
         assert secret not in text
-
-
-def test_the_same_folder_makes_the_same_page(tmp_path, drawn) -> None:
-    folder = make_run(tmp_path / "run", events=[START, refusal(3), event("done", steps=12)])
-    assert page(RunRecord(folder), folder / "a.html") == page(RunRecord(folder), folder / "a.html")

@@ -283,13 +283,12 @@ def test_the_result_sums_up_the_run_without_a_warning(build) -> None:
 
 def test_evaluations_are_of_the_model_before_and_after(build, tokenizer) -> None:
     trainer = build(texts(8))
-    before = npt.evaluate(trainer.setup.model, tokenizer, EVAL, max_length=MAX_LENGTH)
+    config = DataConfig(max_length=MAX_LENGTH)
+    before = npt.evaluate(trainer.setup.model, tokenizer, EVAL, data_config=config)
     result = trainer.train()
     assert result.fidelity.initial == before.student
-    assert (
-        result.fidelity.student
-        == npt.evaluate(trainer.setup.model, tokenizer, EVAL, max_length=MAX_LENGTH).student
-    )
+    after = npt.evaluate(trainer.setup.model, tokenizer, EVAL, data_config=config)
+    assert result.fidelity.student == after.student
     assert result.fidelity.layers[3]["nmse_initial"] == before.layers[3]["nmse_student"]
 
 

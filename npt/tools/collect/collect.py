@@ -43,7 +43,9 @@ class CollectResult:
         prompts: how many were compared.
         disagreements: those at which the student differs, which are the records.
         tokens: of the teacher's continuations.
-        top1, kl, acceptance: means per token of them.
+        top1: mean top-1 agreement per token of them.
+        kl: mean KL(teacher, student).
+        acceptance: mean share of drafts that speculative sampling would accept.
         signal: the one that ended the collection early.
     """
 

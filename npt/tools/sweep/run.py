@@ -23,6 +23,7 @@ from npt.console import silent_console
 from npt.errors import NumericalError, StoppedError, TooManyRefusalsError
 from npt.runs.run_folder import METRICS
 from npt.tools.sweep.spec import Trial, TrialSettings
+from npt.tools.sweep.table import Row
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
@@ -32,7 +33,6 @@ choice of the held-out tokens.
 
 AT_THE_END = 3  # steps whose mean loss is the loss at the end
 
-Row = dict[str, Any]
 Base = tuple[PreTrainedModel, Any, PreTrainedModel | None]
 """A base without adapters, its tokenizer, and its teacher if that is another model."""
 
@@ -138,7 +138,7 @@ def run(bases: Bases, settings: TrialSettings) -> Row:
 
 def _trained(trainer: Trainer) -> Row:
     """Return how a run ended: `diverged` (stopped, or the student is not finite), `worse` (its KL
-    is larger in the end than at the start) or `stable`, with the reason.
+    has grown) or `stable`, with the reason.
     """
     try:
         result = trainer.train()

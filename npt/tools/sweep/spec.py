@@ -100,10 +100,11 @@ class Bisection:
 
 @dataclass(frozen=True)
 class Origin:
-    """What of the specification makes a trial.
+    """The part, arm and point of a specification that a trial is of.
 
     Attributes:
-        part, arm: their names; "" for no arm.
+        part: its name.
+        arm: its name, or "".
         point: of the part's grid, or what was drawn.
     """
 

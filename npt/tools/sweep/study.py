@@ -11,10 +11,11 @@ report.html      the page that `npt report` makes of the table
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -66,18 +67,13 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Refuse a folder of another study or of something else with a ConfigError, and change
     nothing.
     """
-    try:
-        if not is_study(folder):
-            names = [path.name for path in folder.iterdir()] if folder.exists() else []
-            if not all(name.startswith(_FIRST_FILES) for name in names):
-                raise ConfigError(
-                    f"--study {folder} holds something other than a study; choose another folder"
-                )
-            return
-    except OSError as error:
-        raise ConfigError(
-            f"--study {folder} cannot be read: {error.strerror}; choose another folder"
-        ) from error
+    if not is_study(folder):
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        if not all(name.startswith(_FIRST_FILES) for name in names):
+            raise ConfigError(
+                f"--study {folder} holds something other than a study; choose another folder"
+            )
+        return
     name = read_study(folder)["name"]
     if name != design.name:
         raise ConfigError(
@@ -89,23 +85,16 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
 def open_folder(
     folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]
 ) -> None:
-    """Make the folder, or continue in it after `check_folder`; raise ConfigError if it cannot be
-    written.
-    """
+    """Make the folder, or continue in it after `check_folder`."""
     if storage is not None:
         import sqlalchemy
 
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
     record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # first: from now on the folder is known for a study's, whenever this is killed
-        write_json(folder / STUDY, record | {"versions": versions})
-        write_bytes(folder / SPEC, spec.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"--study {folder} cannot be written: {error.strerror}; choose another folder"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    # first: from now on the folder is known for a study's, whenever this is killed
+    write_json(folder / STUDY, record | {"versions": versions})
+    write_bytes(folder / SPEC, spec.read_bytes())
 
 
 def design_in(folder: Path) -> Design:
@@ -115,25 +104,37 @@ def design_in(folder: Path) -> Design:
 
 @contextlib.contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Make this worker's folder for run folders, and remove those of workers that were killed on
-    this machine.
+    """Make this worker's folder for run folders, locked while the worker lives, and remove those
+    that killed workers left.
     """
-    host, running = socket.gethostname(), folder / RUNNING
-    for left in running.glob(f"{host}-*"):
-        try:
-            os.kill(int(left.name.rpartition("-")[2]), 0)
-        except ProcessLookupError:
+    running = folder / RUNNING
+    running.mkdir(parents=True, exist_ok=True)
+    turn = _locked(running, fcntl.LOCK_EX)  # None where there are no locks: nothing is removed
+    for left in running.iterdir() if turn is not None else ():
+        if (handle := _locked(left)) is not None:
+            os.close(handle)
             shutil.rmtree(left, ignore_errors=True)
-        except (ValueError, PermissionError):  # no worker's, or a process of somebody else
-            continue
-    scratch = running / f"{host}-{os.getpid()}"
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=running))
+    lock = _locked(scratch)
+    if turn is not None:
+        os.close(turn)
     try:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other workers have theirs
-            running.rmdir()
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
+    """Return the handle of a lock, which ends with the process; None if it is not to be had."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:

@@ -18,12 +18,10 @@ import npt
 from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.config import DataConfig
-from npt.data.batch import Sample
 from npt.data.encoding import Counts
 from npt.data.samples import cut
 from npt.data.source import open_source
 from npt.errors import ConfigError, DataError, NumericalError
-from npt.evaluation.greedy import compare_prompts
 from npt.tools.collect.collect import collect
 
 NEW = 5
@@ -161,20 +159,6 @@ def test_a_student_that_agrees_is_counted_and_not_written(close, tokenizer, tmp_
     figures = result.as_dict()
     assert (figures["prompts"], figures["disagreements"], figures["top1"]) == (9, 0, 1.0)
     assert figures["kl"] < 1e-9 and figures["acceptance"] == pytest.approx(1, rel=1e-6)
-
-
-def test_a_student_that_would_end_writes_nothing_more(student, tokenizer, tmp_path) -> None:
-    ids = tokenizer("import os")["input_ids"]
-    (found,) = compare_prompts(student, [Sample("p", tuple(ids))], NEW, frozenset({1}))
-    assert found.position is not None
-    ends = tokenizer.eos_token_id
-    tokenizer.eos_token_id = found.student_token
-    try:
-        gather(student, tokenizer, tmp_path / "failures.jsonl", RECORDS[:1])
-    finally:
-        tokenizer.eos_token_id = ends
-    (record,) = lines(tmp_path / "failures.jsonl")
-    assert record["student"] == tokenizer.decode(found.student_start)
 
 
 def test_the_model_stays_as_it_was(student, tokenizer, tmp_path) -> None:

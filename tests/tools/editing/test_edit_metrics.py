@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
+from students import moved, random_samples
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import (
@@ -20,22 +20,14 @@ TEXT = "a fact"
 
 
 def samples(count: int, seed: int) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Sample(str(i), tuple(torch.randint(3, 128, (8 + i % 5,), generator=generator).tolist()))
-        for i in range(count)
-    ]
+    return random_samples((8 + i % 5 for i in range(count)), seed)
 
 
 @pytest.fixture
 def model(load_model):
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=0.4))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.3, seed=0)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sqlite3
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -147,7 +146,14 @@ def test_a_study_of_an_earlier_version_is_not_continued(spec, tmp_path, capsys) 
 
 @pytest.mark.parametrize(
     "storage",
-    ["nonsense", "postgresql://u:secret@host:port/x", "mars://x", "sqlite:////proc/nowhere/x.db"],
+    [
+        "nonsense",
+        "sqlite://",
+        "postgresql://u:secret@host:port/x",
+        "mars://x",
+        "postgresql://user:secret@localhost:1/x",
+        "sqlite:////proc/nowhere/x.db",
+    ],
 )
 def test_a_storage_that_cannot_be_used_makes_no_folder(spec, tmp_path, capsys, storage) -> None:
     folder = tmp_path / "study"
@@ -159,16 +165,6 @@ def test_a_storage_that_cannot_be_used_makes_no_folder(spec, tmp_path, capsys, s
         and "secret" not in error
         and not folder.exists()
     )
-
-
-def test_a_study_without_its_packages_makes_no_folder(spec, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    for more in ([], ["--storage", "postgresql://host/x"]):
-        assert main(["sweep", str(spec), "--study", str(tmp_path / "study"), *more]) == 2
-        assert (
-            "pip install 'npt-distill[sweep]'" in capsys.readouterr().err
-            and not (tmp_path / "study").exists()
-        )
 
 
 def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
@@ -184,6 +180,14 @@ def test_a_worker_does_the_study_of_the_folder(spec, tmp_path, small) -> None:
     assert main(["sweep", str(spec), "--study", str(folder), "--parent", str(os.getppid())]) == 0
     progress = storage.progress(design.by_key)
     assert (progress.finished, progress.open) == (1, 0)
+
+
+def test_run_folders_of_killed_workers_are_swept_and_of_no_others(tmp_path) -> None:
+    left = tmp_path / "running" / "left"
+    (left / "trial-abc" / "run").mkdir(parents=True)
+    with study.scratch_folder(tmp_path) as one, study.scratch_folder(tmp_path) as other:
+        assert not left.exists() and one.is_dir() and other.is_dir() and one != other
+    assert list((tmp_path / "running").iterdir()) == []
 
 
 def children(pid: int) -> list[int]:
@@ -238,6 +242,7 @@ def test_a_killed_study_continues_and_repeats_nothing(
     monkeypatch.setitem(Storage.__init__.__kwdefaults__, "grace", 1.0)
     monkeypatch.setattr(sweep_worker, "WAIT_SECONDS", 0.2)
     assert start(spec, folder, "--workers", "2").wait() == 0
+    assert list((folder / "running").iterdir()) == []  # what the killed workers left is swept
     assert "4 trials, 0 new" in folder.with_suffix(".log").read_text()
     rows = Storage(f"sqlite:///{folder / 'study.db'}", "small").rows()
     assert len(rows) == 4 and {key: rows[key]["ended"] for key in before} == before
