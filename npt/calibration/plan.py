@@ -26,10 +26,10 @@ class Plan:
     """Bytes next to the model.
 
     Attributes:
-        gram: one [D, D] matrix in fp32.
-        graph: one batch through the teacher.
-        sums: the matrices of all layers, in which their directions find room later.
-        factor: the matrices of one layer while they are factorised.
+        gram: of one [D, D] matrix in fp32.
+        graph: of one batch through the teacher.
+        sums: of the matrices of all layers, in which their directions find room later.
+        factor: of the matrices of one layer while they are factorised.
     """
 
     gram: int
