@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("runs",),
     ("diagnostics",),
-    ("postmortem",),
+    ("forensics",),
     ("train",),
     ("tools", "doctor"),
     ("__init__",),
@@ -38,7 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {("guard", "diagnostics")}
+LATE = {("guard", "diagnostics"), ("guard", "forensics")}
 """Imports from above that are made when they are first needed, within a function: the guard loads
 tracer and recorder at the first refusal that is traced.
 """

@@ -53,7 +53,7 @@ NOT_RUN = {
     r"npt doctor --plan": "tests/doctor/test_plan.py",
     r"npt export ": "tests/adapters/files/test_export.py",
     r"npt import ": "tests/cli/test_cli_import.py",
-    r"npt replay ": "tests/postmortem/test_replay.py",
+    r"npt replay ": "tests/forensics/test_replay.py",
     r"torchrun |python pretrain_npt_safe\.py": "tests/distributed/test_several_processes.py",
     r"python debug/debug_nan\.py": "tests/faults/test_tracer_demo.py",
     r"python debug/inject_fault\.py .*--trainer": "tests/faults/test_row_cases.py",

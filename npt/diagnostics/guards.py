@@ -17,16 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, adapter_parameters
 from npt.adapters.layer import in_parts, whole
 from npt.adapters.sharding import is_share
-from npt.adapters.stream import model_inputs
 from npt.base.linear import dense_weight, quantized_linears
-from npt.data.batch import IGNORE_INDEX, Batch
+from npt.data.batch import IGNORE_INDEX
 from npt.errors import NumericalError
-from npt.random_state import kept_random_state
 
 ADAPTER = ".npt."
 """A part of every adapter tensor's full name, and of no other's."""
@@ -53,32 +49,6 @@ def require(finding: Finding | None) -> None:
     """Raise a finding as a `NumericalError`."""
     if finding is not None:
         raise NumericalError(finding.message)
-
-
-@kept_random_state()
-def diagnose(model: PreTrainedModel, batch: Batch) -> Finding | None:
-    """Return the first bad number after a refusal: of adapters, base, labels, or of the teacher's
-    or student's logits. The model stays as it is.
-
-    It reads the state as it is now, which the guarded step has kept clean: a fault of the state is
-    found, one of the data shows in the logits, and a transient one in neither.
-    """
-    finding = (
-        tensor_fault(adapter_parameters(model))
-        or base_fault(model)
-        or target_fault(batch.labels, model.config.vocab_size, name="label")
-    )
-    batch = batch.to(next(model.parameters()).device)
-    plain = torch.autocast(batch.input_ids.device.type, enabled=False)
-    for mode in ("teacher", "student"):
-        if finding is not None:
-            break
-        with torch.no_grad(), adapter_mode(model, mode), plain:
-            logits = model(**model_inputs(model, batch), use_cache=False).logits
-        # Logits of padding are nobody's business.
-        logits = torch.where(batch.attention_mask.unsqueeze(-1).bool(), logits, 0.0)
-        finding = logits_fault(logits, f"{mode} logits")
-    return finding
 
 
 def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
@@ -147,20 +117,24 @@ def tensor_fault(
     return None
 
 
-def moments_fault(
+def named_moments(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> Finding | None:
-    """Find an optimizer's state that no step can be taken from: not finite, or a second moment
-    below zero, whose root is NaN.
-    """
-    state = {
+) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state, by `exp_avg of NAME` and so on."""
+    return {
         f"{key} of {name}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
-    finding = tensor_fault(state)
-    for name, value in state.items():
+
+
+def moments_fault(moments: Mapping[str, Tensor]) -> Finding | None:
+    """Find among named moments what no step can be taken from: not finite, or a second moment below
+    zero, whose root is NaN.
+    """
+    finding = tensor_fault(moments)
+    for name, value in moments.items():
         if finding is None and name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
             why = "a mean of squares cannot be negative"
             finding = _element(name, value, math.inf, value < 0, why)

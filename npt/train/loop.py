@@ -330,7 +330,6 @@ class Loop:
         of the last one after it.
         """
         self.refusals.report_epoch(self._epoch)
-        before = self.steps
         later = [*self._known, *self.guard.flush()]
         self._known.clear()
         for known in (result, *later):
@@ -344,10 +343,8 @@ class Loop:
         last = (window, result)
         if not result.refused and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
-        counters = {"tokens": self.tokens, "micro_batches": self.micro_batches}
-        steps = (self.steps, before, self.total_steps)
-        computed = self.strategy, self.splitter
-        self.refusals.stop(reason, last, self._accepted, steps, counters, *computed)
+        steps = (self.steps, self.total_steps)
+        self.refusals.stop(reason, last, self._accepted, steps, self.splitter)
 
     def _after_step(self, result: Outcome) -> None:
         c = self.config

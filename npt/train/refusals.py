@@ -5,22 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
-from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import forward_backward
-from npt.distill.strategies import Strategy
 from npt.errors import TooManyRefusalsError
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome
+from npt.guard.schedule import kind_of_run, rate_at
 from npt.guard.shared import gathered
 from npt.guard.window import HISTORY
 from npt.train.run_context import RunContext, Window
-
-if TYPE_CHECKING:
-    from npt.postmortem.write import Situation
 
 REFUSED_SHARE = 0.2
 """A run stops when more of its micro-batches were refused."""
@@ -98,9 +93,7 @@ class Refusals:
         reason: str,
         last: tuple[Window, Outcome],
         accepted: Window | None,
-        steps: tuple[int, int, int | None],
-        counters: dict[str, int],
-        strategy: Strategy,
+        steps: tuple[int, int | None],
         splitter: MicroBatchSplitter,
     ) -> None:
         """Write the post-mortem and raise.
@@ -109,62 +102,49 @@ class Refusals:
             reason: of the stop.
             last: the last window with a refusal, and its result.
             accepted: the last window without one.
-            steps: applied by now, before that window, and planned.
-            counters: of the run.
-            strategy, splitter: that compute a micro-batch.
+            steps: applied by now, and planned.
+            splitter: of micro-batches.
         """
-        context, (window, result), (now, before, total) = self._context, last, steps
+        context, (window, result), (now, total) = self._context, last, steps
         self._gather_history()
-
-        def fill(batch: Batch) -> MicroBatch:
-            return forward_backward(context.model, strategy, batch, context.config, splitter)
-
-        from npt.postmortem.write import Situation  # it brings the tracer; few runs end so
-
-        situation = Situation(
-            model=context.model,
-            gradients=self._guard.window,
-            fill=fill,
-            window=window.batches,
-            result=result,
-            accepted=() if accepted is None else accepted.batches,
-            reason=reason,
-            step=now if result.snapshot is None else before,
-            total_steps=total,
-            config=context.config,
-            counters={
-                "steps": now,
-                **counters,
-                "refused": dict(self.by_kind),
-                "epoch": window.epoch,
-                "in_a_row": self._guard.counts.in_a_row,
-            },
-            record=context.record,
-            samples_at_once=splitter.samples,
-        )
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
-        said = f"stopped at step {now}: {reason}{ending}"
-        bundle = context.processes.first(lambda: self._write_postmortem(situation))
+        message = f"stopped at step {now}: {reason}{ending}"
+
+        def write() -> dict[str, Any]:
+            from npt.forensics.bundle import write_postmortem  # few runs end so
+            from npt.forensics.student import student_part
+
+            path, config = context.folder.path, context.config
+            step = now if result.snapshot is None else result.steps - result.applied
+            kind, peak = kind_of_run(config.scheduler_type, total), config.learning_rate
+            entry = {
+                "settings": {**context.record["settings"], **asdict(config)},
+                "samples_at_once": splitter.samples or config.batch_size,
+                "rate": rate_at(step, peak, kind, config.warmup_steps, total),
+            }
+            batches = () if accepted is None else accepted.batches
+            try:
+                student = student_part(
+                    context.model, window.batches, result.refused, batches, entry, context.record
+                )
+                written = write_postmortem(
+                    path / "postmortem", self._guard, result, reason, step, student
+                )
+                return {"postmortem": str(written.relative_to(path.absolute()))}
+            except Exception as error:  # the run reports its end either way
+                return {"postmortem": None, "error": str(error)}
+
+        bundle = context.processes.first(write)
         context.folder.event("stopped", step=now, reason=reason, **bundle)
         path = context.folder.path
         if bundle["postmortem"] is None:
-            said += (
+            message += (
                 f"; no post-mortem could be written below {path}: {bundle['error']}; free or choose"
                 " a disk that can be written to"
             )
         else:
-            said += f"; look into it with: npt replay {path / bundle['postmortem']}"
-        raise context.processes.everywhere(TooManyRefusalsError(said))
-
-    def _write_postmortem(self, situation: Situation) -> dict[str, Any]:
-        """Return the bundle's path, or why there is none; the run reports its end either way."""
-        from npt.postmortem.write import write_postmortem
-
-        path = self._context.folder.path
-        try:
-            return {"postmortem": str(write_postmortem(path, situation).relative_to(path))}
-        except Exception as error:
-            return {"postmortem": None, "error": str(error)}
+            message += f"; look into it with: npt replay {path / bundle['postmortem']}"
+        raise context.processes.everywhere(TooManyRefusalsError(message))
 
     def _gather_history(self) -> None:
         """Remember the last micro-batches of every process, in their order."""

@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
+from npt.data.batch import Sample, collate
 from npt.errors import AdapterFileError, BundleError, CheckpointError
+from npt.forensics.bundle import StoredMicroBatch
+from npt.forensics.student import _check_rows, batch_of, read_student
 from npt.manifest import write_manifest
-from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
 
-RECORD, STATE, WINDOW = "postmortem.json", "state.safetensors", "window.safetensors"
+RECORD, MOMENTS, WINDOW = "postmortem.json", "moments.safetensors", "window.safetensors"
 REFUSALS = (BundleError, CheckpointError, AdapterFileError)
 
 
@@ -34,7 +37,7 @@ def refused(folder: Path, summed: bool = True) -> str:
     if summed:
         write_manifest(folder)
     with pytest.raises(REFUSALS) as caught:
-        read_bundle(folder)
+        read_student(folder)
     message = str(caught.value)
     assert caught.value.exit_status == 5 and "\n" not in message and len(message) < 600
     assert message.isprintable()
@@ -54,24 +57,43 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 def test_a_bundle_is_read_with_everything_in_it(bundle) -> None:
-    read = read_bundle(bundle)
-    assert len(read.window) == len(read.accepted) == 2
-    assert [r.kind for r in read.refusals] == ["loss"] and read.refusals[0].sample_ids == ("bad@0",)
-    assert read.window[read.refusals[0].micro_batch or 0].tokens == 7
-    assert read.limits is None and read.rate > 0 and set(read.random_state) >= {"cpu"}
-    assert read.samples_at_once == 1
-    assert read.base.quantization == "nf4" and len(read.base.hash) == 64
+    read = read_student(bundle)
+    stored = read.postmortem.micro_batches
+    assert len(stored) == len(read.postmortem.accepted) == 2
+    ((refusal, index),) = read.postmortem.recorded
+    assert (refusal.kind, refusal.sample_ids, stored[index].tokens) == ("loss", ("bad@0",), 7)
+    assert batch_of(stored[index]).tokens == 7 and stored[1 - index].refusal is None
+    assert read.postmortem.limits is None and read.rate > 0 and read.samples_at_once == 1
+    assert read.base["quantization"] == "nf4" and len(read.base["hash"]) == 64
+    assert read.config.learning_rate == 1e-2 and read.adapter.config.rank == 4
 
 
-def test_a_bundle_of_the_first_version_names_its_npt(bundle) -> None:
-    change_record(bundle, lambda said: (said.pop("version"), said.update(format=1)))
-    assert "is of version 1, this npt reads 2; replay it with the npt that wrote it" in refused(
-        bundle
-    )
+def test_a_micro_batch_keeps_every_field() -> None:
+    packed = Sample("x", (5, 6, 7, 8), labels=(-100, 6, 7, 8), lengths=(2, 2))
+    batch = replace(collate([packed, Sample("y", (9, 3), lengths=(1, 1))], 0), offset=11)
+    stored = StoredMicroBatch(batch.row_tensors, batch.sample_ids, batch.tokens, batch.offset)
+    _check_rows(Path("x"), stored)
+    read = batch_of(stored)
+    assert read.row_tensors.keys() == batch.row_tensors.keys() >= {"documents"}
+    assert all(torch.equal(read.row_tensors[n], t) for n, t in batch.row_tensors.items())
+    assert (read.sample_ids, read.offset, read.tokens) == (("x", "y"), 11, batch.tokens)
+    assert torch.equal(read.valid_index, batch.valid_index)
+    with pytest.raises(BundleError, match="documents of a micro-batch holds numbers outside"):
+        batch.row_tensors["documents"].add_(30)
+        _check_rows(Path("x"), stored)
+
+
+@pytest.mark.parametrize("version", [1, 2, "guard-1"])
+def test_a_bundle_of_an_earlier_version_names_its_npt(bundle, version) -> None:
+    """The first version called its number `format`, and had no manifest."""
+    change_record(bundle, lambda said: (said.pop("version"), said.pop("versions")))
+    key = "format" if version == 1 else "version"
+    change_record(bundle, lambda said: said.update({key: version}))
+    start = f"is of version {version!r}, this npt reads 3; replay it with"
+    assert f"{start} the npt that wrote it" in refused(bundle)
     change_record(bundle, lambda said: said.update(versions={"npt": "0.1.0"}))
-    for name in ("manifest.json", "state.json"):  # which it did not have
-        (bundle / name).unlink()
-    assert "is of version 1, this npt reads 2; replay it with npt '0.1.0'" in refused(bundle, False)
+    (bundle / "manifest.json").unlink()
+    assert f"{start} npt '0.1.0'" in refused(bundle, False)
 
 
 def test_a_bundle_is_no_checkpoint_to_resume_from(bundle) -> None:
@@ -82,15 +104,15 @@ def test_a_bundle_is_no_checkpoint_to_resume_from(bundle) -> None:
 
 
 def test_a_changed_bit_is_found_by_the_sums_of_a_checkpoint(bundle) -> None:
-    for path in (path for path in bundle.rglob("*") if path.is_file() and path.name != RECORD):
+    for path in (path for path in bundle.rglob("*") if path.is_file()):
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert path.name in refused(bundle, False)
         path.write_bytes(content)
-    read_bundle(bundle)
+    read_student(bundle)
 
 
-@pytest.mark.parametrize("name", [RECORD, STATE, WINDOW])
+@pytest.mark.parametrize("name", [RECORD, MOMENTS, WINDOW])
 def test_a_file_that_is_missing_empty_or_cut_off_is_named(bundle, name) -> None:
     content = (bundle / name).read_bytes()
     for part in (b"", content[:5], content[: len(content) // 2], content[:-1]):
@@ -111,9 +133,9 @@ def test_a_folder_that_is_none_is_named(tmp_path) -> None:
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(bundle) -> None:
-    (bundle / STATE).unlink()
-    os.mkfifo(bundle / STATE)
-    assert STATE in refused(bundle, False)
+    (bundle / MOMENTS).unlink()
+    os.mkfifo(bundle / MOMENTS)
+    assert MOMENTS in refused(bundle, False)
 
 
 def test_a_pickle_in_place_of_tensors_is_not_loaded(bundle, tmp_path) -> None:
@@ -121,8 +143,8 @@ def test_a_pickle_in_place_of_tensors_is_not_loaded(bundle, tmp_path) -> None:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "sprung",))
 
-    torch.save(Trap(), bundle / STATE)
-    assert STATE in refused(bundle)
+    torch.save(Trap(), bundle / MOMENTS)
+    assert MOMENTS in refused(bundle)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -134,7 +156,7 @@ JSON = {
     "a list": ("[]", "holds a list"),
     "nested without end": ("[" * 100_000, "cannot be read"),
     "a number without end": ('{"format": ' + "9" * 5000 + "}", "cannot be read"),
-    "another version": ('{"version": 3}', "of version 3, this npt reads 2"),
+    "another version": ('{"version": 4}', "of version 4, this npt reads 3"),
     "no version": ("{}", "of version None"),
 }
 
@@ -153,7 +175,7 @@ def test_a_record_that_is_larger_than_any_is_not_read(bundle) -> None:
     assert "more than" in refused(bundle)
 
 
-def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+def entry(*path: Any) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
     """`entry("a", "b")(value)` sets said["a"]["b"]."""
 
     def to(value: Any) -> Callable[[dict[str, Any]], None]:
@@ -167,40 +189,48 @@ def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
     return to
 
 
+STUDENT, FIRST = "student", ("micro_batches", 0)
+
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a negative number of samples": (entry("samples_at_once")(-1), "samples_at_once is [-1]"),
-    "an entry missing": (lambda said: said.pop("base"), "'base' is missing"),
+    "an entry missing": (lambda said: said.pop("groups"), "'groups' is missing"),
     "an entry too many": (entry("run\nme")(1), "'run\\nme' is unknown"),
-    "a boolean for a number": (entry("samples_at_once")(True), "samples_at_once is True"),
-    "a text for a rate": (entry("schedule", "next_rate")("1"), "schedule.next_rate is ['1']"),
-    "a negative rate": (entry("schedule", "next_rate")(-0.5), "schedule.next_rate is [-0.5]"),
-    "a setting that cannot work": (entry("settings", "batch_size")(0), "batch_size is 0"),
-    "a setting of another type": (entry("settings", "loss")({"a": 1}), "loss"),
     "a text for a list": (entry("refusals")("none"), "refusals is 'none'"),
-    "a refusal that is a number": (entry("refusals")([1]), "refusals has the entry 1"),
-    "sample ids that are numbers": (entry("sample_ids")([[1], [2]]), "expected a list of names"),
-    "no micro-batch": (entry("sample_ids")([]), "names no micro-batch"),
+    "a refusal that is a number": (entry("refusals")([1]), "refusals.'detail' is missing"),
+    "a finding that is a number": (entry("findings")([1]), "findings.'refusal' is missing"),
+    "no micro-batch": (entry("micro_batches")([]), "names no micro-batch"),
+    "one that is a number": (entry("micro_batches")([1]), "micro_batches.0.'autocast' is missing"),
     "more micro-batches than there are": (
-        lambda said: (said["sample_ids"].append(["x"]), said["offsets"].append(0)),
-        "lacks the tensor '2.",
+        lambda said: said["micro_batches"].append(said["micro_batches"][0]),
+        "lacks the tensor 'attention_mask'",
     ),
     "more samples than rows": (
-        lambda said: said["sample_ids"][0].append("x"),
-        "1 rows, but 2 samples",
+        lambda said: said["micro_batches"][0]["sample_ids"].append("x"),
+        "has 1 rows, and 2 samples are named",
     ),
+    "sample ids that are numbers": (entry(*FIRST, "sample_ids")([1]), "expected names"),
+    "a negative offset": (entry(*FIRST, "offset")(-1), "expected numbers from 0 on"),
+    "an offset that is a text": (entry(*FIRST, "offset")("a"), "offset is 'a', expected int"),
+    "a path without end": (entry(*FIRST, "values")({"a." * 99: 1}), "nested too deeply"),
+    "one limit": (entry("spike_limits")([1.0]), "spike_limits is [1.0], expected two"),
+    "a limit that is a text": (entry("spike_limits")([1.0, "2"]), "expected two"),
+    "a negative step": (entry("step")(-1), "step is -1"),
+    "a negative number of samples": (entry(STUDENT, "samples_at_once")(-1), "at_once and rate are"),
+    "a boolean for a number": (entry(STUDENT, "samples_at_once")(True), "samples_at_once is True"),
+    "a text for a rate": (entry(STUDENT, "rate")("1"), "student.rate is '1'"),
+    "a negative rate": (entry(STUDENT, "rate")(-0.5), "-0.5"),
+    "an infinite rate": (entry(STUDENT, "rate")(1e999), "is not JSON"),
+    "a setting that cannot work": (entry(STUDENT, "settings", "batch_size")(0), "batch_size is 0"),
+    "a setting of another type": (entry(STUDENT, "settings", "loss")({"a": 1}), "loss"),
     "a setting missing": (
-        lambda said: said["settings"].pop("max_grad_norm"),
+        lambda said: said[STUDENT]["settings"].pop("max_grad_norm"),
         "max_grad_norm is missing",
     ),
-    "an infinite next rate": (entry("schedule", "next_rate")(1e999), "is not JSON"),
-    "one limit": (entry("spike_limits")([1.0]), "expected 2 numbers"),
-    "a limit that is a text": (entry("spike_limits")([1.0, "2"]), "expected 2 numbers"),
-    "a dtype that is none": (entry("base", "dtype")("float8"), "base.dtype is 'float8'"),
+    "a hash that is a number": (entry(STUDENT, "base", "hash")(1), "base.hash is 1"),
+    "a dtype that is none": (entry(STUDENT, "base", "dtype")("float8"), "base.dtype is 'float8'"),
     "a precision that is none": (
-        entry("base", "matmul_precision")("low"),
+        entry(STUDENT, "base", "matmul_precision")("low"),
         "base.matmul_precision is 'low'",
     ),
-    "a finding that is a number": (entry("findings", "base")(1), "findings.base is 1"),
 }
 
 
@@ -209,59 +239,29 @@ def test_an_entry_that_cannot_be_is_refused_and_named(bundle, case) -> None:
     change, named = RECORDS[case]
     change_record(bundle, change)
     message = refused(bundle)
-    assert RECORD in message or WINDOW in message
-    assert named in message
+    assert RECORD in message and named in message
 
 
 def one_more(tensors: dict[str, torch.Tensor]) -> None:
     tensors["0.labels"] = torch.cat([tensors["0.labels"], tensors["0.labels"][:, :1]], dim=1)
 
 
+ROWS = ("input_ids", "attention_mask", "position_ids", "labels")
+
 WINDOWS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    "a tensor missing": (lambda t: t.pop("1.labels"), "lacks the tensor '1.labels'"),
+    "a tensor missing": (lambda t: t.pop("1.labels"), "lacks the tensor 'labels'"),
     "a tensor too many": (
-        lambda t: t.update({"../2.input_ids": torch.zeros(1)}),
-        "has the extra tensor '../2.input_ids'",
+        lambda t: t.update({"0.more": torch.zeros(1)}),
+        "holds the tensor 'more'",
     ),
-    "ids of 32 bits": (
-        lambda t: t.update({"0.input_ids": t["0.input_ids"].int()}),
-        "0.input_ids is I32",
-    ),
-    "ids that are fractions": (
-        lambda t: t.update({"0.input_ids": t["0.input_ids"].double()}),
-        "0.input_ids is F64",
-    ),
-    "one dimension": (
-        lambda t: t.update(
-            {
-                f"0.{n}": t[f"0.{n}"][0]
-                for n in ("input_ids", "attention_mask", "position_ids", "labels")
-            }
-        ),
-        "[B, T]",
-    ),
-    "no column": (
-        lambda t: t.update(
-            {
-                f"0.{n}": t[f"0.{n}"][:, :0]
-                for n in ("input_ids", "attention_mask", "position_ids", "labels")
-            }
-        ),
-        "[1, 0]",
-    ),
-    "labels of another length": (one_more, "0.labels is I64"),
-    "a mask of twos": (
-        lambda t: t["0.attention_mask"].mul_(2),
-        "0.attention_mask holds numbers outside [0, 2)",
-    ),
-    "a negative position": (
-        lambda t: t["accepted.0.position_ids"].sub_(1),
-        "accepted.0.position_ids holds numbers outside",
-    ),
-    "a position far away": (
-        lambda t: t["0.position_ids"].add_(2**40),
-        "0.position_ids holds numbers outside",
-    ),
+    "ids of 32 bits": (lambda t: t.update({"0.input_ids": t["0.input_ids"].int()}), "input_ids of"),
+    "fractions": (lambda t: t.update({"0.labels": t["0.labels"].double()}), "labels of a micro"),
+    "one dimension": (lambda t: t.update({f"0.{n}": t[f"0.{n}"][0] for n in ROWS}), "[B, T]"),
+    "no column": (lambda t: t.update({f"0.{n}": t[f"0.{n}"][:, :0] for n in ROWS}), "[B, T]"),
+    "labels of another length": (one_more, "labels of a micro-batch is not int64 [B, T]"),
+    "a mask of twos": (lambda t: t["0.attention_mask"].mul_(2), "holds numbers outside [0, 2)"),
+    "a negative position": (lambda t: t["accepted.0.position_ids"].sub_(1), "position_ids of a"),
+    "a position far away": (lambda t: t["0.position_ids"].add_(2**40), "position_ids of a"),
 }
 
 
@@ -270,41 +270,18 @@ def test_micro_batches_that_cannot_be_are_refused_and_named(bundle, case) -> Non
     change, named = WINDOWS[case]
     change_tensors(bundle / WINDOW, change)
     message = refused(bundle)
-    assert WINDOW in message and named in message
-
-
-STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
-    "no random state": (lambda t: t.pop("rng.0.cpu"), "random states of the processes []"),
-    "a short random state": (
-        lambda t: t.update({"rng.0.cpu": t["rng.0.cpu"][:100]}),
-        "'rng.0.cpu', U8 [100]",
-    ),
-    "a random state of zeros": (lambda t: t["rng.0.cpu"].zero_(), "rng.0.cpu is no random state"),
-    "a device that is none": (
-        lambda t: t.update({"rng.0.cuda.x": torch.zeros(16, dtype=torch.uint8)}),
-        "'rng.0.cuda.x'",
-    ),
-    "a process too many": (lambda t: t.update({"rng.a\nb.cpu": torch.zeros(1)}), "'a\\nb'"),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_a_state_that_cannot_be_is_refused_and_named(bundle, case) -> None:
-    change, named = STATES[case]
-    change_tensors(bundle / STATE, change)
-    message = refused(bundle)
-    assert STATE in message and named in message
+    assert RECORD in message and named in message
 
 
 @pytest.mark.parametrize("length", [2**63, 2**40, 101 << 20])
 def test_a_header_that_claims_to_be_huge_is_refused(bundle, length) -> None:
-    for name in (STATE, WINDOW):
+    for name in (MOMENTS, WINDOW):
         content = (bundle / name).read_bytes()
         (bundle / name).write_bytes(struct.pack("<Q", length) + content[8:])
         assert name in refused(bundle)
         (bundle / name).write_bytes(content)
     write_manifest(bundle)
-    read_bundle(bundle)
+    read_student(bundle)
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +294,7 @@ def spare(tmp_path_factory) -> Path:
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    name=st.sampled_from([RECORD, STATE, WINDOW]),
+    name=st.sampled_from([RECORD, MOMENTS, WINDOW]),
     where=st.floats(0, 1, exclude_max=True),
     byte=st.integers(0, 255),
     cut=st.booleans(),
@@ -334,6 +311,6 @@ def test_any_changed_or_lost_byte_is_read_or_refused_in_one_line(
     (spare / name).write_bytes(content[:at] if cut else content)
     write_manifest(spare)
     try:
-        read_bundle(spare)
+        read_student(spare)
     except REFUSALS as error:
         assert "\n" not in str(error)
