@@ -15,17 +15,9 @@ import torch
 from rich.console import Console
 
 import npt
-from faults import bench, campaign, loops, runs
-from faults.bench import clean_run, difference, run
-from faults.campaign import (
-    clean_steps,
-    comparison,
-    find,
-    judged,
-    print_comparison,
-    print_scorecard,
-    summary,
-)
+from faults import bench, campaign, runs
+from faults.bench import clean_run, run
+from faults.campaign import clean_steps, judged, print_scorecard, summary
 from faults.cases import all_cases
 from faults.patterns import Case
 from npt.adapters import trained
@@ -55,13 +47,11 @@ SMALL = replace(bench.SMALL, base_layers=4)
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
-def case(id: str):
-    found = find(CASES, id)
-    assert found is not None
-    return found
+def case(id: str) -> Case:
+    return next(case for case in CASES if case.id == id)
 
 
-def at_once(id: str):
+def at_once(id: str) -> Case:
     """The case in one reading mode, for what does not depend on it."""
     return replace(case(id), modes=(False,))
 
@@ -279,42 +269,6 @@ def test_the_shared_base_is_never_changed() -> None:
     assert npt.base_hash(bench.embedded(4)) == before
 
 
-# --- the plain loops
-
-
-@pytest.mark.parametrize("name", loops.LOOPS)
-def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> None:
-    setting = replace(SMALL, windows=1)
-    student, aborted, zeros = loops.train(setting, loops.LOOPS[name], {})
-    assert not aborted and not zeros
-    ours, _ = run(setting)
-    start = bench.Student(setting).parameters
-    for key, parameter in student.parameters.items():
-        assert not torch.equal(parameter, start[key])
-        # Another order of summation in fp32; Adam's first step is 0.01 times nearly a sign, so
-        # errors of gradients that are nearly 0 are magnified, up to the step itself where the sign
-        # is rounding.
-        close = (parameter - ours.parameters[key]).abs() <= 1e-5
-        assert close.float().mean() > 0.999, key
-
-
-def test_plain_loops_become_what_is_known_of_them() -> None:
-    (row,) = comparison([at_once("gradient-nan")])
-    assert [row[k] for k in ("ours", *loops.LOOPS)] == [
-        "survives",
-        "poisoned",
-        "poisoned",
-        "poisoned, aborts",
-    ]
-    became = loops.compare(case("loss-labels-mean"))
-    assert [became[k] for k in loops.LOOPS] == ["trained on it", "stepped on zeros", "aborts"]
-
-
-def test_a_plain_loop_equals_itself() -> None:
-    one, other = (loops.train(SMALL, loops.clip_only, {})[0].state() for _ in range(2))
-    assert difference(one, other) is None
-
-
 # --- what is printed
 
 
@@ -331,16 +285,6 @@ def test_the_figures_have_their_keys_and_add_up() -> None:
     out = io.StringIO()
     print_scorecard(Console(file=out, width=120, markup=False), lines)
     assert "FAILED: harmed" in out.getvalue() and "passed 1 of 2, 6 false alarms" in out.getvalue()
-
-
-def test_the_comparison_is_printed_with_its_legend() -> None:
-    out = io.StringIO()
-    row = {"id": "a", "name": "a fault", "ours": "survives", "clip only": "poisoned"}
-    print_comparison(Console(file=out, width=120, markup=False), [row])
-    assert (
-        "a fault" in out.getvalue()
-        and "poisoned: a weight or a moment is not finite" in out.getvalue()
-    )
 
 
 def script(monkeypatch, *arguments: str) -> int:

@@ -584,12 +584,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"loss": "cosine"},
     {"strategy": "end_to_end"},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5},
-    {
-        "strategy": "end_to_end",
-        "logit_kl_weight": 0.5,
-        "logit_loss": "reverse_kl",
-        "logit_temperature": 0.5,
-    },
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "reverse_kl"},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy"},
 )
 
