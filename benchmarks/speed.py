@@ -4,18 +4,15 @@ process.
     python benchmarks/speed.py [--shape cpu-0.2b] [--json] [--output FOLDER]
 
 Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's
-step is first taken twice under instruments, which also warms it up: once with its matrix products
-counted, once with its memory followed. Then all are timed in turn, in reversed order every other
-round, so that a slow moment of the machine hits all of them and none always follows the same
-other.
+step is first taken twice: once with its matrix products counted, once with its memory followed.
+Then all are timed in turn, in reversed order every other round, so that a slow moment of the
+machine hits all of them and none always follows the same other.
 
     tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the
                         lowest and the highest
     speed_ratio         tokens/s over those of two_model in the same round: likewise
-    peak_bytes          what the run holds before the step (its own models, adapters, gradients,
-                        moments, tokens), and how far live tensor memory rises in the step above
-                        that. The bases of other runs, also in memory, are not counted: this is what
-                        the run would take alone. A base that two of its models share counts once
+    peak_bytes          what the run holds before the step (its own models, adapters, moments,
+                        tokens) and how far live memory rises in the step: what it would take alone
     memory_ratio        peak_bytes over those of two_model
     flops_per_token     counted, not calculated; floor_flops_per_token is the least that our
                         arithmetic needs (flop_formulas.py), low-rank products included,

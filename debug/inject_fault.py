@@ -16,15 +16,16 @@ case passed, else 1.
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from faults.campaign import Judged, Line, campaign, every_case, print_scorecard, summary
+from faults import row_runs
+from faults.campaign import Judged, every_case, judged, print_scorecard, summary
+from faults.patterns import Case
 from faults.row_cases import RowCase, cases_of
 from faults.row_pairs import judged_by_processes
-from faults.row_runs import judged
 from faults.row_trainers import TRAINERS
 from npt.console import make_console
 from npt.files import to_json
@@ -61,7 +62,7 @@ def main() -> int:
         for c in cases:
             console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
         return 0
-    lines: Sequence[Judged] = campaign(cases, watch) if ours else of_rows(cases, args.trainer)
+    lines = [*(of_ours(cases) if ours else of_rows(cases, args.trainer))]
     figures = summary(lines)
     if args.json:
         print(to_json(figures, indent=2))
@@ -72,19 +73,21 @@ def main() -> int:
     return 0 if figures["passed"] == figures["total"] else 1
 
 
-def watch(line: Line) -> None:
-    """Show progress on a terminal."""
+def of_ours(cases: Sequence[Case]) -> Iterator[Judged]:
+    """Judge cases of NPT's own training, and show progress on a terminal."""
     progress = make_console(stderr=True)
-    if progress.is_terminal:
-        progress.print(f"{line.case.id}: {line.verdict.verdict}")
+    for case in cases:
+        line = judged(case)
+        if progress.is_terminal:
+            progress.print(f"{case.id}: {line.verdict.verdict}")
+        yield line
 
 
-def of_rows(cases: Sequence[RowCase], trainer: str) -> list[Judged]:
+def of_rows(cases: Sequence[RowCase], trainer: str) -> Iterator[Judged]:
     """Judge cases of other people's trainers, those of several processes last."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    alone: list[Judged] = [judged(case, trainer) for case in cases if case.processes == 1]
-    shared = [case for case in cases if case.processes > 1]
-    return alone + list(judged_by_processes(shared, trainer))
+    yield from (row_runs.judged(case, trainer) for case in cases if case.processes == 1)
+    yield from judged_by_processes([case for case in cases if case.processes > 1], trainer)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ IMPORTED = {"from npt import Trainer": 20_600, "import npt.guard": 3_800}
 
 WAY = (28, 6_300, 12)
 """Files, their lines, and the depth of calls on the way of a batch to its update."""
-AFTER_A_STEP = {
-    "_account", "announce", "_evaluate_if_due", "say", "_raise_failure", "report_epoch"
-}  # fmt: skip
+AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""
 
 VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 65

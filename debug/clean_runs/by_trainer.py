@@ -18,7 +18,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from clean_runs.parts import ARGUMENTS, Row, causal, llama, sentence, sizes, token_rows, tokenizer
+from clean_runs.parts import ARGUMENTS, Row, called, llama, sentence, sizes, token_rows, tokenizer
 from clean_runs.watched import Example
 from npt.base.random_base import random_base
 
@@ -39,7 +39,7 @@ def on_rows(model: nn.Module, rows: list[Row], **more: Any) -> dict[str, Any]:
     """Return a Trainer's arguments for a model and its data."""
     collator = hf.default_data_collator
     data = {"train_dataset": rows, "eval_dataset": rows[:3], "data_collator": collator}
-    return {"model": model, **data, **more}
+    return {"model": model, "arguments": SETTINGS, **data, **more}
 
 
 def classifier() -> dict[str, Any]:
@@ -80,7 +80,8 @@ def channels_last() -> dict[str, Any]:
 def experts() -> dict[str, Any]:
     """Train a mixture of experts with the loss of its router."""
     more = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
-    return {"model": seeded(hf.MixtralForCausalLM, hf.MixtralConfig(**sizes(**more)))}
+    model = seeded(hf.MixtralForCausalLM, hf.MixtralConfig(**sizes(**more)))
+    return {"model": model, "arguments": SETTINGS}
 
 
 class Points(nn.Module):
@@ -132,8 +133,8 @@ BY_MODEL: dict[str, Callable[[], dict[str, Any]]] = {
     "resnet-channels-last": channels_last,
     "mixtral": experts,
     "own-module": of_ones_own,
-    "own-loss": lambda: {"compute_loss_func": summed},
-    "lora": lambda: {"model": lora(llama())},
+    "own-loss": lambda: {"compute_loss_func": summed, "arguments": SETTINGS},
+    "lora": lambda: {"model": lora(llama()), "arguments": SETTINGS},
     "lora-4-bit": lora_in_4_bit,
 }
 """What transformers' Trainer is given."""
@@ -145,10 +146,14 @@ def translator(folder: Path) -> Any:
     config = hf.T5Config(**size, decoder_start_token_id=0)
     model = seeded(hf.T5ForConditionalGeneration, config)
     generating = {"predict_with_generate": True, "generation_max_length": 5}
+    rows = token_rows()
     return hf.Seq2SeqTrainer(
+        model=model,
         args=hf.Seq2SeqTrainingArguments(str(folder), **{**ARGUMENTS, **SETTINGS, **generating}),
+        train_dataset=rows,
+        eval_dataset=rows[:3],
+        data_collator=hf.DataCollatorForSeq2Seq(tokenizer(), model),
         compute_metrics=lambda guessed: {"sum": int(guessed.predictions.sum())},
-        **on_rows(model, token_rows(), data_collator=hf.DataCollatorForSeq2Seq(tokenizer(), model)),
     )
 
 
@@ -227,10 +232,7 @@ BY_TRL: dict[str, tuple[str, Callable[[], list[Row]], dict[str, Any], dict[str, 
 
 def by_trainer() -> list[Example]:
     """Return the examples."""
-    builds: dict[str, Any] = {
-        name: lambda folder, make=make: causal(folder, **{"arguments": SETTINGS, **make()})
-        for name, make in BY_MODEL.items()
-    }
+    builds: dict[str, Any] = {name: called(make) for name, make in BY_MODEL.items()}
     builds["t5-seq2seq"] = translator
     for label, (name, rows, arguments, given) in BY_TRL.items():
         builds[label] = lambda folder, name=name, rows=rows, rest=(arguments, given): of_trl(

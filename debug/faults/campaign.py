@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -72,15 +72,6 @@ def clean_steps(count: int = CLEAN_STEPS) -> Case:
 
 def every_case() -> list[Case]:
     return [*all_cases(), clean_steps()]
-
-
-def campaign(cases: Iterable[Case], watch: Callable[[Line], None]) -> list[Line]:
-    """Judge cases, telling `watch` of each."""
-    lines = []
-    for case in cases:
-        lines.append(judged(case))
-        watch(lines[-1])
-    return lines
 
 
 def summary(lines: Sequence[Judged]) -> dict[str, Any]:

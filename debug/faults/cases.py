@@ -304,14 +304,14 @@ def foreign_cases() -> list[Case]:
         ("lora", put_around, "a LoRA around every MLP projection"),
         ("hook", let_change, "hooks that change values"),
     ):
-        own = replace(SMALL, change=change)
+        foreign = replace(SMALL, change=change)
         cases += [
             Case(f"foreign-{id}", name, "loss and gradients are those of whole layers, called",
-                 agreement.as_called, own, AT_ONCE),
+                 agreement.as_called, foreign, AT_ONCE),
             Case(f"foreign-{id}-whole", f"{name}, end to end", "likewise",
                  agreement.as_called, replace(END_TO_END, change=change), AT_ONCE),
             costs_itself(f"foreign-{id}-nan", f"NaN in one tensor under {name}", NAN_GRADIENT,
-                         "gradient", TENSOR, setting=own),
+                         "gradient", TENSOR, setting=foreign),
         ]
     return cases
 

@@ -87,8 +87,8 @@ def judge(
     if different is not None:
         complaints.append(f"differs from the counterfactual in {different}")
     if not found:
-        said = [f"window {window}, {refusal}" for window, refusal in outcome.refusals]
-        complaints.append(f"refused: {'; '.join(said) or 'nothing'}")
+        refused = [f"window {window}, {refusal}" for window, refusal in outcome.refusals]
+        complaints.append(f"refused: {'; '.join(refused) or 'nothing'}")
     survived = different is None and not also
     return Verdict(
         word if survived else "harmed",
@@ -221,9 +221,9 @@ def found(
     """
 
     def check(setting: Setting) -> Verdict:
-        said, part = look(setting)
-        good = said is not None and part in said
-        detail = "" if good else f"said: {said}; expected: {part}"
+        message, part = look(setting)
+        good = message is not None and part in message
+        detail = "" if good else f"said: {message}; expected: {part}"
         return Verdict("found" if good else "missed", good, good, detail=detail)
 
     return Case(id, name, truth, check, modes=(False,))

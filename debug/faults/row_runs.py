@@ -11,21 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faults.bench import difference
 from faults.row_cases import TENSOR, RowCase
 from faults.row_trainers import TRAINERS
 from faults.verdict import Verdict, verdict_of
 from npt.guard import Refusal
-
-
-def difference(one: Any, other: Any, place: str = "") -> str | None:
-    """Return where two states differ in a bit, or None."""
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return f"the entries of {place}"
-        found = (difference(one[key], other[key], f"{place} {key}".strip()) for key in one)
-        return next((where for where in found if where is not None), None)
-    same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
-    return None if same else place
 
 
 @dataclass(frozen=True)
@@ -123,5 +113,5 @@ def _located(case: RowCase, refusals: Sequence[Refusal]) -> tuple[bool, int]:
     one = case.fault is not None and case.fault.startswith("tensor-")
     named = all(TENSOR in (refusal.tensor or "") for refusal in fits) if one else True
     named &= all(r.process == (r.micro_batch or 0) % case.processes for r in fits)
-    said = [refusal.micro_batch for refusal in fits]
-    return named and said == case.refused, len(refusals) - len(fits)
+    places = [refusal.micro_batch for refusal in fits]
+    return named and places == case.refused, len(refusals) - len(fits)

@@ -11,8 +11,6 @@ from made_runs import event, make_run, refusal
 
 from npt.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("real_reports")
-
 
 def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
     folder = make_run(

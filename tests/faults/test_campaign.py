@@ -62,25 +62,9 @@ def at_once(id: str) -> Case:
 # -every, -all, -interrupted, -update, -spike and -loss plant the same under a base that draws,
 # gradient-nan is judged where plain loops are, and foreign-hook-nan refuses as foreign-lora-nan
 # does.
-COVERED = {
-    *(
-        "gradient-nan",
-        "gradient-two",
-        "gradient-every",
-        "gradient-all",
-        "gradient-interrupted",
-        "draw-gradient",
-    ),
-    *(
-        "gradient-minus-inf",
-        "gradient-huge",
-        "spike-gradient",
-        "optimizer-first",
-        "optimizer-write-weight",
-        "loss-labels-mean",
-    ),
-    "foreign-lora-nan",
-}
+COVERED = {"gradient-nan", "gradient-two", "gradient-every", "gradient-all", "gradient-interrupted"}
+COVERED |= {"gradient-minus-inf", "gradient-huge", "draw-gradient", "spike-gradient"}
+COVERED |= {"optimizer-first", "optimizer-write-weight", "loss-labels-mean", "foreign-lora-nan"}
 TURNS = [
     (case, case.modes[number % len(case.modes)])
     for number, case in enumerate(c for c in CASES if c.id not in COVERED)
@@ -94,12 +78,7 @@ TURNS = [
 )
 def test_the_case_passes(chosen, late) -> None:
     verdict = judged(replace(chosen, modes=(late,))).verdict
-    assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (
-        True,
-        True,
-        0,
-        "",
-    )
+    assert verdict.passed and verdict.located and not verdict.false_alarms and not verdict.detail
 
 
 def test_clean_steps_raise_no_alarm() -> None:
@@ -128,29 +107,26 @@ def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None
     assert not verdict.passed and not verdict.located
 
 
-def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None:
+def spoil_a_weight(window: GradientWindow) -> None:
+    with torch.no_grad():
+        window.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("trace", "detail"),
+    [(spoil_a_weight, "model.layers.1.npt.A"), (lambda _: torch.rand(1), "random state")],
+)
+def test_a_refusal_that_leaves_a_trace_is_harm(trace, detail, monkeypatch, sound_twins) -> None:
     refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
-        with torch.no_grad():
-            self.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+        trace(self)
 
     monkeypatch.setattr(GradientWindow, "refuse", careless)
     verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
-    assert "model.layers.1.npt.A" in verdict.detail
-
-
-def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = GradientWindow.refuse
-
-    def careless(self, *arguments) -> None:
-        refuse(self, *arguments)
-        torch.rand(1)
-
-    monkeypatch.setattr(GradientWindow, "refuse", careless)
-    assert "random state" in judged(at_once("data-label")).verdict.detail
+    assert detail in verdict.detail
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:

@@ -31,7 +31,6 @@ def causes(folder: Path) -> set[str]:
     return {found["diverged"] for found in events(folder, "warning") if found.get("diverged")}
 
 
-@pytest.mark.usefixtures("real_reports")
 def test_a_ruined_run_warns_at_once_and_ends_in_red(here) -> None:
     here.report = True
     result = here.run("run", learning_rate=RUINOUS, max_steps=12)

@@ -744,7 +744,7 @@ def test_a_stream_from_which_nothing_comes_says_what_became_of_it(build, smoke_t
         trainer.train()
 
 
-def test_a_run_on_the_logits_alone_reports_no_hidden_states(build, real_reports) -> None:
+def test_a_run_on_the_logits_alone_reports_no_hidden_states(build) -> None:
     trainer = build(
         strategy="end_to_end", logit_kl_weight=1.0, hidden_weight=0.0, max_steps=2, smoke_test=True
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from forked_work import Forked, forked_npt
+from forked import Forked, forked_npt
 
 from npt.cli.main import main
 from npt.tools.sweep import study

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy
-from forked_work import Forked
+from forked import Forked
 from storage_work import trials, work
 
 from npt.errors import ConfigError
