@@ -40,7 +40,7 @@ class FlatGradients:
         self._stale = False
         self._handles: list[Any] = []
         self.extend(parameters)
-        self.clipped = self.parameters
+        self.clipped: tuple[nn.Parameter, ...] = self.parameters
 
     def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Hold the gradients of further parameters too, from the next micro-batch on."""

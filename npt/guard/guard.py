@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from numbers import Real
 from typing import Any
@@ -29,7 +29,7 @@ from npt.guard.forensics import Finding, Forensics, Kept, weights_of
 from npt.guard.holdings import Holdings
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
-from npt.guard.parallel import share_buffers, unsynchronised, whole
+from npt.guard.parallel import is_parallel, share_buffers, unsynchronised, whole
 from npt.guard.parameters import Guarded, Trainable, all_processes, stepped_blindly, unwrapped
 from npt.guard.settings import GuardSettings
 from npt.guard.shared import gathered
@@ -106,6 +106,7 @@ class Guard:
         self._model = trainable if isinstance(trainable, nn.Module) else None
         if self._model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
+        self._parallel = self._model if is_parallel(self._model) else None
         self._guarded = Guarded(trainable, optimizer, self.whole_norm)
         stepped = self._guarded.stepped
         self._home = next(iter(stepped.values())).device
@@ -173,7 +174,7 @@ class Guard:
             try:
                 at = self.window.committed, self.window.place
                 with (
-                    unsynchronised(self._model),
+                    nullcontext() if self._parallel is None else unsynchronised(self._parallel),
                     self._forensics.watching(at, Kept(before, inputs, run)),
                     self.draws.drawing(names, offset),
                 ):
@@ -235,8 +236,9 @@ class Guard:
             self._buffers.restore(self._before, keep=self.window.applied)
         self._before = None
         self.draws.forget()
-        if self.settings.loss != "share":  # a Trainer does it when it begins a window
-            share_buffers(self._model)
+        # a Trainer does it when it begins a window
+        if self._parallel is not None and self.settings.loss != "share":
+            share_buffers(self._parallel)
         return self._known(outcomes) if self.lists else self._ended(outcome)
 
     def flush(self) -> list[Outcome]:

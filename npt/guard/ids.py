@@ -17,6 +17,11 @@ from npt.errors import DataError
 
 IGNORED = -100
 
+PADDING = (
+    "; if it is padding, call model.resize_token_embeddings(len(tokenizer)) or set another"
+    " pad_token"
+)
+
 
 @contextmanager
 def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterator[None]:
@@ -31,11 +36,11 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
     Raises:
         DataError: on entering for a label, within the forward for an id.
     """
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     embedding = _part(model, "get_input_embeddings")
     rows, classes = _rows_of(embedding), _rows_of(_part(model, "get_output_embeddings"))
     bad_ids = _outside(ids, rows)
-    targets = inputs.get("labels") if ids is not None else None
+    targets: Any = inputs.get("labels") if ids is not None else None
     bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
     if bad_labels is not None:
         bad_labels &= targets != IGNORED
@@ -47,16 +52,10 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         raise _unknown("labels", targets[bad_labels], classes)
 
     def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        entering = arguments[0] if arguments else None
+        entering: Any = arguments[0] if arguments else None
         bad = _outside(entering, rows)
         if bad is not None and bool(bad.any()):
-            raise _unknown(
-                "input_ids",
-                entering[bad],
-                rows,
-                "; if it is padding, call model.resize_token_embeddings(len(tokenizer)) or set"
-                " another pad_token",
-            )
+            raise _unknown("input_ids", entering[bad], rows, PADDING)
 
     assert embedding is not None  # its rows were counted
     handle = embedding.register_forward_pre_hook(check)

@@ -157,12 +157,9 @@ class LaunchedWindow:
     """A window without further micro-batches.
 
     Attributes:
-        index: of the window.
-        micro_batches: their number.
         ran: the micro-batches that ran on this process.
         refusals: of those that did not.
         halt: this process's code.
-        fingerprint: of its data.
         spikes: judge it by `limits`.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
         go: scalar bool, it is to be stepped; None if nothing ran.
@@ -221,13 +218,13 @@ def read_record(
     processes: ProcessGroup,
     history: deque[MicroBatchRecord],
 ) -> Outcome:
-    """Read a window's record, which has arrived.
+    """Read a window's record, which has arrived; with refusals all processes must call this.
 
     Args:
         window: that was committed.
         names: of the parameters.
         known_steps: applied before it.
-        processes: that share the window; with refusals all of them must call this.
+        processes: that share the window.
         history: receives a record of each of its micro-batches.
     """
     outcome = Outcome(window.index, window.micro_batches, False, known_steps)

@@ -32,8 +32,7 @@ def sum_over_processes(
         processes: of the window.
 
     Returns:
-        Tokens and loss over all, [2]; values for `AcrossProcesses`; a scalar bool, all allow a
-        step.
+        [2] tokens and loss; values for `AcrossProcesses`; a scalar bool, all allow a step.
     """
     of_each = codes.new_zeros(2, processes.size)
     of_each[:, processes.index] = codes
