@@ -50,7 +50,7 @@ NOT_RUN = {
     r"make (pretrain|real)": "tests/test_presets.py",
     r"make stability|npt sweep |npt report (STUDY|outputs/)": "tests/tools/sweep/test_cli_sweep.py",
     r"npt doctor --data$": "tests/cli/test_cli_doctor.py",
-    r"npt doctor --plan": "tests/planning/test_plan.py",
+    r"npt doctor --plan": "tests/doctor/test_plan.py",
     r"npt export ": "tests/adapters/files/test_export.py",
     r"npt import ": "tests/cli/test_cli_import.py",
     r"npt replay ": "tests/forensics/test_replay.py",

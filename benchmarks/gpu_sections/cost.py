@@ -27,11 +27,11 @@ from npt.console import silent_console
 from npt.data.batch import Batch, Sample
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
+from npt.doctor.measure import measure_window
+from npt.doctor.plan import Workload, shown
+from npt.doctor.shape import SHAPES, llama_config
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
-from npt.planning.measure import measure_window
-from npt.planning.memory import Workload, shown
-from npt.planning.shape import SHAPES, llama_config
 
 PLAN_TOLERANCE = 0.15
 """Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in

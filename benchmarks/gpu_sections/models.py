@@ -11,7 +11,7 @@ from gpu_sections.runner import Bench
 from npt.base.random_base import random_base
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.planning.shape import SHAPES, Shape, llama_config
+from npt.doctor.shape import SHAPES, Shape, llama_config
 
 PAD_ID = 2
 

@@ -28,8 +28,8 @@ from npt.base.linear import dense_weight, multiply, multiply_backward
 from npt.base.random_base import STD
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import STRATEGIES
-from npt.planning.measure import peak_bytes
-from npt.planning.memory import shown
+from npt.doctor.measure import peak_bytes
+from npt.doctor.plan import shown
 
 SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, check_run, print_json
+from npt.cli.arguments import add_number, add_switch, check_run, tell
 from npt.console import make_console, silent_console
 from npt.errors import NPTError
 from npt.presets import studies, study_file
@@ -71,13 +71,12 @@ def sweep(given: dict[str, Any]) -> int:
         command += ["--json"] if given["json"] else []
         status = run_workers(command, count, threads, look)
         rows = update_table(storage, design, folder)
-    if given["json"]:
-        print_json({"study": str(folder), "trials": rows})
-        return status
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
-    console.say(
-        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}"
+    tell(
+        given,
+        {"study": str(folder), "trials": rows},
+        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}",
     )
     return status
 
@@ -111,24 +110,13 @@ def _work(given: dict[str, Any], console: Any) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "spec",
-        metavar="SPEC",
-        help=(
-            f"the study, a YAML file or one of {', '.join(studies())}: settings, and the parts that"
-            " vary them"
-        ),
-    )
-    parser.add_argument(
-        "--study",
-        metavar="FOLDER",
-        help="the study's folder, continued if it exists (default: outputs/NAME)",
-    )
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        help="database that workers share, sqlite:/// or a server's (default: in the folder)",
-    )
+    add, names = parser.add_argument, ", ".join(studies())
+    text = f"the study, a YAML file or one of {names}: settings, and the parts that vary them"
+    add("spec", metavar="SPEC", help=text)
+    text = "the study's folder, continued if it exists (default: outputs/NAME)"
+    add("--study", metavar="FOLDER", help=text)
+    text = "database that workers share, sqlite:/// or a server's (default: in the folder)"
+    add("--storage", metavar="URL", help=text)
     add_number(parser, "workers", "processes that share the study", 1)
     add_switch(parser, "dry_run", "check the study and list its trials, and run nothing")
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    add("--parent", type=int, help=argparse.SUPPRESS)

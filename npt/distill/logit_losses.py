@@ -158,11 +158,10 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
-    """Return the loss that `config.logit_loss` names, with its temperature."""
-    temperature = config.logit_temperature
+    """Return the loss that `config.logit_loss` names."""
     losses: dict[str, RowLoss] = {
-        "kl": lambda student, teacher: forward_kl(student, teacher, temperature),
-        "reverse_kl": lambda student, teacher: reverse_kl(student, teacher, temperature),
+        "kl": forward_kl,
+        "reverse_kl": reverse_kl,
         "cross_entropy": token_cross_entropy,
     }
     return losses[config.logit_loss]

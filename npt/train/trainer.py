@@ -136,7 +136,7 @@ class Trainer:
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
         self.report, self._any_base, self._trackers = report, any_base, trackers
-        processes = processes_of(model) or processes or join_processes(config.rank_timeout)
+        processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
@@ -180,7 +180,7 @@ class Trainer:
         Raises:
             NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one
                 batch shows that training cannot work; before anything is written.
-            TooManyRefusalsError, DivergedError: with a post-mortem; as `stop_on_divergence` asks.
+            TooManyRefusalsError: with a post-mortem.
             ConfigError: the run folder cannot be written, or the processes of the run differ in
                 something.
             ProcessError: another process failed or was lost.
@@ -205,7 +205,7 @@ class Trainer:
                 )
                 trackers = stack.enter_context(started)
             self.initial = self._prepare(base)
-            record = run_record(setup, self.data, base, self.calibration, self._memory.plan)
+            record = run_record(setup, self.data, base, self.calibration)
             record["other_base"] = None
             if setup.checkpoint is not None and self._any_base:
                 record["other_base"] = setup.checkpoint.base_mismatch(base)

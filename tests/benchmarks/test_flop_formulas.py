@@ -19,7 +19,7 @@ from npt.base.random_base import random_base
 from npt.config import PRODUCTS, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.shape import SHAPES, Shape
+from npt.doctor.shape import SHAPES, Shape
 
 LLAMA_3_1_8B = SHAPES["llama-3.1-8b"]
 ALL = range(32)

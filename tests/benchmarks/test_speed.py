@@ -18,9 +18,9 @@ import speed
 import speed_runs as runs
 from flop_count import count_flops, matmul_roofline
 from npt.adapters.converted import adapter_parameters
-from npt.planning.measure import storage_bytes, tensors_of
-from npt.planning.memory import base_bytes
-from npt.planning.shape import SHAPES, Shape
+from npt.doctor.measure import storage_bytes, tensors_of
+from npt.doctor.plan import base_bytes
+from npt.doctor.shape import SHAPES, Shape
 from speed_runs import PEFT, RUNS, Setting, make_base, make_batch, make_runs
 
 SMALL = Shape(layers=4, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=96)

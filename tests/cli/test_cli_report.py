@@ -28,23 +28,15 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
 
 
 def test_json_holds_what_was_found(tmp_path, capsys) -> None:
-    lines = [
-        event("start"),
-        refusal(3),
-        refusal(5, "gradient"),
-        event("stopped", step=12, reason="4 refusals in a row"),
-    ]
+    end = event("stopped", step=12, reason="4 refusals in a row")
+    lines = [event("start"), refusal(3), refusal(5, "gradient"), end]
     folder = make_run(tmp_path / "run", events=lines)
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     assert main(["report", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["report"] == str(folder / "report.html")
-    assert (found["state"], found["step"], found["refused"], found["kl"]) == (
-        "stopped",
-        12,
-        2,
-        0.02,
-    )
+    expected = {"state": "stopped", "step": 12, "refused": 2, "kl": 0.02}
+    assert expected.items() <= found.items()
     assert found["refused_by_kind"] == {"loss": 1, "gradient": 1}
     # it has no manifest
     assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004", "verified": False}]

@@ -20,7 +20,7 @@ from npt.base.load import load_base, load_teacher
 from npt.base.quantization_error import set_matmul_precision
 from npt.config import BaseConfig
 from npt.console import silent_console
-from npt.errors import DivergedError, NumericalError, StoppedError, TooManyRefusalsError
+from npt.errors import NumericalError, StoppedError, TooManyRefusalsError
 from npt.runs.run_folder import METRICS
 from npt.tools.sweep.spec import Trial, TrialSettings
 from npt.tools.sweep.table import Row
@@ -142,7 +142,7 @@ def _trained(trainer: Trainer) -> Row:
     """
     try:
         result = trainer.train()
-    except (TooManyRefusalsError, DivergedError, NumericalError) as error:
+    except (TooManyRefusalsError, NumericalError) as error:
         if not hasattr(trainer, "initial"):  # the base itself is broken
             raise
         kl = trainer.initial.aim.kl

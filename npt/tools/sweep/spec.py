@@ -38,10 +38,10 @@ CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 
 _OF_FOLDER = (
     "output_dir", "run_name", "resume", "save_steps", "save_total_limit", "log_steps", "eval_steps",
-    "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "trace_every", "smoke_test",
+    "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "smoke_test",
 )  # fmt: skip
 LEFT_OUT = {
-    **dict.fromkeys(("device_map", "shard_base", "rank_timeout"), "a trial is one process"),
+    **dict.fromkeys(("device_map", "shard_base"), "a trial is one process"),
     **dict.fromkeys(_OF_FOLDER, "of a trial the table alone is kept"),
     "seed": "write seeds: [0, 1] instead",
 }
