@@ -137,7 +137,7 @@ class Guard:
         self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         # of the open window: findings, the buffers before it, refusals before it began again
         self._findings: list[Finding] = []
-        self._before: list[Tensor | None] | None = None
+        self._buffers_before: list[Tensor | None] | None = None
         self._aside: list[Refusal] = []
 
     @contextmanager
@@ -166,22 +166,22 @@ class Guard:
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         micro.sample_ids = names
-        before, buffers = self.draws.begin(), self._buffers.copy()
-        if self._before is None:
-            self._before = buffers
+        drawn_from, buffers = self.draws.begin(), self._buffers.copy()
+        if self._buffers_before is None:
+            self._buffers_before = buffers
         with self._at(place):
             self.window.begin()
             try:
                 at = self.window.committed, self.window.place
                 with (
                     nullcontext() if self._parallel is None else unsynchronised(self._parallel),
-                    self._forensics.watching(at, Kept(before, inputs, run)),
+                    self._forensics.watching(at, Kept(drawn_from, inputs, run)),
                     self.draws.drawing(names, offset),
                 ):
                     yield micro
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
-                self.draws.undo(before)
+                self.draws.undo(drawn_from)
                 self._buffers.restore(buffers)
                 self.window.gradients.withdraw()
                 if not isinstance(error, self.settings.refuse):
@@ -194,7 +194,7 @@ class Guard:
                 micro.loss = micro.loss * micro.tokens
             flag = self.window.add(micro)
             self._buffers.restore(buffers, keep=flag)
-            self.draws.settle(before, flag)
+            self.draws.settle(drawn_from, flag)
 
     def refuse(self, detail: str, ids: Sequence[object] = (), place: int | None = None) -> None:
         """Count a micro-batch that was found bad before anything was computed.
@@ -232,9 +232,9 @@ class Guard:
                 outcomes = self.window.commit(fingerprint)
             else:
                 outcome = self._commit_at_once(fingerprint)
-        if self.lists and self._before is not None:
-            self._buffers.restore(self._before, keep=self.window.applied)
-        self._before = None
+        if self.lists and self._buffers_before is not None:
+            self._buffers.restore(self._buffers_before, keep=self.window.applied)
+        self._buffers_before = None
         self.draws.forget()
         # a Trainer does it when it begins a window
         if self._parallel is not None and self.settings.loss != "share":
@@ -261,11 +261,11 @@ class Guard:
             The refusals of all processes, which the window's outcome will have too; without any,
             the window is unchanged.
         """
-        own = self.window.open_refusals()
-        refusals = gathered(own, Refusal, self.window.processes)
+        refusals_here = self.window.open_refusals()
+        refusals = gathered(refusals_here, Refusal, self.window.processes)
         if refusals:
-            self._trace(self.window.committed, own)
-            self._forensics.settle(self.window.committed, own)
+            self._trace(self.window.committed, refusals_here)
+            self._forensics.settle(self.window.committed, refusals_here)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -325,12 +325,12 @@ class Guard:
     @contextmanager
     def _at(self, place: int | None) -> Iterator[None]:
         """Count the other processes' micro-batches around this one's, or take the place given."""
-        processes, before = self.window.processes, self.window.place
-        self.window.place = before + processes.index if place is None else place
+        processes, start = self.window.processes, self.window.place
+        self.window.place = start + processes.index if place is None else place
         try:
             yield
         except BaseException:  # it has not happened
-            self.window.place = before
+            self.window.place = start
             raise
         if place is None:
             self.skip(processes.size - processes.index - 1)
@@ -356,11 +356,11 @@ class Guard:
         )
         try:
             (outcome,) = self.window.commit(fingerprint)
-            own = outcome.refused
+            refused = outcome.refused
             if not outcome.applied:
                 self._rewind()
                 self._trace_window(outcome)
-            outcome.refused = (*self._aside, *own)
+            outcome.refused = (*self._aside, *refused)
             self._scale.update(outcome.applied, outcome.refused)
             if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
@@ -371,21 +371,21 @@ class Guard:
             followers.restore()
             self.window.resume_at(steps)
             raise
-        self._settle(outcome, own)
+        self._settle(outcome, refused)
         self._forensics.forget()
         return outcome
 
     def _rewind(self) -> None:
         """Put random numbers and buffers back to the window's beginning."""
         self.draws.rewind()
-        if self._before is not None:
-            self._buffers.restore(self._before)
+        if self._buffers_before is not None:
+            self._buffers.restore(self._buffers_before)
 
     def _forget_open(self) -> None:
         self._rewind()
         self.draws.forget()
         self._forensics.forget(self.window.committed)
-        self._before = None
+        self._buffers_before = None
 
     def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Count late outcomes, and trace what was refused in them, in the state of its window."""
@@ -416,11 +416,11 @@ class Guard:
             outcome.index, outcome.refused, largest, outcome.index + 1
         )
 
-    def _settle(self, outcome: Outcome, own: Sequence[Refusal]) -> None:
+    def _settle(self, outcome: Outcome, refusals: Sequence[Refusal]) -> None:
         """Keep this process's refused micro-batches, if a post-mortem may need them."""
         if not outcome.refused:
             self._forensics.suspects.clear()
-        self._forensics.settle(outcome.index, own)
+        self._forensics.settle(outcome.index, refusals)
 
     def _ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome with its findings, or end a run with too many refusals."""
@@ -450,15 +450,15 @@ class Guard:
             tried_postmortem,
         )
 
-        before = outcome.snapshot
+        snapshot = outcome.snapshot
         situation = Situation(
             reason=reason,
-            step=outcome.steps - (outcome.applied and before is not None),
+            step=outcome.steps - (outcome.applied and snapshot is not None),
             process=self.window.processes.index,
             refusals=tuple(self._refusals),
             suspects=tuple(self._forensics.suspects),
             findings=self.findings,
-            state=before or self.update.snapshot(),
+            state=snapshot or self.update.snapshot(),
             groups=self.update.groups(),
             settings=self.settings,
         )

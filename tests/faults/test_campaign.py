@@ -16,16 +16,8 @@ from rich.console import Console
 
 import npt
 from faults import bench, campaign, loops, runs
-from faults.bench import clean_run, difference, run
-from faults.campaign import (
-    clean_steps,
-    comparison,
-    find,
-    judged,
-    print_comparison,
-    print_scorecard,
-    summary,
-)
+from faults.bench import clean_run, run
+from faults.campaign import clean_steps, comparison, find, judged, print_scorecard, summary
 from faults.cases import all_cases
 from faults.patterns import Case
 from npt.adapters import trained
@@ -150,17 +142,6 @@ def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None
     verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
     assert "model.layers.1.npt.A" in verdict.detail
-
-
-def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = GradientWindow.refuse
-
-    def careless(self, *arguments) -> None:
-        refuse(self, *arguments)
-        torch.rand(1)
-
-    monkeypatch.setattr(GradientWindow, "refuse", careless)
-    assert "random state" in judged(at_once("data-label")).verdict.detail
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
@@ -310,11 +291,6 @@ def test_plain_loops_become_what_is_known_of_them() -> None:
     assert [became[k] for k in loops.LOOPS] == ["trained on it", "stepped on zeros", "aborts"]
 
 
-def test_a_plain_loop_equals_itself() -> None:
-    one, other = (loops.train(SMALL, loops.clip_only, {})[0].state() for _ in range(2))
-    assert difference(one, other) is None
-
-
 # --- what is printed
 
 
@@ -331,16 +307,6 @@ def test_the_figures_have_their_keys_and_add_up() -> None:
     out = io.StringIO()
     print_scorecard(Console(file=out, width=120, markup=False), lines)
     assert "FAILED: harmed" in out.getvalue() and "passed 1 of 2, 6 false alarms" in out.getvalue()
-
-
-def test_the_comparison_is_printed_with_its_legend() -> None:
-    out = io.StringIO()
-    row = {"id": "a", "name": "a fault", "ours": "survives", "clip only": "poisoned"}
-    print_comparison(Console(file=out, width=120, markup=False), [row])
-    assert (
-        "a fault" in out.getvalue()
-        and "poisoned: a weight or a moment is not finite" in out.getvalue()
-    )
 
 
 def script(monkeypatch, *arguments: str) -> int:
@@ -365,10 +331,3 @@ def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, caps
     monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
     assert script(monkeypatch, "--case", "data-label") == 1
     assert "FAILED" in capsys.readouterr().out
-
-
-def test_the_script_refuses_an_unknown_case(monkeypatch, capsys) -> None:
-    with pytest.raises(SystemExit) as stop:
-        script(monkeypatch, "--case", "nonsense")
-    assert stop.value.code == 2
-    assert "--list names them" in capsys.readouterr().err
