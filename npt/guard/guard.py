@@ -65,6 +65,7 @@ class Guard:
 
     Attributes:
         outcome: of the last window, also of one that ended in TooManyRefusalsError.
+        refusals: the last ones, with their windows.
 
     Raises:
         ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
@@ -129,12 +130,12 @@ class Guard:
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        self._forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
+        self.forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(None if self._model is None else whole(self._model))
         self.counts = RunCounts()
         self.outcome: Outcome | None = None
-        self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
+        self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         # of the open window: findings, the buffers before it, refusals before it began again
         self._findings: list[Finding] = []
         self._buffers_before: list[Tensor | None] | None = None
@@ -175,7 +176,7 @@ class Guard:
                 at = self.window.committed, self.window.place
                 with (
                     nullcontext() if self._parallel is None else unsynchronised(self._parallel),
-                    self._forensics.watching(at, Kept(drawn_from, inputs, run)),
+                    self.forensics.watching(at, Kept(drawn_from, inputs, run, names, micro.tokens)),
                     self.draws.drawing(names, offset),
                 ):
                     yield micro
@@ -225,7 +226,7 @@ class Guard:
             ProcessError: another process is lost, or its state differs.
         """
         self._follow()
-        if self._forensics.left and not self.update.late:
+        if self.forensics.left and not self.update.late:
             self._trace(self.window.committed, self.window.open_refusals())
         with self._window_or_nothing():
             if self.lists:
@@ -265,7 +266,7 @@ class Guard:
         refusals = gathered(refusals_here, Refusal, self.window.processes)
         if refusals:
             self._trace(self.window.committed, refusals_here)
-            self._forensics.settle(self.window.committed, refusals_here)
+            self.forensics.settle(self.window.committed, refusals_here)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -283,11 +284,11 @@ class Guard:
     @property
     def findings(self) -> Sequence[Finding]:
         """All that were made, of as many refusals as `trace` says."""
-        return self._forensics.findings
+        return self.forensics.findings
 
     def count_findings(self, made: int) -> None:
         """Count findings that were made before a resume among those that `trace` allows."""
-        self._forensics.left = max(0, self.settings.trace - made)
+        self.forensics.left = max(0, self.settings.trace - made)
 
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
@@ -309,7 +310,7 @@ class Guard:
     def close(self) -> None:
         """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
-        self._forensics.close()
+        self.forensics.close()
 
     def __enter__(self) -> Guard:
         return self
@@ -372,7 +373,7 @@ class Guard:
             self.window.resume_at(steps)
             raise
         self._settle(outcome, refused)
-        self._forensics.forget()
+        self.forensics.forget()
         return outcome
 
     def _rewind(self) -> None:
@@ -384,7 +385,7 @@ class Guard:
     def _forget_open(self) -> None:
         self._rewind()
         self.draws.forget()
-        self._forensics.forget(self.window.committed)
+        self.forensics.forget(self.window.committed)
         self._buffers_before = None
 
     def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -392,39 +393,39 @@ class Guard:
         for outcome in outcomes:
             if not outcome.halts:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
-                if self._forensics.left and outcome.refused:
+                if self.forensics.left and outcome.refused:
                     with weights_of(outcome.snapshot, self.update):
                         if self.update.late:
                             self._trace(outcome.index, outcome.refused)
                         if not outcome.applied:
                             self._trace_window(outcome)
                 self._settle(outcome, outcome.refused)
-            self._forensics.forget(outcome.index)
+            self.forensics.forget(outcome.index)
             if not outcome.halts:
                 self._ended(outcome)
         return list(outcomes)
 
     def _trace(self, window: int, refusals: Sequence[Refusal]) -> None:
-        self._findings += self._forensics.trace(window, refusals, window + 1)
+        self._findings += self.forensics.trace(window, refusals, window + 1)
 
     def _trace_window(self, outcome: Outcome) -> None:
         """Trace this process's micro-batch with the largest gradient of those that counted."""
         records = [r for r in self.window.history if r.window == outcome.index]
         counted = [r for r in records if r.micro_batch in outcome.places]
         largest: MicroBatchRecord | None = max(counted, key=lambda r: r.grad_norm, default=None)
-        self._findings += self._forensics.trace_window(
+        self._findings += self.forensics.trace_window(
             outcome.index, outcome.refused, largest, outcome.index + 1
         )
 
     def _settle(self, outcome: Outcome, refusals: Sequence[Refusal]) -> None:
         """Keep this process's refused micro-batches, if a post-mortem may need them."""
         if not outcome.refused:
-            self._forensics.suspects.clear()
-        self._forensics.settle(outcome.index, refusals)
+            self.forensics.accept(outcome.index)
+        self.forensics.settle(outcome.index, refusals)
 
     def _ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome with its findings, or end a run with too many refusals."""
-        self._refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
+        self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
         outcome.findings = tuple(self._findings)
         self._aside, self._findings, self.outcome = [], [], outcome
         report = None
@@ -445,24 +446,16 @@ class Guard:
         )
         if self.settings.postmortem is None:
             return reason
-        from npt.guard.postmortem import (  # a run that ends well has none
-            Situation,
-            tried_postmortem,
-        )
+        from npt.forensics.bundle import write_postmortem  # a run that ends well needs none of it
 
-        snapshot = outcome.snapshot
-        situation = Situation(
-            reason=reason,
-            step=outcome.steps - (outcome.applied and snapshot is not None),
-            process=self.window.processes.index,
-            refusals=tuple(self._refusals),
-            suspects=tuple(self._forensics.suspects),
-            findings=self.findings,
-            state=snapshot or self.update.snapshot(),
-            groups=self.update.groups(),
-            settings=self.settings,
-        )
-        return f"{reason}; {tried_postmortem(self.settings.postmortem, situation)}"
+        step = outcome.steps - (outcome.applied and outcome.snapshot is not None)
+        try:
+            written = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
+        except Exception as error:  # the end of the run matters more
+            return (
+                f"{reason}; the post-mortem could not be written: {type(error).__name__}: {error}"
+            )
+        return f"{reason}; post-mortem: {written}"
 
 
 def _scalar(loss: Any) -> Tensor:

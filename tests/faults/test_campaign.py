@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 
 import npt
-from faults import bench, campaign, loops, runs
+from faults import bench, campaign, runs
 from faults.bench import clean_run, run
-from faults.campaign import clean_steps, comparison, find, judged, print_scorecard, summary
+from faults.campaign import clean_steps, judged, print_scorecard, summary
 from faults.cases import all_cases
 from faults.patterns import Case
 from npt.adapters import trained
@@ -47,13 +47,11 @@ SMALL = replace(bench.SMALL, base_layers=4)
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
-def case(id: str):
-    found = find(CASES, id)
-    assert found is not None
-    return found
+def case(id: str) -> Case:
+    return next(case for case in CASES if case.id == id)
 
 
-def at_once(id: str):
+def at_once(id: str) -> Case:
     """The case in one reading mode, for what does not depend on it."""
     return replace(case(id), modes=(False,))
 
@@ -64,25 +62,9 @@ def at_once(id: str):
 # -every, -all, -interrupted, -update, -spike and -loss plant the same under a base that draws,
 # gradient-nan is judged where plain loops are, and foreign-hook-nan refuses as foreign-lora-nan
 # does.
-COVERED = {
-    *(
-        "gradient-nan",
-        "gradient-two",
-        "gradient-every",
-        "gradient-all",
-        "gradient-interrupted",
-        "draw-gradient",
-    ),
-    *(
-        "gradient-minus-inf",
-        "gradient-huge",
-        "spike-gradient",
-        "optimizer-first",
-        "optimizer-write-weight",
-        "loss-labels-mean",
-    ),
-    "foreign-lora-nan",
-}
+COVERED = {"gradient-nan", "gradient-two", "gradient-every", "gradient-all", "gradient-interrupted"}
+COVERED |= {"gradient-minus-inf", "gradient-huge", "draw-gradient", "spike-gradient"}
+COVERED |= {"optimizer-first", "optimizer-write-weight", "loss-labels-mean", "foreign-lora-nan"}
 TURNS = [
     (case, case.modes[number % len(case.modes)])
     for number, case in enumerate(c for c in CASES if c.id not in COVERED)
@@ -96,12 +78,7 @@ TURNS = [
 )
 def test_the_case_passes(chosen, late) -> None:
     verdict = judged(replace(chosen, modes=(late,))).verdict
-    assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (
-        True,
-        True,
-        0,
-        "",
-    )
+    assert verdict.passed and verdict.located and not verdict.false_alarms and not verdict.detail
 
 
 def test_clean_steps_raise_no_alarm() -> None:
@@ -130,18 +107,26 @@ def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None
     assert not verdict.passed and not verdict.located
 
 
-def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None:
+def spoil_a_weight(window: GradientWindow) -> None:
+    with torch.no_grad():
+        window.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("trace", "detail"),
+    [(spoil_a_weight, "model.layers.1.npt.A"), (lambda _: torch.rand(1), "random state")],
+)
+def test_a_refusal_that_leaves_a_trace_is_harm(trace, detail, monkeypatch, sound_twins) -> None:
     refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
-        with torch.no_grad():
-            self.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+        trace(self)
 
     monkeypatch.setattr(GradientWindow, "refuse", careless)
     verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
-    assert "model.layers.1.npt.A" in verdict.detail
+    assert detail in verdict.detail
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
@@ -260,37 +245,6 @@ def test_the_shared_base_is_never_changed() -> None:
     assert npt.base_hash(bench.embedded(4)) == before
 
 
-# --- the plain loops
-
-
-@pytest.mark.parametrize("name", loops.LOOPS)
-def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> None:
-    setting = replace(SMALL, windows=1)
-    student, aborted, zeros = loops.train(setting, loops.LOOPS[name], {})
-    assert not aborted and not zeros
-    ours, _ = run(setting)
-    start = bench.Student(setting).parameters
-    for key, parameter in student.parameters.items():
-        assert not torch.equal(parameter, start[key])
-        # Another order of summation in fp32; Adam's first step is 0.01 times nearly a sign, so
-        # errors of gradients that are nearly 0 are magnified, up to the step itself where the sign
-        # is rounding.
-        close = (parameter - ours.parameters[key]).abs() <= 1e-5
-        assert close.float().mean() > 0.999, key
-
-
-def test_plain_loops_become_what_is_known_of_them() -> None:
-    (row,) = comparison([at_once("gradient-nan")])
-    assert [row[k] for k in ("ours", *loops.LOOPS)] == [
-        "survives",
-        "poisoned",
-        "poisoned",
-        "poisoned, aborts",
-    ]
-    became = loops.compare(case("loss-labels-mean"))
-    assert [became[k] for k in loops.LOOPS] == ["trained on it", "stepped on zeros", "aborts"]
-
-
 # --- what is printed
 
 
@@ -331,3 +285,10 @@ def test_the_script_runs_one_case_and_tells_by_its_exit_status(monkeypatch, caps
     monkeypatch.setattr(train_step, "find_fault", lambda batch, vocabulary: None)
     assert script(monkeypatch, "--case", "data-label") == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_the_script_refuses_an_unknown_case(monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script(monkeypatch, "--case", "nonsense")
+    assert stop.value.code == 2
+    assert "--list names them" in capsys.readouterr().err

@@ -5,17 +5,19 @@ wrong verdict does not pass.
 from __future__ import annotations
 
 import functools
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 import debug_nan
 from faults import tracer_demo
 from faults.bench import no_fault
 from faults.tracer_cases import Case, Truth, all_cases
-from faults.tracer_demo import Line, false_alarms, find_fault
-from npt.diagnostics.tracer.verdict import CAUSES, Verdict
+from faults.tracer_demo import Line, false_alarms, find_fault, print_lines, summary
+from npt.tracer.verdict import CAUSES, Verdict
 
 CASES = all_cases()
 
@@ -57,51 +59,40 @@ def test_the_clean_model_gives_no_alarm(shared_student, monkeypatch) -> None:
     assert false_alarms() == 0
 
 
+def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
+    assert len(CASES) >= 20 and len({c.id for c in CASES}) == len(CASES)
+    kinds = {"forward", "backward", "weight", "absmax", "cast", "mask", "division", "data"}
+    assert {c.group for c in CASES} >= kinds
+
+
 # --- a verdict that is wrong anywhere does not pass
 
 TRUTH = Truth("forward", "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
-RIGHT = Verdict(
-    cause="invalid argument",
-    phase="forward",
-    layer=5,
-    module="model.layers.5.mlp",
-    operation="log",
-    source="a.py:1",
-    tensor="output of log",
-    index=(2, 9),
-    value=0.0,
-    reached="loss",
-    explanation="",
-    remedy="",
-    row=0,
-    token=2,
-)
+PLACE = {"phase": "forward", "layer": 5, "module": "model.layers.5.mlp", "operation": "log"}
+TENSOR = {"source": "a.py:1", "tensor": "output of log", "index": (2, 9), "row": 0, "token": 2}
+WORDS = {"cause": "invalid argument", "reached": "loss", "explanation": "", "remedy": ""}
+RIGHT = Verdict(**PLACE, **TENSOR, **WORDS, value=0.0)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("field", "wrong"),
     [
-        {"phase": "backward"},
-        {"layer": 4},
-        {"layer": None},
-        {"module": "model.layers.5"},
-        {"operation": "sqrt"},
-        {"operation": "log in LogBackward0"},
-        {"index": (2, 8)},
-        {"index": (9, 2)},
-        {"index": ()},
-        {"cause": "unknown"},
-        {"row": 1},
-        {"token": 3},
-        {"token": None},
-        {"row": None},
+        *(("phase", "backward"), ("layer", 4), ("layer", None), ("module", "model.layers.5")),
+        *(("operation", "sqrt"), ("operation", "log in LogBackward0"), ("index", (2, 8))),
+        *(("index", (9, 2)), ("index", ()), ("cause", "unknown"), ("row", 1), ("token", 3)),
+        *(("token", None), ("row", None)),
     ],
 )
-def test_a_verdict_that_is_wrong_in_one_field_does_not_pass(wrong) -> None:
-    assert TRUTH.fits(RIGHT)
-    assert not TRUTH.fits(replace(RIGHT, **wrong))
-    line = Line(case("forward-log"), TRUTH, replace(RIGHT, **wrong))
+def test_a_verdict_that_is_wrong_in_one_field_does_not_pass(field, wrong) -> None:
+    verdict = replace(RIGHT, **{field: wrong})
+    assert TRUTH.fits(RIGHT) and not TRUTH.fits(verdict)
+    line = Line(case("forward-log"), TRUTH, verdict)
     assert not line.passed and line.as_dict()["passed"] is False
+
+
+def test_a_truth_without_a_token_asks_for_none() -> None:
+    truth = replace(TRUTH, token=None)
+    assert truth.fits(replace(RIGHT, row=None, token=None)) and truth.fits(RIGHT)
 
 
 def test_nothing_found_and_a_tracer_that_breaks_do_not_pass(monkeypatch) -> None:
@@ -180,6 +171,17 @@ def test_one_case_is_told_with_all_that_is_known(monkeypatch, capsys) -> None:
     assert "planted: the logarithm of 0" in out and "log of 0 is -inf" in out and "remedy: " in out
 
 
+def test_the_table_shows_planted_against_found() -> None:
+    lines = [find_fault(case("forward-log"))]
+    missed = replace(lines[0], verdict=None)
+    console = Console(file=(out := io.StringIO()), width=160)
+    print_lines(console, [*lines, missed], 0)
+    table = out.getvalue()
+    assert table.count("forward: log, 5.mlp.act_fn [2, 9]") == 3 and "nothing" in table
+    assert "found 1 of 2 exactly, 0 false alarms" in table
+    assert summary([*lines, missed], 0)["passed"] == 1
+
+
 @pytest.mark.parametrize(
     "arguments", [("--demo", "--foo"), ("--case", "none-such"), ("--limit", "-1"), ("--dem",)]
 )
@@ -189,3 +191,12 @@ def test_wrong_arguments_are_one_line_and_status_2(monkeypatch, capsys, argument
     assert ended.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("debug_nan.py") and "error: " in lines[0]
+
+
+def test_without_demo_the_script_is_short_for_npt_trace(monkeypatch, capsys) -> None:
+    assert script(monkeypatch, "--max_length", "16", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "fault": None,
+        "batches": 1,
+        "traced": "the model's own pass",
+    }

@@ -29,7 +29,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, added, oom_message
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
@@ -115,7 +115,7 @@ def test_the_sums_of_the_parts_are_those_of_the_whole(
             )
         )
         gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
-    for name in [f.name for f in fields(MicroBatch)]:
+    for name in [f.name for f in fields(BatchSums)]:
         # sums of fp32 in another order
         torch.testing.assert_close(*(torch.as_tensor(getattr(sums, name)) for sums in found))
     for name, gradient in gradients[0].items():
@@ -228,10 +228,10 @@ def in_backward(trainer: Trainer, call: int) -> Trainer:
     """Memory runs out in the middle of one call's backward, when some gradients are there
     already.
     """
-    strategy, numbers = trainer.setup.strategy, iter(range(10**6))
+    strategy, numbers = trainer.strategy, iter(range(10**6))
     parameter = next(iter(adapter_parameters(trainer.setup.model).values()))
 
-    def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def failing(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         if next(numbers) != call:
             return strategy(model, batch, config)
         handle = parameter.register_hook(lambda gradient: ask("cuda"))
@@ -240,7 +240,7 @@ def in_backward(trainer: Trainer, call: int) -> Trainer:
         finally:
             handle.remove()
 
-    trainer.setup.strategy = failing
+    trainer.strategy = failing
     return trainer
 
 
@@ -330,7 +330,7 @@ def test_out_of_memory_at_batch_size_one_saves_and_exits(runs) -> None:
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
-    from npt.train import preparation as module
+    from npt.evaluation import evaluate as module
 
     evaluate, sizes = module.evaluate, []
 
@@ -386,9 +386,9 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
     """The graph of the call that failed would be the very memory that is lacking."""
     here = runs()
     trainer = here.trainer("run")
-    strategy, alive, seen = trainer.setup.strategy, [], []
+    strategy, alive, seen = trainer.strategy, [], []
 
-    def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def failing(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         if not alive:
             graph = (torch.ones(8, requires_grad=True) * 2).square()
             alive.append(weakref.ref(graph))
@@ -398,6 +398,6 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
         gc.enable()
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = failing
+    trainer.strategy = failing
     trainer.train()
     assert seen and seen[0] is None
