@@ -15,7 +15,6 @@ from npt.stored import read_json, shown
 
 MANIFEST = "manifest.json"
 POSTMORTEM = "postmortem.json"
-"""Left out of the manifest: findings are added to it later."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -65,7 +64,7 @@ def _files(folder: Path) -> dict[str, Path]:
             elif not stat.S_ISDIR(mode):
                 what = "link" if stat.S_ISLNK(mode) else "special file"
                 raise CheckpointError(f"{path} is a {what}; a checkpoint holds plain files only")
-    return {name: files[name] for name in sorted(set(files) - {MANIFEST, POSTMORTEM})}
+    return {name: files[name] for name in sorted(set(files) - {MANIFEST})}
 
 
 def _sums(path: Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from rich.text import Text
 from npt.cli import main as command
 from npt.cli.main import main
 from npt.console import QuietConsole, say
-from npt.diagnostics.tracer.verdict import Verdict
 from npt.errors import printable
+from npt.tracer.verdict import Verdict
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_tables_bars_and_titles_cannot_steer_the_terminal() -> None:
 
 def test_a_verdict_keeps_its_lines_whatever_it_quotes() -> None:
     verdict = Verdict(
-        cause="overflow",
+        cause="cast overflow",
         phase="forward",
         module=FORGED,
         source=FORGED,
@@ -67,7 +67,6 @@ def test_a_verdict_keeps_its_lines_whatever_it_quotes() -> None:
         value=1.0,
         reached=FORGED,
         explanation="why",
-        remedy="mend it",
     )
     assert_harmless(str(verdict))
     assert len(str(verdict).splitlines()) == 5

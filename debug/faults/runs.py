@@ -26,17 +26,18 @@ from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.diagnostics.guards import tensor_fault
 from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json
+from npt.forensics.bundle import MOMENTS
+from npt.forensics.student import batch_of, read_student
 from npt.guard.schedule import rate_table
-from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import tensor_fault
 from npt.train.loop import Loop
 from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.run_setup import RunSetup
@@ -215,14 +216,13 @@ def stopped(
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
-    missing = {"adapter", "state.safetensors", "window.safetensors", "postmortem.json"} - files
+    wanted = {"adapter", "moments.safetensors", "window.safetensors", "postmortem.json"}
+    missing = wanted - files
     if missing:
         complaints.append(f"the bundle lacks {sorted(missing)}")
         return verdict_of("stopped", complaints, located=False)
-    state = load_file(bundles[0] / "state.safetensors")
-    for part in ("optimizer.", "rng.0.cpu"):
-        if not any(key.startswith(part) for key in state):
-            complaints.append(f"the bundle's state lacks {part}*")
+    if not any(key.startswith("exp_avg of ") for key in load_file(bundles[0] / MOMENTS)):
+        complaints.append("the bundle lacks the moments")
     for file in run.glob("checkpoints/*/adapter/*.safetensors"):
         finding = tensor_fault(load_file(file))
         if finding is not None:
@@ -266,7 +266,7 @@ def bad_in_a_row(setting: Setting) -> Verdict:
     def check(bundle: Path) -> list[str]:
         said = _said(bundle)["refusals"]
         bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said]
-        return [] if bad == [True] else [f"the bundle tells of {said}"]
+        return [] if bad == [True] * 3 else [f"the bundle tells of {said}"]
 
     with trainer(setting, records(0, 8), max_consecutive_bad=3) as made:
         return stopped(made, "3 refusals in a row", 0, check)
@@ -280,7 +280,7 @@ def packed_run(setting: Setting) -> Verdict:
     def check(bundle: Path) -> list[str]:
         kept = {
             name: batch.documents is not None and bool(batch.documents[row].any())
-            for batch in read_bundle(bundle).window
+            for batch in map(batch_of, read_student(bundle).postmortem.micro_batches)
             for row, name in enumerate(batch.sample_ids)
             if "+" in name
         }
@@ -301,7 +301,7 @@ def poisoned_run(setting: Setting) -> Verdict:
 
     def check(bundle: Path) -> list[str]:
         adapter = load_file(bundle / "adapter" / WEIGHTS_NAME)
-        state = (adapter | load_file(bundle / "state.safetensors")).items()
+        state = (adapter | load_file(bundle / MOMENTS)).items()
         bad = [key for key, t in state if t.is_floating_point() and not torch.isfinite(t).all()]
         right = bad == [f"base_model.model.{name}"]
         complaints = [] if right else [f"not finite in the bundle: {bad}"]

@@ -8,7 +8,7 @@
 
 A checkpoint exists as a whole or not at all, and holds safetensors and JSON only: nothing in it can
 run code. It may come from somebody else, so all of it is checked against what the run needs before
-anything is changed. A post-mortem (`npt.postmortem`) is such a folder with two more files.
+anything is changed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
@@ -24,6 +23,7 @@ from npt.train.run_context import RunContext
 if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.modulation import Modulation
+    from npt.recorder.recording import Recording
 
 FEW = 5
 """Steps whose median loss is the start's, and as many whose median is the present one."""
@@ -115,21 +115,19 @@ class StepMetrics:
 
 class StepRecording:
     """Records the first micro-batch that the main process computes of each step that
-    `--trace_steps` and `--trace_every` choose.
-
-    A failure is reported and ends nothing, and the micro-batch is computed once in any case.
+    `--trace_steps` and `--trace_every` choose. The micro-batch is computed once in any case.
     """
 
     def __init__(self, context: RunContext, metrics: StepMetrics):
         self._context, self._metrics, c = context, metrics, context.setup.config
-        self._recording: Any = None
+        self._recording: Recording | None = None
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
         if not context.setup.processes.main or (c.trace_steps is None and c.trace_every is None):
             return
-        from npt.diagnostics.recorder.recording import Recording
+        from npt.recorder.recording import Recording
 
         folder = context.folder.path / "trace"
-        self._recording = Recording(folder, c.trace_steps, c.trace_every)
+        self._recording = Recording(folder, c.trace_steps, c.trace_every, context.say)
         context.say(str(self._recording))
 
     def open(self, step: int) -> None:
@@ -143,42 +141,23 @@ class StepRecording:
 
     @contextlib.contextmanager
     def _observe(self, place: int, batch: Batch) -> Iterator[None]:
-        from npt.diagnostics.recorder.recorder import Recorder
-        from npt.diagnostics.recorder.recording import describe
-
         step, self._step = self._step, None
-        if step is None:
+        if self._recording is None or step is None:
             yield
             return
-        self._recording.begin(step)
-        recorder: Any = None
-        with contextlib.ExitStack() as stack:
-            with self._survived(f"step {step} could not be recorded"):
-                valid = batch.attention_mask.bool() if batch.padded else None
-                recorder = stack.enter_context(Recorder(self._context.setup.model, valid=valid))
+        valid = batch.attention_mask.bool() if batch.padded else None
+        self._recording.start(self._context.setup.model, step, valid)
+        try:
             yield
-        if recorder is not None:
-            failure = f"step {step} could not be recorded"
-            with self._metrics.paused(), self._survived(failure), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of sites that were skipped
-                record = recorder.record(step, place)
-                self._context.say(describe(record, self._recording.keep(record)))
+            with self._metrics.paused():
+                self._recording.finish(place)
+        finally:
+            self._recording.stop()
 
     def draw(self) -> None:
         """Draw pictures of the records, however the run ended."""
-        if self._recording is None:
-            return
-        with self._survived(f"the records in {self._recording.folder} could not be drawn"):
-            if pictures := self._recording.draw():
-                names = ", ".join(map(str, pictures))
-                self._context.say(f"pictures of the recorded steps: {names}")
-
-    @contextlib.contextmanager
-    def _survived(self, failure: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # an observer must not end the run that it looks at
-            self._context.say(f"{failure}: {named(error)}")
+        if self._recording is not None:
+            self._recording.draw()
 
 
 class DivergenceWatch:

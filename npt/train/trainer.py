@@ -20,7 +20,6 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.report import no_sample
 from npt.data.source import Record
-from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen, student_guard
 from npt.distill.strategies import strategy_of
@@ -31,6 +30,8 @@ from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
+from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
 from npt.train.preparation import MemoryFit, calibrated, evaluator, run_record, smoke_test
 from npt.train.run_context import RunActions, RunContext

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
+from npt.recorder.record import Record
+from npt.recorder.recorder import Recorder
 from npt.train import loop as step_module
 from npt.train import trainer as trainer_module
 
@@ -36,7 +36,7 @@ def here(load_model: Callable[..., nn.Module], tmp_path: Path) -> Runs:
 def drawn(monkeypatch) -> list[list[int]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[list[int]] = []
-    picture = ModuleType("npt.diagnostics.recorder.picture")
+    picture = ModuleType("npt.recorder.picture")
 
     def write_pictures(records: list[Record], folder: Path) -> list[Path]:
         calls.append([record.step for record in records])
@@ -44,8 +44,8 @@ def drawn(monkeypatch) -> list[list[int]]:
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
     return calls
 
 

@@ -23,12 +23,12 @@ from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample
-from npt.diagnostics.guards import diagnose
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
 from npt.evaluation.modulation import measure_modulation
 from npt.tools.collect.collect import compare_prompts
+from npt.tracer.watchdogs import base_fault, tensor_fault
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_nan_on_the_second_device_is_refused_without_a_trace(
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
-def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) -> None:
+def test_what_looks_at_a_model_looks_at_both_devices(models, tmp_path) -> None:
     one, two, _ = models
     for model in (one, two):
         npt.attach(model, ADAPTERS, seed=3)
@@ -178,13 +178,12 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
     for expected, found in zip(alone, spread_out, strict=True):
         for name in ("completion", "position", "student_token"):
             assert getattr(found, name) == getattr(expected, name)
-    batch = batch.to(torch.device("cuda"))
-    assert diagnose(two, batch) is None
+    assert base_fault(two) is None
     held(two.get_parameter("model.layers.3.npt.A"))[1, 2] = float("inf")
-    finding = diagnose(two, batch)
-    assert finding is not None
-    assert finding.name == "model.layers.3.npt.A"
-    assert finding.index == (1, 2)
+    finding = tensor_fault(adapter_parameters(two))
+    assert (
+        finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
+    )
 
 
 @pytest.mark.parametrize(

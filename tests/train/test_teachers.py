@@ -15,9 +15,8 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
-from npt.postmortem.bundle import read_bundle
-from npt.postmortem.replay import replay
-from npt.postmortem.restore import restored
+from npt.forensics.student import read_student, restored
+from npt.forensics.student import replay_student as replay
 from npt.stored import read_json
 from npt.train.trainer import Trainer
 
@@ -98,10 +97,9 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
-    assert (
-        read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
-    )
-    with restored(read_bundle(bundle), model_name=str(llama_folder)) as found:
+    student = read_student(bundle)
+    assert student.settings["teacher_attention"] == own
+    with restored(student, model_name=str(llama_folder)) as found:
         assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
 
 
