@@ -21,8 +21,8 @@ from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import Counts
-from npt.data.loader import Loader, Other, Position, Prefetcher
+from npt.data.encoding import RecordCounts
+from npt.data.loader import Loader, Position, Prefetcher
 from npt.data.report import listed_columns, lost, no_sample
 from npt.data.samples import Samples, within
 from npt.data.source import Record
@@ -134,9 +134,9 @@ class RunData:
 
     def report(self, context: RunContext, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
-        others = enumerate(self.loader.others)
         read = [(self.loader.samples, position.epoch)]
-        read += [(other.samples, position.other(number)[0]) for number, other in others]
+        if self.loader.replay is not None:
+            read.append((self.loader.replay, position.replay_epoch))
         for source, (samples, begun_again) in zip(self.sources, read, strict=True):
             counts, label = samples.counts, source.label
             share = {"share": source.share} if len(self.sources) > 1 else {}
@@ -214,10 +214,8 @@ class RunData:
             config.batch_size,
             epochs=config.num_epochs,
             endless=config.max_steps is not None,
-            others=[
-                Other(samples, source.share, source.label)
-                for samples, source in zip(every[1:], self.sources[1:], strict=True)
-            ],
+            replay=every[1] if len(every) > 1 else None,
+            share=self.sources[-1].share,
             seed=config.seed,
         )
         loader.pin = setup.device.type == "cuda"
@@ -238,7 +236,7 @@ class RunData:
                 left -= len(usable.input_ids)
             if left < 2:  # as calibration stops
                 break
-        self.loader.samples.counts = Counts()  # none of the run's is read yet
+        self.loader.samples.counts = RecordCounts()  # none of the run's is read yet
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
@@ -247,7 +245,7 @@ class RunData:
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
-            return next(samples.walk(0, after.place, counts=Counts()), None) is not None
+            return next(samples.walk(0, after.place, counts=RecordCounts()), None) is not None
         later = (self.count_steps(after.begun) or 0) * self._setup.window_size
         return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from npt.config import DataConfig
-from npt.data.content import filled
+from npt.data.encoding import filled
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
 
 FIRST, REPLAY = "data", "replay data"
