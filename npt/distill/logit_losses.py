@@ -23,6 +23,7 @@ Shapes: N tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,8 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return sum_v p (log p - log q), in nats, with 0 log 0 = 0: [N, V] twice -> [N].
 
-    Infinite if q is 0 and p is not. Wherever the value is finite its gradients are: the difference
-    is put to 0 *before* it is multiplied by a p of 0, since after the product `where` would keep
-    0 * Inf out of the value and not out of the gradient.
+    Infinite if q is 0 and p is not. The difference is put to 0 *before* it is multiplied by a p of
+    0: after the product `where` would keep 0 * Inf out of the value and not out of the gradient.
     """
     p = log_p.exp()
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)
@@ -159,13 +159,10 @@ class _ChunkedSum(torch.autograd.Function):
 
 def row_loss(config: TrainConfig) -> RowLoss:
     """Return the loss that `config.logit_loss` names, with its temperature."""
-    temperature = config.logit_temperature
-    losses: dict[str, RowLoss] = {
-        "kl": lambda student, teacher: forward_kl(student, teacher, temperature),
-        "reverse_kl": lambda student, teacher: reverse_kl(student, teacher, temperature),
-        "cross_entropy": token_cross_entropy,
-    }
-    return losses[config.logit_loss]
+    if config.logit_loss == "cross_entropy":
+        return token_cross_entropy
+    loss = forward_kl if config.logit_loss == "kl" else reverse_kl
+    return partial(loss, temperature=config.logit_temperature)
 
 
 def _log_probabilities(
