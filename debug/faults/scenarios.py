@@ -33,7 +33,8 @@ from faults.transient_faults import (
 )
 from faults.verdict import Verdict
 from npt.adapters.stream import open_stream
-from npt.diagnostics.guards import (
+from npt.tracer.mask_check import mask_fault
+from npt.tracer.watchdogs import (
     Finding,
     base_fault,
     logits_fault,
@@ -41,7 +42,6 @@ from npt.diagnostics.guards import (
     named_moments,
     tensor_fault,
 )
-from npt.diagnostics.tracer.mask_check import mask_fault
 
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))
 
@@ -114,8 +114,8 @@ def packed_bytes(setting: Setting) -> Verdict:
 def clean(setting: Setting) -> Verdict:
     """Every refusal is a false alarm."""
     _, outcome = run(setting)
-    said = "; ".join(str(r) for _, r in outcome.refusals[:3])
-    return _unharmed(outcome, setting, len(outcome.refusals), said)
+    detail = "; ".join(str(r) for _, r in outcome.refusals[:3])
+    return _unharmed(outcome, setting, len(outcome.refusals), detail)
 
 
 def _unharmed(outcome: Outcome, setting: Setting, alarms: int, detail: str) -> Verdict:
@@ -163,8 +163,8 @@ def overflowing_rate(setting: Setting) -> Verdict:
     kept: list[Outcome] = []
     before = {1: lambda made: kept.append(made.outcome())}
     _, outcome = run(replace(setting, rates=(rate, 3e38, rate)), before=before)
-    said = ("was not finite after the step",)
-    expected: list[Expected] = [(window, "update", None, said) for window in (1, 2)]
+    says = ("was not finite after the step",)
+    expected: list[Expected] = [(window, "update", None, says) for window in (1, 2)]
     return judge(outcome, kept[0], expected, "stopped")
 
 

@@ -13,8 +13,8 @@ from faults.bench import Fill, Student, no_fault
 from faults.tracer_cases import CLEAN, PLACE, Case, Truth, sentence
 from faults.transient_faults import eager
 from npt.data.batch import Batch
-from npt.diagnostics.tracer.trace import trace
-from npt.diagnostics.tracer.verdict import Verdict
+from npt.tracer.trace import trace
+from npt.tracer.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def false_alarms() -> int:
         student, batch = Student(setting), setting.batch(PLACE)
         for fault in (no_fault, eager()):
             with fault(student, batch):
-                found = [_trace(student, batch, None, plain) for plain in (False, True)]
-                count += sum(verdict is not None for verdict in found)
+                verdicts = [_trace(student, batch, None, plain) for plain in (False, True)]
+                count += sum(verdict is not None for verdict in verdicts)
     return count
 
 
@@ -98,8 +98,8 @@ def print_lines(console: Console, lines: list[Line], alarms: int) -> None:
         table.add_column(heading, overflow="fold")
     for line in lines:
         cause = "" if line.verdict is None else line.verdict.cause
-        found = Text(_short(line.found), style="green" if line.passed else "red")
-        table.add_row(line.case.id, _short(str(line.truth)), found, cause)
+        text = Text(_short(line.found), style="green" if line.passed else "red")
+        table.add_row(line.case.id, _short(str(line.truth)), text, cause)
     console.print(table)
     console.print("phase: operation, module (its layer's number first) [first bad index]")
     passed = sum(line.passed for line in lines)

@@ -1,7 +1,5 @@
 """Faults of one micro-batch, gone after it: in its data, its activations, its loss or its
 gradients.
-
-A fault knows nothing of who trains, so the same one meets the guarded step and the plain loops.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.stream import open_stream
 from npt.base.linear import cast_once
-from npt.base.quantization_error import fp32_products
+from npt.base.precision import fp32_products
 from npt.calibration.placement import HOST
 from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK

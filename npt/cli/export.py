@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_adapter, print_json
+from npt.cli.arguments import add_adapter, tell
 from npt.console import make_console
 
 
@@ -15,15 +15,13 @@ def export(given: dict[str, Any]) -> int:
     """
     import npt
 
-    console = make_console(stderr=given["json"])
-    with console.status("writing, and reading it back"):
+    with make_console(stderr=given["json"]).status("writing, and reading it back"):
         done = npt.export(given["adapter"], given["output"], base_name=given["model_name"])
-    if given["json"]:
-        print_json(done.as_dict())
-        return 0
     base = "4 bit" if done.packed else "16 bit or fp32"
     files = f"{done.files} file{'s' if done.files > 1 else ''} of weights"
-    console.say(
+    tell(
+        given,
+        done.as_dict(),
         f"wrote {done.folder}: base in {base}, {files}, {done.size / 1e6:,.1f} MB",
         f"checked without npt: largest difference of a logit {done.largest:.3g} over {done.tokens}"
         " tokens",
@@ -38,8 +36,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_adapter(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
-    parser.add_argument(
-        "--model_name",
-        metavar="NAME",
-        help="of the base, if it is not under the name that the adapter knows",
-    )
+    name = "of the base, if it is not under the name that the adapter knows"
+    parser.add_argument("--model_name", metavar="NAME", help=name)

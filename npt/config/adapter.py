@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, Settings, at_least, setting
+from npt.config.field import POSITIVE, Bound, Need, SettingsGroup, at_least, setting
 from npt.config.texts import as_text, words
 from npt.errors import ConfigError
 
@@ -16,8 +16,10 @@ from npt.errors import ConfigError
 class Target:
     """A product, or the stream, that an adapter changes.
 
-    module: of the layer, whose product it is. width: of the product, `ffn` or `hidden`. stage:
-    under which an observer is shown the product, modulated.
+    Attributes:
+        module: of the layer, whose product it is.
+        width: of the product, `ffn` or `hidden`.
+        stage: under which an observer is shown the product, modulated.
     """
 
     module: str
@@ -54,7 +56,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NPTConfig(Settings):
+class NPTConfig(SettingsGroup):
     """An adapter's size, place and form (DESIGN: the modulation of a layer's MLP by its
     attention).
     """

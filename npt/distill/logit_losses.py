@@ -23,7 +23,6 @@ Shapes: N tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,11 +157,13 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
-    """Return the loss that `config.logit_loss` names, with its temperature."""
-    if config.logit_loss == "cross_entropy":
-        return token_cross_entropy
-    loss = forward_kl if config.logit_loss == "kl" else reverse_kl
-    return partial(loss, temperature=config.logit_temperature)
+    """Return the loss that `config.logit_loss` names."""
+    losses: dict[str, RowLoss] = {
+        "kl": forward_kl,
+        "reverse_kl": reverse_kl,
+        "cross_entropy": token_cross_entropy,
+    }
+    return losses[config.logit_loss]
 
 
 def _log_probabilities(

@@ -246,7 +246,7 @@ class ModelState:
 
     def findings(self) -> dict[str, str | None]:
         """Return what is not finite in weights, moments and the rest of the model."""
-        from npt.diagnostics.guards import moments_fault, tensor_fault
+        from npt.tracer.watchdogs import moments_fault, tensor_fault
 
         trained = {id(parameter) for parameter in self.parameters.values()}
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]

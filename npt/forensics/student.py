@@ -29,7 +29,6 @@ from npt.base.load import load_base, load_teacher
 from npt.base.precision import declared_dtype, quantization_of
 from npt.config import ATTENTIONS, QUANT_TYPES, TrainConfig
 from npt.data.batch import IGNORE_INDEX, ROW_TENSORS, Batch, batch_from_tensors, find_fault
-from npt.diagnostics.guards import base_fault, moments_fault, tensor_fault
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import drive
@@ -42,6 +41,7 @@ from npt.manifest import POSTMORTEM
 from npt.random_state import kept_random_state
 from npt.runs.checkpoint import OPTIMIZER_TENSORS
 from npt.stored import check_entries, shown
+from npt.tracer.watchdogs import base_fault, moments_fault, tensor_fault
 
 ACCEPTED = 4
 """Micro-batches at most that are stored of the last window without a refusal, for comparison."""

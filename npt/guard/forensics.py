@@ -1,7 +1,7 @@
 """What a guard keeps of an open window, so that a refused micro-batch can be looked at again.
 
-The model's calls are noted, not copied: overwrite no input before `guard.step()`. The tracer of
-`npt.diagnostics` is imported at the first refusal that it is asked about.
+The model's calls are noted, not copied: overwrite no input before `guard.step()`.
+`npt.tracer` and `npt.recorder` are imported at the first refusal that is asked about.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from npt.guard.update import GuardedUpdate
 from npt.random_state import kept_random_state, random_state, set_random_state
 
 if TYPE_CHECKING:
-    from npt.diagnostics.recorder.record import Record
-    from npt.diagnostics.tracer.verdict import Verdict
+    from npt.recorder.record import Record
+    from npt.tracer.verdict import Verdict
 
 SUSPECTS = ACCEPTED = 4
 """Micro-batches at most that are kept for a post-mortem; of a window that was refused as a whole,
@@ -297,7 +297,7 @@ def traced(model: nn.Module, refusal: Refusal, kept: Kept, exploded: bool = True
 
     try:
         # only now: it needs transformers and bitsandbytes, which a guard does not
-        from npt.diagnostics.tracer.trace import first_fault
+        from npt.tracer.trace import first_fault
 
         with kept_random_state():
             set_random_state(kept.random)
@@ -336,8 +336,8 @@ def _named(verdict: Verdict, refusal: Refusal, batch: Any) -> Verdict:
 def recorded(model: nn.Module, kept: Kept, step: int) -> Record | None:
     """Compute a micro-batch once more under a Recorder; None if it ends in an error."""
     try:
-        from npt.diagnostics.recorder.recorder import Recorder
-        from npt.diagnostics.tracer.passes import sinks_of, untouched
+        from npt.recorder.recorder import Recorder
+        from npt.tracer.passes import sinks_of, untouched
 
         with kept_random_state(), untouched(model, kept.batch):
             set_random_state(kept.random)

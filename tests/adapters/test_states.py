@@ -138,7 +138,7 @@ class TestWithoutGradients:
         ],
     )
     def test_what_is_made_there_trains(
-        self, load_model, llama_folder, real_loads, tmp_path, strategy, off
+        self, load_model, llama_folder, tmp_path, strategy, off
     ) -> None:
         folder = npt.save_adapter(student(load_model), tmp_path / "adapter")
         for make in (

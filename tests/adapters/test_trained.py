@@ -26,7 +26,7 @@ from npt.base.rows import set_rows
 from npt.config import TARGETS, NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.measure import peak_bytes
+from npt.doctor.measure import peak_bytes
 
 N, D, F = 11, 64, 128
 FORMS = [

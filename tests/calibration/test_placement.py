@@ -15,15 +15,15 @@ from torch import Tensor
 
 import npt
 from npt.adapters.attach import at_random_start
-from npt.base.quantization_error import fp32_products
+from npt.base.precision import fp32_products
 from npt.base.random_base import random_base
 from npt.calibration import calibrate as module
 from npt.calibration import cut, sensitivity
 from npt.calibration.placement import HOST, Placement, free_bytes, or_on_host
 from npt.calibration.plan import Plan, plan
 from npt.data.batch import batch_from_tensors
-from npt.planning.measure import peak_bytes
-from npt.planning.shape import llama_config, parse_shape
+from npt.doctor.measure import peak_bytes
+from npt.doctor.shape import llama_config, parse_shape
 
 CUDA = torch.device("cuda", 0)
 TINY = {"layers": "1-2", "rank": 8}

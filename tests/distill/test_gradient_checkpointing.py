@@ -21,8 +21,8 @@ from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
+from npt.doctor.measure import peak_bytes
 from npt.errors import ConfigError
-from npt.planning.measure import peak_bytes
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),

@@ -201,17 +201,14 @@ def head() -> nn.Linear:
 
 
 def config_for(name: str) -> TrainConfig:
-    temperature = 1.0 if name == "cross_entropy" else 2.0
-    return TrainConfig(
-        strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name, logit_temperature=temperature
-    )
+    return TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name)
 
 
 def plain(name: str, s: Tensor, other: Tensor) -> Tensor:
     """The loss that `config_for(name)` asks for, of whole logits."""
     if name == "cross_entropy":
         return token_cross_entropy(s, other).sum()
-    return DIVERGENCES[name](s, other, 2.0).sum()
+    return DIVERGENCES[name](s, other).sum()
 
 
 def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor]:

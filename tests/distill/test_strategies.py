@@ -49,8 +49,8 @@ HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "cosine": {"loss": "cosine"},
 }
 LOGIT_LOSSES: dict[str, dict[str, Any]] = {
-    "kl": {"logit_temperature": 2.0},
-    "reverse_kl": {"logit_loss": "reverse_kl", "logit_temperature": 0.5},
+    "kl": {},
+    "reverse_kl": {"logit_loss": "reverse_kl"},
     "cross_entropy": {"logit_loss": "cross_entropy"},
 }
 # A layer's loss is one function for all strategies: `local` has every one, the others those that
@@ -232,16 +232,13 @@ def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tu
         for row, column in batch.attention_mask.nonzero().tolist()
         if 1 in batch.attention_mask[row, column + 1 : column + 2]
     ]
-    temperature = config.logit_temperature
     parts = []
     for place in where:
-        q, p = (
-            torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught)
-        )
+        q, p = (torch.softmax(out.logits[place].double(), -1) for out in (learnt, taught))
         forward, backward = ((a * (a / b).log()).sum() for a, b in ((p, q), (q, p)))
         value = {
-            "kl": temperature**2 * forward,
-            "reverse_kl": temperature**2 * backward,
+            "kl": forward,
+            "reverse_kl": backward,
             "cross_entropy": -q[batch.input_ids[place[0], place[1] + 1]].log(),
         }[config.logit_loss]
         parts.append(value)

@@ -19,13 +19,14 @@ from torch import Tensor
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.fused import unfused
-from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.forensics.student import replay_student as replay
+from npt.guard.outcome import MicroBatch as Added
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
+from npt.recorder.statistics import summarise
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +64,8 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
                 return sums
 
             window_of.begin()
-            window_of.add(fill(), (str(number),))
+            sums = fill()
+            window_of.add(Added(sums.loss, sums.tokens, sums.report, (str(number),)))
         results += window_of.commit()
     return {name: p.detach().clone() for name, p in parameters.items()}, results + window_of.flush()
 
@@ -134,14 +136,14 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
         eval_data=[{"input_ids": list(range(5, 15))}],
         console=Console(file=io.StringIO()),
     )
-    strategy, calls = trainer.setup.strategy, iter(range(1000))
+    strategy, calls = trainer.strategy, iter(range(1000))
 
     def poisoning(*arguments):
         if next(calls) == 3:
             model.get_parameter("model.layers.5.npt.A").data[0, 1] = float("nan")
         return strategy(*arguments)
 
-    trainer.setup.strategy = poisoning
+    trainer.strategy = poisoning
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (tmp_path / "run" / "postmortem").iterdir()

@@ -65,15 +65,8 @@ def make_trainer(
         str(base), quantization=quantization, device="cpu", compute_dtype=compute_dtype, dtype=dtype
     )
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    settings = {
-        "batch_size": 1,
-        "log_steps": 1,
-        "learning_rate": 1e-2,
-        "max_consecutive_bad": 1,
-        "smoke_test": False,
-        "seed": 3,
-        **config,
-    }
+    usual = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1}
+    settings = {**usual, "smoke_test": False, "seed": 3, **config}
     trainer = Trainer(
         model,
         NoTokenizer(),
@@ -90,13 +83,13 @@ def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
     """The trainer, with `act(model, number)` done before every micro-batch that is computed,
     numbered from 0.
     """
-    strategy, calls = trainer.setup.strategy, iter(range(10**6))
+    strategy, calls = trainer.strategy, iter(range(10**6))
 
     def strategy_behind_it(model: Any, batch: Any, config: TrainConfig) -> Any:
         act(model, next(calls))
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = strategy_behind_it
+    trainer.strategy = strategy_behind_it
     return trainer
 
 

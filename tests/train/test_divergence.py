@@ -12,12 +12,11 @@ from resumed_runs import Runs, events, records
 
 from npt.cli.main import main
 from npt.config import TrainConfig
-from npt.errors import DivergedError
 from npt.report.page import status
 from npt.report.run import RunRecord
 from npt.runs.run_folder import NullRunFolder
 from npt.runs.trackers import Trackers
-from npt.train.observers import Divergence
+from npt.train.observers import DivergenceWatch
 
 RUINOUS = 30.0
 """A learning rate that throws every multiplier to a bound in its first steps."""
@@ -32,7 +31,6 @@ def causes(folder: Path) -> set[str]:
     return {found["diverged"] for found in events(folder, "warning") if found.get("diverged")}
 
 
-@pytest.mark.usefixtures("real_reports")
 def test_a_ruined_run_warns_at_once_and_ends_in_red(here) -> None:
     here.report = True
     result = here.run("run", learning_rate=RUINOUS, max_steps=12)
@@ -65,7 +63,7 @@ def test_a_student_of_completions_is_judged_by_them(load_model, tmp_path) -> Non
         "strategy": "end_to_end", "hidden_weight": 0.0, "logit_kl_weight": 1.0,
         "logit_loss": "cross_entropy", "learning_rate": 0.02, "max_steps": 30, "eval_steps": 15,
     }  # fmt: skip
-    result = here.run("run", **learning, stop_on_divergence=True)
+    result = here.run("run", **learning)
     found = result.fidelity
     assert found.student.perplexity < 0.5 * found.teacher.perplexity
     assert found.student.kl > found.floor.kl
@@ -80,29 +78,20 @@ def test_an_evaluation_in_the_run_finds_it_too(here) -> None:
     assert steps["floor"] == 3
 
 
-def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
-    with pytest.raises(DivergedError, match=r"stopped at step 2: .* at their bounds"):
-        here.run("run", learning_rate=RUINOUS, max_steps=12, stop_on_divergence=True)
-    folder = here.place / "run"
-    assert [x["step"] for x in events(folder, "stopped")] == [2] and not events(folder, "error")
-    assert [x["step"] for x in events(folder, "save")] == [2]
-    assert status(RunRecord(folder))[0] == "bad"
-
-
 def test_a_loss_that_came_back_is_no_divergence_any_more(here) -> None:
     context = SimpleNamespace(
-        config=TrainConfig(),
+        setup=SimpleNamespace(config=TrainConfig()),
         say=here.said.write,
         folder=NullRunFolder(here.place),
         trackers=Trackers(TrainConfig(), here.place),
     )
-    watch = Divergence(context)
+    watch = DivergenceWatch(context)
     for step, loss in enumerate([1.0] * 5 + [4.0] * 5, start=1):
         watch.after_step(step, loss)
-    assert watch.causes == ["the loss is 4, 4 times that of the start"]
+    assert list(watch.causes.values()) == ["the loss is 4, 4 times that of the start"]
     for step in range(11, 16):
         watch.after_step(step, 2.9)
-    assert watch.causes == []
+    assert watch.causes == {}
 
 
 def test_adapters_without_multipliers_are_judged_by_loss_and_floor(here) -> None:
@@ -121,7 +110,7 @@ def test_a_look_that_fails_does_not_end_the_run(here, monkeypatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory to look")
 
-    monkeypatch.setattr("npt.train.run_writer.measure_modulation", fail)
+    monkeypatch.setattr("npt.evaluation.modulation.measure_modulation", fail)
     result = here.run("run", max_steps=4)
     assert result.steps == 4
     said = [x["message"] for x in events(result.folder, "warning")]

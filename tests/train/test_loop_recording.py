@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
+from npt.recorder.record import Record
+from npt.recorder.recorder import Recorder
 from npt.train import loop as step_module
 from npt.train import trainer as trainer_module
 
@@ -36,7 +36,7 @@ def here(load_model: Callable[..., nn.Module], tmp_path: Path) -> Runs:
 def drawn(monkeypatch) -> list[list[int]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[list[int]] = []
-    picture = ModuleType("npt.diagnostics.recorder.picture")
+    picture = ModuleType("npt.recorder.picture")
 
     def write_pictures(records: list[Record], folder: Path) -> list[Path]:
         calls.append([record.step for record in records])
@@ -44,8 +44,8 @@ def drawn(monkeypatch) -> list[list[int]]:
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
     return calls
 
 
@@ -76,13 +76,13 @@ def poison(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> None:
-    result = here.run("run", trace_steps="1,3-4", trace_every=6, strategy=strategy)
+    result = here.run("run", trace_steps="1,3-4,/6", strategy=strategy)
     trace, found = result.folder / "trace", recorded(result.folder)
     assert result.steps == 6 and list(found) == [1, 3, 4, 6] and drawn == [[1, 3, 4, 6]]
     assert all(record.micro_batch == 0 and len(record.rows) > 100 for record in found.values())
     assert all(row.finite for record in found.values() for row in record.rows)
     lines = here.said.getvalue().splitlines()
-    chosen = "recording steps 1,3-4 and every 6 steps, of each the first micro-batch on process 0"
+    chosen = "recording steps 1,3-4,/6, of each the first micro-batch on process 0"
     assert f"{chosen} only, into {trace}" in lines
     for step, record in found.items():
         line = f"recorded step {step} (micro-batch 0, process 0) in {trace}/step-{step:08d}.json"
@@ -92,7 +92,7 @@ def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> Non
 
 def test_padding_is_left_out(here) -> None:
     batches: list[Batch] = []
-    folder = here.run("run", lambda number, batch: batches.append(batch), trace_every=1).folder
+    folder = here.run("run", lambda number, batch: batches.append(batch), trace_steps="/1").folder
     number, batch = next((number, batch) for number, batch in enumerate(batches) if batch.padded)
     record = recorded(folder)[number + 1]
     row = next(row for row in record.rows if row.name == "model.layers.1.input_layernorm out")
@@ -147,7 +147,7 @@ def test_a_run_is_bit_equal_with_and_without_recording(here, monkeypatch, strate
         "gradient_accumulation_steps": 2,
     }
     here.run("plain")
-    assert list(recorded(here.run("traced", trace_every=1).folder)) == [1, 2, 3]
+    assert list(recorded(here.run("traced", trace_steps="/1").folder)) == [1, 2, 3]
     here.outcome("plain").assert_equal(here.outcome("traced"))
 
 
@@ -164,7 +164,7 @@ def test_with_late_results_a_record_bears_its_windows_step(here, monkeypatch) ->
 
 
 def test_without_chosen_steps_nothing_is_recorded_or_written(here, monkeypatch, drawn) -> None:
-    monkeypatch.setattr("npt.train.loop.StepRecording", lambda *_: pytest.fail("one was made"))
+    monkeypatch.setattr(Recorder, "__enter__", lambda _: pytest.fail("one was made"))
     result = here.run("run")
     assert not (result.folder / "trace").exists() and drawn == []
     assert "record" not in here.said.getvalue()
@@ -189,23 +189,13 @@ def test_a_recorder_that_fails_is_said_and_the_run_is_the_same(here, monkeypatch
         here.outcome(failing).assert_equal(here.outcome("plain"))
 
 
-def test_pictures_that_cannot_be_drawn_end_nothing(here, monkeypatch) -> None:
-    def broken(*_: Any) -> None:
-        raise ImportError("no module named matplotlib")
-
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder.picture"], "write_pictures", broken)
-    result = here.run("run", trace_steps="1")
-    assert result.steps == 6 and list(recorded(result.folder)) == [1]
-    assert "could not be drawn: ImportError: no module named matplotlib" in here.said.getvalue()
-
-
 def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) -> None:
     def fail(number: int, batch: Batch) -> None:
         if number == 3:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        here.run("run", fail, trace_every=1)
+        here.run("run", fail, trace_steps="/1")
     hooks = [(*m._forward_hooks, *m._forward_pre_hooks) for m in here.model.modules()]
     assert not observed(here.model) and not any(hooks)
     assert drawn == [[1, 2, 3]]
@@ -215,7 +205,7 @@ def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) ->
 @pytest.mark.parametrize("end", ["refusals", "a signal"])
 def test_a_run_that_ends_early_has_its_pictures(here, drawn, end) -> None:
     if end == "a signal":
-        assert here.run("run", at(3), trace_every=1).signal is not None
+        assert here.run("run", at(3), trace_steps="/1").signal is not None
         assert drawn[0][:3] == [1, 2, 3] and len(drawn) == 1
         return
 

@@ -23,12 +23,12 @@ from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample
-from npt.diagnostics.guards import base_fault, tensor_fault
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
+from npt.evaluation.greedy import compare_prompts
 from npt.evaluation.modulation import measure_modulation
-from npt.tools.collect.collect import compare_prompts
+from npt.tracer.watchdogs import base_fault, tensor_fault
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
         max_consecutive_bad=1,
         adapter={"rank": 4},
     )
-    strategy, calls = trainer.setup.strategy, iter(range(100))
+    strategy, calls = trainer.strategy, iter(range(100))
 
     def broken(*arguments: Any) -> Any:
         if next(calls) == 3:
@@ -92,7 +92,7 @@ def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
                 next(iter(adapter_parameters(here.model).values()))[0, 0] = float("nan")
         return strategy(*arguments)
 
-    trainer.setup.strategy = broken
+    trainer.strategy = broken
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()

@@ -28,10 +28,9 @@ from npt.adapters.files.consolidated_files import (
     write_consolidated,
 )
 from npt.adapters.files.hub import adapter_folder
-from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity, base_identity
 from npt.base.load import load_base
-from npt.base.recipe import ENTRY, Recipe
+from npt.base.recipe import ENTRY, ORIGIN_ENTRY, Recipe, origin_of
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
@@ -254,8 +253,14 @@ def from_pretrained(
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
-    where = {"device": device, "device_map": device_map, "attn_implementation": attn_implementation}
-    model, tokenizer = load_base(name, **where, **recipe.arguments)  # type: ignore[arg-type]
+
+    model, tokenizer = load_base(
+        name,
+        device=device,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        **recipe.arguments,
+    )
     load_adapter(model, stored, check_base=check_base)
     return model, tokenizer
 

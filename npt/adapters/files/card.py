@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from npt.adapters.files.hub import is_hub_id
-from npt.base.gguf.configuration import ORIGIN_ENTRY
 from npt.base.identity import PARTS
-from npt.base.recipe import Recipe
+from npt.base.recipe import ORIGIN_ENTRY, Recipe
 
 _WITH_BASE = """Load base and adapter with
 
