@@ -53,8 +53,11 @@ class Position:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
         """Return the position that `as_dict` gave."""
-        places = {k: EpochPlace(*v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**places)
+        fields: dict[str, Any] = {
+            name: EpochPlace(*value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**fields)
 
 
 class Loaded(NamedTuple):
