@@ -40,8 +40,8 @@ import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import read_adapter
 from npt.errors import NPTError, TooManyRefusalsError
+from npt.forensics.student import StudentState, read_student
 from npt.manifest import MANIFEST, write_manifest
-from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
 from npt.runs.resume import changed_settings, check_same_data
 
@@ -129,7 +129,7 @@ class Fuzzer:
         return read.state(self.model, self.base), read.position, read.initial
 
     def _read_bundle(self, folder: Path) -> Any:
-        return read_bundle(folder).snapshot(self.model)
+        return StudentState(read_student(folder), self.model)
 
     def run(self, inputs: int, first: int = 0) -> None:
         """Try inputs by their numbers."""
@@ -206,7 +206,7 @@ def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
     trainer = npt.Trainer(
         model, tokenizer, data, config, data_config=settings, eval_data=data[:1], console=console
     )
-    trainer.setup.strategy = break_down(trainer.setup.strategy)
+    trainer.strategy = break_down(trainer.strategy)
     with contextlib.suppress(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (place / "run" / "postmortem").iterdir()

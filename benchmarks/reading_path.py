@@ -28,7 +28,7 @@ from npt.files import to_json
 from npt.train.loop import Loop
 
 LOOP = Loop.run.__code__
-OTHER = (":_account", ":announce", ":_evaluate_if_due", ":say", ":_raise_failure", ":report_epoch")
+OTHER = (":_account", ":_evaluate_if_due", ":say", ":raise_together")
 """Functions of the loop that are not on the way to the update."""
 PACKAGE = str(Path(npt.__file__).parent)
 

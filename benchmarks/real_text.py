@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from npt.config import DataConfig
 from npt.data.batch import Sample
-from npt.data.source import PIECE
 from npt.data.samples import cut, within
-from npt.data.source import Record, open_source, own_heldout
+from npt.data.source import PIECE, Record, open_source, own_heldout
 from npt.errors import DataError, TooLittleTextError
 
 T = TypeVar("T")

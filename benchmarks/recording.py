@@ -28,8 +28,8 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.diagnostics import Recorder
-from npt.diagnostics.recorder.recording import Recording
 from npt.distill.strategies import STRATEGIES
+from npt.recorder.recording import Recording
 
 
 def plain(model: Any, batch: Batch) -> None:

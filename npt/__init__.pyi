@@ -28,8 +28,6 @@ from npt.calibration.report import Calibration as Calibration
 from npt.config import DataConfig as DataConfig
 from npt.config import NPTConfig as NPTConfig
 from npt.config import TrainConfig as TrainConfig
-from npt.diagnostics.tracer.trace import trace as trace
-from npt.diagnostics.tracer.verdict import Verdict as Verdict
 from npt.distributed.sharded_base import shard_base as shard_base
 from npt.errors import NPTError as NPTError
 from npt.errors import TooManyRefusalsError as TooManyRefusalsError
@@ -41,6 +39,8 @@ from npt.evaluation.view import student_view as student_view
 from npt.evaluation.view import teacher_view as teacher_view
 from npt.tools.editing.transplant import transplant as transplant
 from npt.tools.editing.transplant import transplanted as transplanted
+from npt.tracer.trace import trace as trace
+from npt.tracer.verdict import Verdict as Verdict
 from npt.train.trainer import Trainer as Trainer
 from npt.train.trainer import TrainResult as TrainResult
 

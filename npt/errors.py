@@ -37,7 +37,7 @@ def printable(text: str, one_line: bool = False) -> str:
     Args:
         one_line: newlines are written out too.
     """
-    text = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    text = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
     return text.replace("\n", "\\n") if one_line else text
 
 

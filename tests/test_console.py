@@ -18,10 +18,9 @@ from rich.text import Text
 
 from npt.cli import main as command
 from npt.cli.main import main
-from npt.console import QuietConsole
-from npt.diagnostics.tracer.verdict import Verdict
+from npt.console import QuietConsole, say
 from npt.errors import printable
-from npt.train.run_context import ProgressDisplay
+from npt.tracer.verdict import Verdict
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_tables_bars_and_titles_cannot_steer_the_terminal() -> None:
 
 def test_a_verdict_keeps_its_lines_whatever_it_quotes() -> None:
     verdict = Verdict(
-        cause="overflow",
+        cause="cast overflow",
         phase="forward",
         module=FORGED,
         source=FORGED,
@@ -68,7 +67,6 @@ def test_a_verdict_keeps_its_lines_whatever_it_quotes() -> None:
         value=1.0,
         reached=FORGED,
         explanation="why",
-        remedy="mend it",
     )
     assert_harmless(str(verdict))
     assert len(str(verdict).splitlines()) == 5
@@ -88,7 +86,7 @@ def test_names_of_files_forge_no_line_of_a_run(tmp_path, capsys) -> None:
 
 def test_a_callers_own_console_gets_safe_lines_too() -> None:
     stream = io.StringIO()
-    ProgressDisplay(None, Console(file=stream)).say(FORGED)
+    say(Console(file=stream), FORGED)
     assert_harmless(stream.getvalue())
 
 

@@ -15,7 +15,7 @@ import pytest
 from npt.config import DataConfig, TrainConfig
 from npt.data.source import check_source, open_source
 from npt.errors import ConfigError
-from npt.extras import EXTRAS, installed, require
+from npt.extras import EXTRAS, require
 from npt.runs.trackers import Trackers
 
 ROOT = Path(__file__).parents[1]
@@ -69,22 +69,14 @@ def test_a_run_and_its_report_need_no_optional_package(tmp_path) -> None:
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
-    assert (
-        tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter" / "adapter_config.json"
-    ).is_file()
-    assert (tmp_path / "run" / "report.html").is_file()
-    assert (tmp_path / "run" / "trace" / "health.html").is_file()
-    assert (tmp_path / "run" / "trace" / "health.png").is_file()
+    made = ("report.html", "trace/health.html", "trace/health.png")
+    for name in (*made, "checkpoints/step-00000001/adapter/adapter_config.json"):
+        assert (tmp_path / "run" / name).is_file()
     said = ran.stderr.splitlines()
     assert [line for line in said if "error" in line] == [
-        (
-            "npt: error: --use_wandb needs wandb, which is not installed; pip install"
-            " 'npt-distill[wandb]'"
-        ),
-        (
-            "npt: error: --use_tensorboard needs tensorboard, which is not installed; pip install"
-            " 'npt-distill[tensorboard]'"
-        ),
+        f"npt: error: --use_{name} needs {name}, which is not installed; pip install"
+        f" 'npt-distill[{name}]'"
+        for name in ("wandb", "tensorboard")
     ]
 
 
@@ -133,49 +125,48 @@ def test_other_local_files_need_no_package(name, streaming, monkeypatch, tmp_pat
     assert record["text"] == "one"
 
 
-def test_a_page_about_a_study_names_the_package_that_it_needs(
-    monkeypatch, tmp_path, capsys
-) -> None:
-    from npt.cli.main import main
+def a_page_about_a_study(folder: Path) -> None:
+    from npt.cli.report import report
 
-    absent(monkeypatch, "optuna")
-    (tmp_path / "study.json").write_text("{}")
-    assert main(["report", str(tmp_path)]) == 2
-    said = (
-        "the page about a study needs optuna, which is not installed; pip install"
-        " 'npt-distill[sweep]'"
-    )
-    assert said in " ".join(capsys.readouterr().err.split())
+    (folder / "study.json").write_text("{}")
+    report({"folder": str(folder), "output": None, "json": False})
 
 
-def test_a_study_is_refused_before_it_runs_without_its_packages(monkeypatch, tmp_path) -> None:
+def a_study(folder: Path) -> None:
     from npt.tools.sweep.storage import Storage
 
-    absent(monkeypatch, "optuna")
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^a study needs optuna, which is not installed; pip install"
-            r" 'npt-distill\[sweep\]'$"
-        ),
-    ):
-        Storage(f"sqlite:///{tmp_path}/study.db", "study")
+    Storage(f"sqlite:///{folder}/study.db", "study")
 
 
-def test_lm_eval_tasks_need_the_harness(monkeypatch) -> None:
+def tasks_of_lm_eval(folder: Path) -> None:
     from npt.evaluation.harness import find_tasks
 
-    absent(monkeypatch, "lm_eval")
-    with pytest.raises(ConfigError, match=r"--lm_eval needs .*pip install 'npt-distill\[eval\]'$"):
-        find_tasks(["task"])
+    find_tasks(["task"])
 
 
-def test_peft_is_asked_for_by_its_extra(monkeypatch) -> None:
+def registering(folder: Path) -> None:
     from npt.adapters.files.peft_shim import register_peft
 
-    absent(monkeypatch, "peft")
-    with pytest.raises(ConfigError, match=r"pip install 'npt-distill\[peft\]'$"):
-        register_peft()
+    register_peft()
+
+
+@pytest.mark.parametrize(
+    ("feature", "package", "named"),
+    [
+        (a_page_about_a_study, "optuna", "the page about a study needs optuna"),
+        (a_study, "optuna", "a study needs optuna"),
+        (tasks_of_lm_eval, "lm_eval", "--lm_eval needs lm_eval"),
+        (registering, "peft", "needs peft"),
+        (lambda _: require("wandb", "this"), "wandb", "this needs wandb"),
+    ],
+)
+def test_a_feature_without_its_package_is_refused_and_names_the_extra(
+    monkeypatch, tmp_path, feature, package, named
+) -> None:
+    absent(monkeypatch, package)
+    extra = re.escape(f"pip install 'npt-distill[{EXTRAS[package]}]'")
+    with pytest.raises(ConfigError, match=f"{named}, which is not installed; {extra}$"):
+        feature(tmp_path)
 
 
 def test_every_extra_that_a_message_names_is_declared() -> None:
@@ -191,14 +182,3 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
         assert package not in names(project["dependencies"]), f"{package} is installed in any case"
     everything = re.search(r"npt-distill\[([\w,-]+)\]", " ".join(extras["all"]))
     assert everything is not None and set(EXTRAS.values()) <= set(everything[1].split(","))
-
-
-def test_a_package_is_asked_for_by_name(monkeypatch) -> None:
-    absent(monkeypatch, "wandb")
-    assert installed("torch") and not installed("no_such_package_at_all")
-    require("torch", "this")
-    with pytest.raises(
-        ConfigError,
-        match=r"^this needs wandb, which is not installed; pip install 'npt-distill\[wandb\]'$",
-    ):
-        require("wandb", "this")

@@ -72,10 +72,6 @@ class TestJson:
         assert finite_or_null(value) == {"a": None, "b": [1.5, [None, {"c": None}]]}
         assert to_json(value) == '{"a": null, "b": [1.5, [null, {"c": null}]]}'
 
-    def test_what_json_cannot_hold_is_an_error_and_not_a_guess(self):
-        with pytest.raises(TypeError):
-            to_json({"a": {1, 2}})
-
     def test_a_file_of_it_ends_with_a_newline(self, tmp_path):
         write_json(tmp_path / "x.json", {"loss": float("nan")})
         assert (tmp_path / "x.json").read_text() == '{\n  "loss": null\n}\n'
@@ -90,13 +86,6 @@ def test_bytes_come_back_as_they_were_and_replace_the_file(tmp_path):
 
 
 class TestWriteText:
-    def test_replaces_the_file_and_leaves_nothing_else(self, tmp_path):
-        path = tmp_path / "x.txt"
-        for text in ("a longer first text", "é\n"):
-            write_text(path, text)
-            assert path.read_text(encoding="utf-8") == text
-        assert list(tmp_path.iterdir()) == [path]
-
     @MODES
     def test_file_mode_follows_the_umask(
         self, tmp_path, under_umask, umask, file_mode, folder_mode
@@ -125,25 +114,13 @@ class TestWriteText:
         assert path.read_text() == "old"
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_text_that_cannot_be_encoded_leaves_the_old_file(self, tmp_path):
-        path = tmp_path / "x.txt"
-        write_text(path, "old")
-        with pytest.raises(UnicodeEncodeError):
-            write_text(path, "\ud800")
-        assert path.read_text() == "old"
-        assert list(tmp_path.iterdir()) == [path]
-
     def test_is_on_disk_before_it_takes_the_name(self, tmp_path, monkeypatch):
-        order = []
-        fsync, replace = os.fsync, os.replace
-        monkeypatch.setattr(
-            files.os, "fsync", lambda handle: (order.append("fsync"), fsync(handle))
-        )
-        monkeypatch.setattr(
-            files.os, "replace", lambda *paths: (order.append("replace"), replace(*paths))
-        )
+        order, order_of = [], ["fsync", "replace"]
+        for name in order_of:
+            original = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda *a, n=name, f=original: (order.append(n), f(*a)))
         write_text(tmp_path / "x.txt", "text")
-        assert order[:2] == ["fsync", "replace"]
+        assert order[:2] == order_of
 
 
 class TestNewFolder:
@@ -168,16 +145,6 @@ class TestNewFolder:
             assert temporary.parent == path.parent
         assert self.content(path) == {"a.txt": "one", "deep/b.txt": "one"}
         assert list(path.parent.iterdir()) == [path]
-
-    def test_replaces_an_existing_one_as_a_whole(self, tmp_path):
-        path = tmp_path / "folder"
-        with new_folder(path) as temporary:
-            self.fill(temporary, "one")
-        with new_folder(path) as temporary:
-            (temporary / "only.txt").write_text("two")
-            assert self.content(path) == {"a.txt": "one", "deep/b.txt": "one"}
-        assert self.content(path) == {"only.txt": "two"}
-        assert list(tmp_path.iterdir()) == [path]
 
     @pytest.mark.parametrize(
         "error", [ValueError("inside"), KeyboardInterrupt()], ids=["exception", "interrupted"]
@@ -272,9 +239,8 @@ class TestNewFolder:
         monkeypatch.setattr(files.shutil, "rmtree", look(files.shutil.rmtree))
         with new_folder(path) as temporary:
             self.fill(temporary, "two")
-        assert self.content(path) == {"a.txt": "two", "deep/b.txt": "two"} and list(
-            tmp_path.iterdir()
-        ) == [path]
+        assert self.content(path) == {"a.txt": "two", "deep/b.txt": "two"}
+        assert list(tmp_path.iterdir()) == [path]
         assert (None in seen) is not exchanging and seen
 
 
@@ -309,51 +275,6 @@ class TestClean:
         assert clean(tmp_path) == ([] if successor else ["folder"])
         assert self.names(tmp_path) == {"folder"}
         assert (tmp_path / "folder" / "a").read_text() == ("new" if successor else "old")
-
-    def test_what_a_killed_process_leaves_of_any_of_these_is_cleared_away(
-        self, tmp_path, monkeypatch
-    ):
-        """A process that dies at every point of writing a file, replacing a folder and removing
-        one.
-        """
-        for name in ("kept", "gone"):
-            with new_folder(tmp_path / name) as temporary:
-                (temporary / "a").write_text("old")
-        for limit in range(1, 40):
-            child = os.fork()
-            if child == 0:
-                left = limit
-
-                def dying(original):
-                    def operation(*arguments, **more):
-                        nonlocal left
-                        left -= 1
-                        if left == 0:
-                            os._exit(9)
-                        return original(*arguments, **more)
-
-                    return operation
-
-                for name in ("replace", "fsync", "chmod", "mkdir", "unlink", "rmdir"):
-                    setattr(os, name, dying(getattr(os, name)))
-                files._exchange = (
-                    (lambda one, other: False) if limit % 2 else dying(files._exchange)
-                )
-                write_text(tmp_path / "text", "new")
-                with new_folder(tmp_path / "kept") as temporary:
-                    (temporary / "a").write_text("new")
-                remove_folder(tmp_path / "gone")
-                os._exit(0)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            clean(tmp_path)
-            assert self.names(tmp_path) - {"text", "gone"} == {"kept"}, limit
-            assert (tmp_path / "kept" / "a").read_text() in ("old", "new")
-            if not (tmp_path / "gone").exists():
-                with new_folder(tmp_path / "gone") as temporary:
-                    (temporary / "a").write_text("old")
-            if status == 0:
-                break
-        assert status == 0 and limit > 8
 
 
 def test_a_removed_folder_is_gone_as_a_whole(tmp_path):

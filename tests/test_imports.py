@@ -30,7 +30,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("runs",),
     ("diagnostics",),
-    ("postmortem",),
+    ("tracer",),
+    ("recorder",),
+    ("forensics",),
     ("planning",),
     ("train",),
     ("tools",),
@@ -39,9 +41,15 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {("guard", "diagnostics")}
+LATE = {
+    ("guard", "forensics"),
+    ("guard", "recorder"),
+    ("guard", "tracer"),
+    ("diagnostics", "recorder"),
+}
 """Imports from above that are made when they are first needed, within a function: the guard loads
-tracer and recorder at the first refusal that is traced.
+tracer and recorder at the first refusal that is traced, and `npt.diagnostics` is a lazy door to the
+recorder.
 """
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
@@ -114,7 +122,7 @@ def test_every_module_has_a_level() -> None:
         ("data/batch.py", "import npt"),
         ("files.py", "from npt.config import NPTConfig"),
         ("distill/hidden_losses.py", "from ..evaluation import metrics"),
-        ("distill/step.py", "from npt.diagnostics import guards"),
+        ("distill/step.py", "from npt.tracer import watchdogs"),
         ("train/loop.py", "from npt.tools.sweep.run import run"),
         ("train/trainer.py", "from npt.demo.build import main"),
         ("errors.py", "from . import config"),
@@ -128,8 +136,8 @@ def test_the_check_finds_what_is_forbidden(path, source) -> None:
     ("path", "source"),
     [
         ("adapters/layer.py", "from npt.base.linear import dense_weight\nfrom .adapter import X"),
-        ("train/trainer.py", "from npt.diagnostics import guards"),
-        ("diagnostics/tracer/trace.py", "from npt.evaluation.metrics import figures"),
+        ("train/trainer.py", "from npt.tracer import watchdogs"),
+        ("tracer/trace.py", "from npt.evaluation.metrics import figures"),
         ("cli/main.py", "import npt"),
         ("demo/build.py", "from npt.data.readers import builtin_files"),
         ("__init__.py", "from npt.train.trainer import Trainer"),

@@ -154,7 +154,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
         console=Console(file=io.StringIO()),
     )
     if not bench.cuda:
-        plain = trainer.setup.strategy
+        plain = trainer.strategy
 
         def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
             if len(batch.input_ids) > rows // 2:
@@ -163,7 +163,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
                 )
             return plain(model, batch, config)
 
-        trainer.setup.strategy = lacking
+        trainer.strategy = lacking
     return trainer.train().folder
 
 

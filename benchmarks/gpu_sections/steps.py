@@ -104,7 +104,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             eval_data=held_out,
             console=console,
         )
-        plain = trainer.setup.strategy
+        plain = trainer.strategy
 
         def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
             sums = plain(model, batch, config)
@@ -116,7 +116,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
                 gradient.view(-1)[0] = float("nan")
             return sums
 
-        trainer.setup.strategy = poisoning
+        trainer.strategy = poisoning
         try:
             result = trainer.train()
         finally:

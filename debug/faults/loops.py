@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from faults.bench import Fault, Place, Setting, Student, difference, no_fault
-from npt.diagnostics.guards import moments_fault, tensor_fault
+from npt.tracer.watchdogs import moments_fault, named_moments, tensor_fault
 
 if TYPE_CHECKING:
     from faults.patterns import Case
@@ -112,7 +112,7 @@ def became(case: Case, step: Step) -> str:
     student, aborted, zeros = train(case.setting, step, dict.fromkeys(case.places, case.fault))
     poisoned = (
         tensor_fault(student.parameters) is not None
-        or moments_fault(student.parameters, student.optimizer) is not None
+        or moments_fault(named_moments(student.parameters, student.optimizer)) is not None
     )
     if poisoned or aborted:
         return ", ".join([*(["poisoned"] if poisoned else []), *(["aborts"] if aborted else [])])

@@ -16,7 +16,7 @@ from faults import runs
 from faults.bench import SMALL, Fault, Outcome, Place, Run, Setting, clean_run, run, whole_window
 from faults.persistent_faults import PersistentFault
 from faults.verdict import Verdict
-from npt.diagnostics.guards import Finding
+from npt.tracer.watchdogs import Finding
 
 Check = Callable[[Setting], Verdict]
 """Judges a case in a setting, which says how the guarded step reads its flags."""

@@ -26,20 +26,21 @@ from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.diagnostics.guards import tensor_fault
 from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json
+from npt.forensics.bundle import MOMENTS
+from npt.forensics.student import batch_of, read_student
 from npt.guard.schedule import rate_table
-from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
-from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import tensor_fault
 from npt.train.loop import Loop
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
+from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
 BAD_ID = 2048
@@ -131,17 +132,23 @@ def looped(
         strategy = strategy if strategy is not None else STRATEGIES[config.strategy]
         rates = rate_table(student.setting.learning_rate, "constant", 0, None)
         guard = student_guard(student.model, config, rates, late=late, trace=1)
-        splitter = MicroBatchSplitter(config.batch_size)
-        context = RunContext(
+        console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
+        processes = guard.window.processes
+        of_run: Any = (
             student.model,
+            None,
+            None,
             config,
-            folder,
-            Trackers(config, folder.path),
-            ProgressDisplay(len(windows), Console(file=io.StringIO())),
-            StopOnSignal(),
+            DataConfig(),
+            processes,
+            console,
+            splitter,
+            {},
         )
+        trackers = Trackers(config, folder.path)
+        context = RunContext(RunSetup(*of_run), folder, trackers, len(windows))
         actions = RunActions(_never, lambda: True, lambda fidelity: None)
-        loop = Loop(context, guard, strategy, splitter, len(windows), actions)
+        loop = Loop(context, guard, strategy, actions)
         loop.run(Window(0, batches) for batches in windows)
         folder.close()
         lines = _lines(folder.path / "metrics.jsonl")
@@ -149,7 +156,7 @@ def looped(
     return loop, lines
 
 
-def _never() -> Any:
+def _never(step: int) -> Any:
     raise AssertionError("nothing is to be evaluated")
 
 
@@ -209,14 +216,13 @@ def stopped(
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
-    missing = {"adapter", "state.safetensors", "window.safetensors", "postmortem.json"} - files
+    wanted = {"adapter", "moments.safetensors", "window.safetensors", "postmortem.json"}
+    missing = wanted - files
     if missing:
         complaints.append(f"the bundle lacks {sorted(missing)}")
         return verdict_of("stopped", complaints, located=False)
-    state = load_file(bundles[0] / "state.safetensors")
-    for part in ("optimizer.", "rng.0.cpu"):
-        if not any(key.startswith(part) for key in state):
-            complaints.append(f"the bundle's state lacks {part}*")
+    if not any(key.startswith("exp_avg of ") for key in load_file(bundles[0] / MOMENTS)):
+        complaints.append("the bundle lacks the moments")
     for file in run.glob("checkpoints/*/adapter/*.safetensors"):
         finding = tensor_fault(load_file(file))
         if finding is not None:
@@ -244,14 +250,14 @@ def _said(bundle: Path) -> dict[str, Any]:
 
 def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model before the run's third micro-batch."""
-    strategy, calls = made.setup.strategy, itertools.count(1)
+    strategy, calls = made.strategy, itertools.count(1)
 
     def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)
 
-    made.setup.strategy = acting
+    made.strategy = acting
 
 
 def bad_in_a_row(setting: Setting) -> Verdict:
@@ -260,7 +266,7 @@ def bad_in_a_row(setting: Setting) -> Verdict:
     def check(bundle: Path) -> list[str]:
         said = _said(bundle)["refusals"]
         bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said]
-        return [] if bad == [True] else [f"the bundle tells of {said}"]
+        return [] if bad == [True] * 3 else [f"the bundle tells of {said}"]
 
     with trainer(setting, records(0, 8), max_consecutive_bad=3) as made:
         return stopped(made, "3 refusals in a row", 0, check)
@@ -274,7 +280,7 @@ def packed_run(setting: Setting) -> Verdict:
     def check(bundle: Path) -> list[str]:
         kept = {
             name: batch.documents is not None and bool(batch.documents[row].any())
-            for batch in read_bundle(bundle).window
+            for batch in map(batch_of, read_student(bundle).postmortem.micro_batches)
             for row, name in enumerate(batch.sample_ids)
             if "+" in name
         }
@@ -295,7 +301,7 @@ def poisoned_run(setting: Setting) -> Verdict:
 
     def check(bundle: Path) -> list[str]:
         adapter = load_file(bundle / "adapter" / WEIGHTS_NAME)
-        state = (adapter | load_file(bundle / "state.safetensors")).items()
+        state = (adapter | load_file(bundle / MOMENTS)).items()
         bad = [key for key, t in state if t.is_floating_point() and not torch.isfinite(t).all()]
         right = bad == [f"base_model.model.{name}"]
         complaints = [] if right else [f"not finite in the bundle: {bad}"]

@@ -41,7 +41,7 @@ from faults.transient_faults import (
 )
 from npt.base.linear import dense_weight
 from npt.data.batch import Batch
-from npt.diagnostics.tracer.verdict import Verdict
+from npt.tracer.verdict import Verdict
 
 LOCAL = Setting(layers="2,5", windows=1)
 END_TO_END = replace(LOCAL, strategy="end_to_end")

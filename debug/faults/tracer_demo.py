@@ -13,8 +13,8 @@ from faults.bench import Fill, Student, no_fault
 from faults.tracer_cases import CLEAN, PLACE, Case, Truth, sentence
 from faults.transient_faults import eager
 from npt.data.batch import Batch
-from npt.diagnostics.tracer.trace import trace
-from npt.diagnostics.tracer.verdict import Verdict
+from npt.tracer.trace import trace
+from npt.tracer.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,10 @@ class Position:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Position:
         """Return the position that `as_dict` gave."""
-        fields: dict[str, Any] = {
-            name: EpochPlace(*value) if isinstance(value, list) else value
-            for name, value in values.items()
+        places: dict[str, Any] = {
+            k: EpochPlace(*v) if isinstance(v, list) else v for k, v in values.items()
         }
-        return cls(**fields)
+        return cls(**places)
 
 
 class Loaded(NamedTuple):

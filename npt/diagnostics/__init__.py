@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npt.diagnostics.recorder.callback import RecorderCallback
-    from npt.diagnostics.recorder.ranking import explosions, gradients
-    from npt.diagnostics.recorder.record import Record, Row
-    from npt.diagnostics.recorder.recorder import Recorder
-    from npt.diagnostics.recorder.table import print_record
+    from npt.recorder.callback import RecorderCallback
+    from npt.recorder.ranking import explosions, gradients
+    from npt.recorder.record import Record, Row
+    from npt.recorder.recorder import Recorder
+    from npt.recorder.table import print_record
 
 _HOME = {
     "Record": "record",
@@ -38,7 +38,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'npt.diagnostics' has no attribute {name!r}")
-    value = getattr(import_module(f"npt.diagnostics.recorder.{_HOME[name]}"), name)
+    value = getattr(import_module(f"npt.recorder.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -92,12 +92,12 @@ class ProcessGroup:
         """Return each process's value, by process, through JSON; a lone process's as it is."""
         if self.size == 1:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.index] = len(own)
+        lengths[self.index] = len(content)
         lengths = self.sum_(lengths.to(self.exchange_device)).cpu()
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(own)] = own
+        padded[: len(content)] = content
         padded = padded.to(self.exchange_device)
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         self._collect(lambda: dist.all_gather(everyone, padded))
@@ -147,6 +147,14 @@ class ProcessGroup:
         """Return an error that every process raises at this point, so nobody must be told of it."""
         self._met = error
         return error
+
+    def raise_together(self, failure: Exception | None) -> None:
+        """End every process if one has failed: with `failure` there, a ProcessError elsewhere."""
+        if self.size == 1:
+            return
+        reasons = self.gather_json(None if failure is None else reason_of(failure))
+        if any(reason is not None for reason in reasons):
+            raise self.everywhere(process_failure(reasons) if failure is None else failure)
 
     def met_by_all(self, error: BaseException) -> bool:
         """Return whether every process met this error and all can still exchange messages."""

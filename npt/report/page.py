@@ -151,7 +151,8 @@ def _cause(bundle: Mapping[str, Any]) -> str:
     words = [str(bundle.get("reason", "no reason on record"))]
     if refusals := bundle.get("refusals"):
         words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
-    if verdict := bundle.get("verdict"):
+    verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
+    if verdict := next(filter(None, reversed(verdicts)), None):
         words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
     return ". ".join(words)
 

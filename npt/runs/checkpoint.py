@@ -2,13 +2,13 @@
 
     step-00000500/
       adapter/            the adapter, usable on its own
-      state.safetensors   optimizer state, random state of every process, spike guard's history
+      state.safetensors   optimizer state, random state, spike guard's history
       state.json          counters, position in the data, settings, the base's hash
       manifest.json       sha256 and size of every file; written last
 
 A checkpoint exists as a whole or not at all, and holds safetensors and JSON only: nothing in it can
 run code. It may come from somebody else, so all of it is checked against what the run needs before
-anything is changed. A post-mortem (`npt.postmortem`) is such a folder with two more files.
+anything is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +36,6 @@ from npt.adapters.files.run_layout import ADAPTER, checkpoints
 from npt.base.identity import BaseIdentity
 from npt.data.loader import Position
 from npt.errors import CheckpointError
-from npt.evaluation.evaluate import Fidelity
 from npt.files import new_folder, write_json
 from npt.guard.outcome import Snapshot
 from npt.guard.spikes import HISTORY
@@ -54,6 +53,9 @@ from npt.stored import (
     shown,
 )
 
+if TYPE_CHECKING:
+    from npt.evaluation.evaluate import Fidelity
+
 FORMAT = 1
 TENSORS, RECORD = "state.safetensors", "state.json"
 
@@ -61,14 +63,13 @@ OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
 _SPIKES = ("spikes.losses", "spikes.norms")
 _NUMBER = (int, float)
-_COUNTERS = ("tokens", "micro_batches", "in_a_row", "epoch", "diagnoses")
-_COUNTS = (*_COUNTERS, "refused_by_kind", "refused_by_epoch", "counted_from", "position")
+_COUNTERS = ("tokens", "micro_batches", "in_a_row", "diagnoses")
+_COUNTS = (*_COUNTERS, "refused_by_kind", "counted_from", "position")
 _STATE: dict[str, tuple[type, ...]] = {"step": (int,), "base_hash": (str,)}
 _LOOP: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTERS, (int,)),
     "last_evaluation": (int, type(None)),
     "refused_by_kind": (dict,),
-    "refused_by_epoch": (dict,),
     "best_kl": (*_NUMBER, type(None)),
     "strategy": (str,),
     "counted_from": (dict,),
@@ -130,6 +131,8 @@ class Checkpoint:
     @property
     def initial(self) -> Fidelity:
         """The student's figures before training."""
+        from npt.evaluation.evaluate import Fidelity
+
         return Fidelity.from_dict(self.record["initial"])
 
     def base_mismatch(self, base: BaseIdentity) -> str | None:
@@ -164,8 +167,9 @@ class Checkpoint:
             for name, tensor in adapters.items()
             for key in OPTIMIZER_TENSORS
         }
-        own = {n: h for n, h in self.headers.items() if not n.startswith(("rng.", "spikes."))}
-        check_tensors(path, own, wanted, CheckpointError)
+        others = ("rng.", "spikes.")
+        moments = {n: h for n, h in self.headers.items() if not n.startswith(others)}
+        check_tensors(path, moments, wanted, CheckpointError)
         tensors = _read(path, wanted, finite)
         return {
             name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})
@@ -282,7 +286,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         expected = "expected a count or nothing for each process"
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
     try:
-        [int(epoch) for epoch in record["refused_by_epoch"]]
         position, again = record["position"], checkpoint.position.as_dict()
         odd = sorted(n for n in again | position if again.get(n) != position.get(n))
         if odd:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +16,14 @@ from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.distill.local import REPORTED
 from npt.errors import DivergedError, StoppedError
-from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.modulation import Modulation
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
+
+if TYPE_CHECKING:
+    from npt.evaluation.evaluate import Fidelity
+    from npt.evaluation.modulation import Modulation
+    from npt.recorder.recording import Recording
 
 FEW = 5
 """Steps whose median loss is the start's, and as many whose median is the present one."""
@@ -37,29 +40,41 @@ well: too high a learning rate saturates them at once."""
 
 
 class StepMetrics:
-    """Makes the lines of `metrics.jsonl`.
+    """Makes the lines of `metrics.jsonl`, and those on the console.
 
     Attributes:
-        since: time of the last line; time that was not spent on training is added to it.
-        logged_tokens: up to that line.
+        logged_tokens: up to the last line.
     """
 
     def __init__(self, context: RunContext):
-        self._processes, self._config = context.processes, context.config
-        self._layers = [index for index, _ in npt_layers(context.model)]
-        self.since, self.logged_tokens = time.perf_counter(), 0
+        self._context, self.logged_tokens = context, 0
+        self._layers = [index for index, _ in npt_layers(context.setup.model)]
+        self.start()
+
+    def start(self) -> None:
+        """Begin to measure time."""
+        self._started = self._since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done in this context out of the time between lines."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began
 
     def line(self, result: Outcome, steps: int, tokens: int, refusals: Refusals) -> dict[str, Any]:
         """Return means per valid token over the survivors of all processes; the loss on the logits
         is a mean per predicted token. `steps` and `tokens` of the run include this step.
         """
-        config, named = self._config, len(REPORTED)
+        config, named = self._context.setup.config, len(REPORTED)
         # From the reports, which came with the record: the survivors' own tensors may wait in a
         # queue of newer windows.
         reported = [sum(report[i] for report in result.reports) for i in range(named)]
         layers = torch.tensor([report[named:] for report in result.reports], dtype=torch.float32)
         nmses = layers.sum(dim=0).tolist() if result.reports else [0.0] * len(self._layers)
-        sums = self._processes.sums([*reported, *nmses])
+        sums = self._context.setup.processes.sums([*reported, *nmses])
         total = dict(zip(REPORTED, sums, strict=False))
         now = time.perf_counter()
         metrics = {
@@ -69,11 +84,11 @@ class StepMetrics:
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "tokens": tokens,
-            "tokens_per_second": (tokens - self.logged_tokens) / (now - self.since),
+            "tokens_per_second": (tokens - self.logged_tokens) / (now - self._since),
             "refused_total": refusals.total,
             **{f"refused.{kind}": count for kind, count in sorted(refusals.by_kind.items())},
         }
-        self.since, self.logged_tokens = now, tokens
+        self._since, self.logged_tokens = now, tokens
         if config.logit_kl_weight:
             mean = total["logit"] / total["scored"] if total["scored"] else math.nan
             metrics[f"loss_{config.logit_loss}"] = mean
@@ -84,108 +99,103 @@ class StepMetrics:
             metrics |= dict(zip(names, means, strict=True))
         return metrics
 
+    def progress(self, metrics: Mapping[str, Any]) -> str:
+        """Return a logged step as a line for the console, with the time that is left."""
+        step, total = metrics["step"], self._context.total_steps
+        first = self._context.setup.first_step
+        of = left = ""
+        if total is not None:
+            passed = time.perf_counter() - self._started
+            seconds = int(passed / max(1, step - first) * (total - step))
+            of, left = f"/{total}", f"  {seconds // 60}:{seconds % 60:02d} left"
+        figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}"
+        rates = f"lr {metrics['lr']:.2e}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        return f"step {step}{of}  {figures}  {rates}  refused {metrics['refused_total']}{left}"
+
 
 class StepRecording:
-    """Records the first micro-batch that the main process computes of each chosen step.
-
-    It says what it did. A failure ends nothing, and the micro-batch is computed once in any case.
+    """Records the first micro-batch that the main process computes of each step that
+    `--trace_steps` and `--trace_every` choose. The micro-batch is computed once in any case.
     """
 
-    def __init__(self, context: RunContext):
-        from npt.diagnostics.recorder import recorder, recording  # few runs record
-
-        self._model, self._say, c = context.model, context.say, context.config
-        self._recorder, self._describe = recorder.Recorder, recording.describe
-        self._recording = recording.Recording(
-            context.folder.path / "trace", c.trace_steps, c.trace_every
-        )
+    def __init__(self, context: RunContext, metrics: StepMetrics):
+        self._context, self._metrics, c = context, metrics, context.setup.config
+        self._recording: Recording | None = None
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
-        self._seconds = 0.0
+        if not context.setup.processes.main or (c.trace_steps is None and c.trace_every is None):
+            return
+        from npt.recorder.recording import Recording
 
-    def announce(self) -> None:
-        self._say(str(self._recording))
+        folder = context.folder.path / "trace"
+        self._recording = Recording(folder, c.trace_steps, c.trace_every, context.say)
+        context.say(str(self._recording))
 
     def open(self, step: int) -> None:
         """Begin a window that will be `step` if it is applied."""
-        self._step = step if self._recording.wants(step) else None
+        wanted = self._recording is not None and self._recording.wants(step)
+        self._step = step if wanted else None
+
+    def observer(self, place: int) -> Callable[[Batch], Any] | None:
+        """Return a context around each part of the micro-batch at this place, if any."""
+        return None if self._step is None else partial(self._observe, place)
 
     @contextlib.contextmanager
-    def observe(self, batch: Batch, index: int) -> Iterator[None]:
-        """Record forward and backward of this micro-batch, if it is the one to record."""
+    def _observe(self, place: int, batch: Batch) -> Iterator[None]:
         step, self._step = self._step, None
-        if step is None:
+        if self._recording is None or step is None:
             yield
             return
-        self._recording.begin(step)
-        recorder: Any = None
-        with contextlib.ExitStack() as stack:
-            with self._survived(f"step {step} could not be recorded"):
-                valid = batch.attention_mask.bool() if batch.padded else None
-                recorder = stack.enter_context(self._recorder(self._model, valid=valid))
+        valid = batch.attention_mask.bool() if batch.padded else None
+        self._recording.start(self._context.setup.model, step, valid)
+        try:
             yield
-        if recorder is not None:
-            since = time.perf_counter()
-            with self._survived(f"step {step} could not be recorded"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of sites that were skipped
-                record = recorder.record(step, index)
-                self._say(self._describe(record, self._recording.keep(record)))
-            self._seconds += time.perf_counter() - since
-
-    def take_seconds(self) -> float:
-        """Return the seconds spent on records since this was asked for the last time."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+            with self._metrics.paused():
+                self._recording.finish(place)
+        finally:
+            self._recording.stop()
 
     def draw(self) -> None:
         """Draw pictures of the records, however the run ended."""
-        with self._survived(f"the records in {self._recording.folder} could not be drawn"):
-            if pictures := self._recording.draw():
-                self._say(f"pictures of the recorded steps: {', '.join(map(str, pictures))}")
-
-    @contextlib.contextmanager
-    def _survived(self, failure: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # an observer must not end the run that it looks at
-            self._say(f"{failure}: {named(error)}")
+        if self._recording is not None:
+            self._recording.draw()
 
 
-class Divergence:
-    """Says when a run is ruined although all of its numbers are finite, and at its end.
+class DivergenceWatch:
+    """Warns when a run is ruined although all of its numbers are finite, and at its end.
 
-    Three things show it, none of which is refused: a loss far above its start, multipliers at their
-    bounds with next to no gradient left, and a student that is worse than the floor, which has no
+    Three signs, none of which is refused: a loss far above its start, multipliers at their bounds
+    with next to no gradient left, and a student that is worse than the floor, which has no
     adapters: further from its teacher, or of a higher perplexity if it learns the data's own
     tokens. With `stop_on_divergence` all but `at_end` raise DivergedError.
 
-    modulation: measures the multipliers on a sample; None for adapters without any.
+    Args:
+        context: where to report.
+        modulation: measures the multipliers on a sample; None for adapters without any.
+
+    Attributes:
+        causes: the signs that hold at present, as clauses by kind.
     """
 
     def __init__(self, context: RunContext, modulation: Callable[[], Modulation] | None = None):
         self._context, self._modulation = context, modulation
         self._first: list[float] = []
         self._last: list[float] = []
-        self._causes: dict[str, str] = {}
+        self.causes: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._stops = context.config.stop_on_divergence
-
-    @property
-    def causes(self) -> list[str]:
-        """The signs that hold at present, as clauses."""
-        return list(self._causes.values())
+        self._stops = context.setup.config.stop_on_divergence
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that says where the loss began."""
         return {"first_losses": self._first}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned; checkpoints of earlier versions say nothing."""
+        """Continue from what `state` returned; checkpoints of earlier versions lack it."""
         self._first = list(state.get("first_losses", []))
 
     def forget_losses(self) -> None:
         """Forget the losses: another strategy has others."""
         self._first, self._last = [], []
-        self._causes.pop("loss", None)
+        self.causes.pop("loss", None)
 
     def after_step(self, step: int, loss: float) -> None:
         """Judge the loss of an applied step, and on some steps the multipliers."""
@@ -205,11 +215,11 @@ class Divergence:
             self._modulation = None
             self._warn(step, f"the multipliers are no longer watched: {named(error)}"[:500])
             return
-        self._look(step, modulation)
+        self._judge_multipliers(step, modulation)
 
     def after_evaluation(self, step: int, fidelity: Fidelity) -> None:
         """Judge the student against its floor, beyond one standard error."""
-        figure = self._context.config.judged_by
+        figure = self._context.setup.config.judged_by
         student, floor = getattr(fidelity.student, figure), getattr(fidelity.floor, figure)
         name = "KL to its teacher" if figure == "kl" else figure
         least = student - getattr(fidelity.student, f"{figure}_se")
@@ -221,19 +231,19 @@ class Divergence:
         self._stops = False
         self.after_evaluation(step, fidelity)
         if modulation is not None:
-            self._look(step, modulation)
+            self._judge_multipliers(step, modulation)
 
-    def _look(self, step: int, modulation: Modulation) -> None:
+    def _judge_multipliers(self, step: int, modulation: Modulation) -> None:
         share, worst = modulation.saturated
         cause = f"{share:.0%} of the multipliers are at their bounds (most in {worst})"
         self._judge("saturation", step, cause, share > SATURATED_SHARE)
 
     def _judge(self, kind: str, step: int, cause: str, holds: bool) -> None:
-        """Take in what one of the three looks like now; warn the first time that it is bad."""
+        """Note whether a sign holds now; warn the first time that it does."""
         if not holds:
-            self._causes.pop(kind, None)
+            self.causes.pop(kind, None)
             return
-        self._causes[kind] = cause
+        self.causes[kind] = cause
         if kind not in self._warned:
             self._warned.add(kind)
             advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"

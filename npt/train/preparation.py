@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +18,6 @@ from npt.adapters.converted import adapter_parameters, attached_config, is_shard
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype, quantization_of
-from npt.base.recipe import ORIGIN_ENTRY, origin_of
 from npt.calibration.calibrate import calibrate
 from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
@@ -27,15 +26,18 @@ from npt.distill.local import MicroBatch
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import ConfigError, SmokeTestError
-from npt.evaluation.attribution import Reference, reference_outputs
-from npt.evaluation.evaluate import Fidelity, evaluate
-from npt.planning.memory import MemoryPlan, Workload, shown
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
 from npt.versions import versions
+
+if TYPE_CHECKING:
+    from npt.calibration.report import Calibration
+    from npt.evaluation.attribution import Reference
+    from npt.evaluation.evaluate import Fidelity
+    from npt.planning.memory import MemoryPlan
 
 T = TypeVar("T")
 
@@ -50,48 +52,20 @@ rounding."""
 class MemoryFit:
     """Plans for `--max_memory`, and repeats with fewer samples whatever did not fit.
 
-    A limit below one sample at a time, or for a base on several devices, is a ConfigError.
-
     Attributes:
         plan: under `--max_memory`, None without.
-        note: a line about the plan.
         evaluation: how many samples an evaluation has at once.
+        folder: for events about lacks of memory, once there is one.
     """
 
     def __init__(self, setup: RunSetup):
-        self._setup, self._unreported = setup, list[dict[str, Any]]()
-        self._folder: RunFolder | None = None
+        self._setup, self._events = setup, list[dict[str, Any]]()
+        self.folder: RunFolder | None = None
         self.evaluation = MicroBatchSplitter(setup.config.batch_size)
-        self.plan: MemoryPlan | None = None
-        self.note: str | None = None
-        model, teacher, config = setup.model, setup.teacher, setup.config
-        if config.max_memory_bytes is None:
-            return
-        devices = {parameter.device for parameter in model.parameters()}
-        if is_sharded(model) or len(devices) > 1:
-            raise ConfigError(
-                f"--max_memory is {config.max_memory}, but the base is spread over several"
-                " devices; lower --batch_size"
-            )
-        workload = Workload(
-            model.config,
-            setup.adapter_config,
-            config,
-            setup.data_config.max_length,
-            quantization_of(model),
-            model.model.embed_tokens.weight.dtype,
-            None if teacher is None else teacher.model.embed_tokens.weight.dtype,
-            setup.device,
-            setup.processes.size,
-            attention_name(model) == "eager",
-        )
-        self.plan = plan = workload.fitting(config.max_memory_bytes)
-        setup.splitter.samples = plan.samples_at_once
-        self.evaluation.samples = plan.evaluated_at_once
-        self.note = (
-            f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
-            f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}"
-        )
+        self.plan = None if setup.config.max_memory is None else _memory_plan(setup)
+        if self.plan is not None:
+            setup.splitter.samples = self.plan.samples_at_once
+            self.evaluation.samples = self.plan.evaluated_at_once
 
     def recall(self, checkpoint: Checkpoint) -> None:
         """Begin with the samples that fitted in the resumed run, under the same limit."""
@@ -109,6 +83,7 @@ class MemoryFit:
 
         Args:
             act: computes in parts of `splitter`, which is shrunk.
+            splitter: of this act.
             batch: the largest that is computed.
             name: of the act, in messages.
         """
@@ -121,29 +96,49 @@ class MemoryFit:
                 if message is None or is_sharded(self._setup.model):
                     raise
             free_memory()
-            before = splitter.shrink(batch, message)
-            lack = f"{name}: out of memory with {before} samples at once ({message})"
+            samples = splitter.shrink(batch, message)
+            lack = f"{name}: out of memory with {samples} samples at once ({message})"
             self._setup.say(f"{lack}; it is begun again with {splitter.samples}")
-            event = {"during": name, "samples": before, "samples_at_once": splitter.samples}
-            self._unreported.append({**event, "message": message})
-            self.report(self._folder)
+            event = {"during": name, "samples": samples, "samples_at_once": splitter.samples}
+            self._events.append({**event, "message": message})
+            self.report()
 
-    def report(self, folder: RunFolder | None) -> None:
-        """Write events for lacks of memory to the folder, once there is one."""
-        self._folder = folder
-        while folder is not None and self._unreported:
-            folder.event("out_of_memory", **self._unreported.pop(0))
+    def report(self) -> None:
+        """Write events that wait for the folder."""
+        while self.folder is not None and self._events:
+            self.folder.event("out_of_memory", **self._events.pop(0))
 
 
-def tested(setup: RunSetup, data: RunData, memory: MemoryFit) -> str:
-    """Run the smoke test on as many samples of the first batch as are computed at once."""
-    batch = data.first_batch()
+def _memory_plan(setup: RunSetup) -> MemoryPlan:
+    """Return the largest plan below `--max_memory`; ConfigError if one sample is too much, or for a
+    base on several devices.
+    """
+    from npt.planning.memory import Workload, shown
 
-    def test() -> str:
-        part = setup.splitter.parts(batch)[0]
-        return smoke_test(setup.model, part, setup.strategy, setup.config)
-
-    return memory.fitting(test, setup.splitter, batch, "the smoke test")
+    model, teacher, config = setup.model, setup.teacher, setup.config
+    if is_sharded(model) or len({parameter.device for parameter in model.parameters()}) > 1:
+        raise ConfigError(
+            f"--max_memory is {config.max_memory}, but the base is spread over several"
+            " devices; lower --batch_size"
+        )
+    workload = Workload(
+        model.config,
+        setup.adapter_config,
+        config,
+        setup.data_config.max_length,
+        quantization_of(model),
+        model.model.embed_tokens.weight.dtype,
+        None if teacher is None else teacher.model.embed_tokens.weight.dtype,
+        setup.device,
+        setup.processes.size,
+        attention_name(model) == "eager",
+    )
+    plan = workload.fitting(config.max_memory_bytes or 0)
+    setup.say(
+        f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
+        f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}"
+    )
+    return plan
 
 
 def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration | None:
@@ -151,9 +146,10 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
 
     None if the adapters were loaded or calibrated before; they are left as they are.
     """
-    config, model = setup.config, setup.model
+    config, model, processes = setup.config, setup.model, setup.processes
     if not makes_start(model):
         return None
+
     if setup.teacher is not None:
         setup.say(
             "the start is fitted to the student's own base; training then takes the unquantised"
@@ -183,57 +179,63 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
             "there are too few samples to leave out those that the start was fitted to, so the"
             " first losses are of tokens that it has seen"
         )
-    if setup.processes.size > 1:
-        _share_start(setup)
-    setup.adapter_config = attached_config(model)
-    return calibration
-
-
-def _share_start(setup: RunSetup) -> None:
-    """Give every process the main one's start: each has solved one, rounded by its own kernels."""
-    processes, model = setup.processes, setup.model
+    if processes.size == 1:
+        return calibration
+    # each has solved one, rounded by its own kernels: all take the main one's
     ranks = processes.first(lambda: attached_config(model).ranks)
-    config = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
+    form = replace(attached_config(model), ranks=None if ranks is None else tuple(ranks))
     parameters, tensors = adapter_parameters(model), {}
-    for name, shape in adapter_shapes(model, config).items():
+    for name, shape in adapter_shapes(model, form).items():
         zeros = torch.zeros(shape, device=setup.device)
         tensor = parameters[name].detach().clone() if processes.main else zeros
         tensors[name] = processes.sum_(tensor)
-    set_adapters(model, config, tensors)
+    set_adapters(model, form, tensors)
+    return calibration
 
 
-class RunEvaluator:
-    """Measures the student as it is, with no more samples at once than in training."""
+def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[], Fidelity]:
+    """Return a function that measures the student as it is, with no more samples at once than in
+    training.
+    """
+    splitter, samples = memory.evaluation, data.eval_samples
+    reference: list[Reference] = []  # a separate teacher's outputs
 
-    def __init__(self, setup: RunSetup, data: RunData, memory: MemoryFit):
-        self._setup, self._data, self._memory = setup, data, memory
-        self._reference: Reference | None = None  # a separate teacher's outputs
+    def measure() -> Fidelity:
+        from npt.evaluation.attribution import reference_outputs
+        from npt.evaluation.evaluate import evaluate
 
-    def __call__(self) -> Fidelity:
-        setup, samples, splitter = self._setup, self._data.eval_samples, self._memory.evaluation
+        size = splitter.samples
+        if setup.teacher is not None and not reference:
+            reference.append(reference_outputs(setup.teacher, samples, batch_size=size))
+        return evaluate(
+            setup.model,
+            setup.tokenizer,
+            samples,
+            batch_size=size,
+            unquantized=reference[0] if reference else None,
+            between=setup.stop.check,
+        )
+
+    def evaluated() -> Fidelity:
         splitter.samples = min(splitter.samples, setup.splitter.samples)
-
-        def measure() -> Fidelity:
-            size = splitter.samples
-            if setup.teacher is not None and self._reference is None:
-                self._reference = reference_outputs(setup.teacher, samples, batch_size=size)
-            return evaluate(
-                setup.model,
-                setup.tokenizer,
-                samples,
-                batch_size=size,
-                unquantized=self._reference,
-                between=setup.stop.check,
-            )
-
         largest = next(batches(samples, splitter.samples))
-        return self._memory.fitting(measure, splitter, largest, "an evaluation")
+        return memory.fitting(measure, splitter, largest, "an evaluation")
+
+    return evaluated
 
 
-def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:
+def run_record(
+    setup: RunSetup,
+    data: RunData,
+    base: BaseIdentity,
+    calibration: Calibration | None,
+    plan: MemoryPlan | None,
+) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    model = setup.model
+    from npt.base.recipe import ORIGIN_ENTRY, origin_of
     from npt.base.quantization_error import product_errors
+
+    model = setup.model
 
     return {
         "settings": setup.all_settings(),
@@ -242,7 +244,6 @@ def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, 
         "seed": setup.config.seed,
         "date": setup.date,
         **base.as_record(),
-        "other_base": None,
         ORIGIN_ENTRY: origin_of(model.config),
         "precision": audit_precision(model, policy_dtype(model)).as_dict(),
         "product_errors": None if is_sharded(model) else product_errors(model),
@@ -252,6 +253,8 @@ def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, 
         "versions": versions(),
         "heldout": data.heldout,
         "sources": [{"name": source.label, "share": source.share} for source in data.sources],
+        "calibration": None if calibration is None else calibration.as_dict(),
+        "memory": None if plan is None else plan.as_dict(),
     }
 
 
@@ -276,7 +279,7 @@ def smoke_test(
             " truncation and padding"
         )
     parameters = adapter_parameters(model)
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     batch = batch.to(next(model.parameters()).device)
 
     def compute() -> MicroBatch:
@@ -304,7 +307,7 @@ def smoke_test(
         optimizer.zero_grad()
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(before[name])
+                parameter.copy_(snapshot[name])
     if not after < loss:
         raise _failure(
             f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"

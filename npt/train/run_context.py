@@ -1,78 +1,46 @@
-"""What a whole run shares, and the windows that it trains on."""
+"""What the parts of a run share: its set-up, and where to report."""
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from transformers import PreTrainedModel
-
-from npt.config import TrainConfig
-from npt.console import say
 from npt.data.batch import Batch
 from npt.data.loader import Position
-from npt.distributed.processes import ProcessGroup
-from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.modulation import Modulation
 from npt.guard.update import EXACT
 from npt.runs.run_folder import RunFolder
-from npt.runs.signals import StopOnSignal
-from npt.runs.trackers import Trackers
+from npt.train.run_setup import RunSetup
+
+if TYPE_CHECKING:
+    from npt.evaluation.evaluate import Fidelity
+    from npt.evaluation.modulation import Modulation
+    from npt.runs.trackers import Trackers
 
 
-class ProgressDisplay:
-    """Prints a line for each logged step.
-
-    total_steps: None if unknown. first: steps that the resumed run has made before.
-    """
-
-    def __init__(self, total_steps: int | None, console: Console, first: int = 0):
-        self.console = console
-        self._total, self._first, self._started = total_steps, first, time.perf_counter()
-
-    def step(self, step: int, metrics: dict[str, Any] | None, refused: int) -> None:
-        """Show an applied step; `metrics` on logged steps only."""
-        if metrics is None:
-            return
-        of = left = ""
-        if self._total is not None:
-            passed = time.perf_counter() - self._started
-            seconds = int(passed / max(1, step - self._first) * (self._total - step))
-            of, left = f"/{self._total}", f"  {seconds // 60}:{seconds % 60:02d} left"
-        figures = f"loss {metrics['loss']:.5f}  grad {metrics['grad_norm']:.3g}"
-        rates = f"lr {metrics['lr']:.2e}  {metrics['tokens_per_second']:,.0f} tokens/s"
-        self.say(f"step {step}{of}  {figures}  {rates}  refused {refused}{left}")
-
-    def say(self, line: str) -> None:
-        say(self.console, line)
-
-
-@dataclass
+@dataclass(frozen=True)
 class RunContext:
-    """Model, settings and where to report.
+    """A run's set-up, its folder and its trackers.
 
     Attributes:
-        model: with adapters attached.
-        stop: set by a signal.
+        total_steps: of the run, None if unknown.
         record: the content of `run.json`.
-        processes: that train together, each with a context like this one.
     """
 
-    model: PreTrainedModel
-    config: TrainConfig
+    setup: RunSetup
     folder: RunFolder
     trackers: Trackers
-    display: ProgressDisplay
-    stop: StopOnSignal
+    total_steps: int | None
     record: Mapping[str, Any] = field(default_factory=dict)
-    processes: ProcessGroup = field(default_factory=ProcessGroup)
 
     def say(self, message: str) -> None:
-        self.display.say(message)
+        self.setup.say(message)
+
+    def warn(self, message: str) -> None:
+        """Print a warning and keep it as an event."""
+        self.say(f"warning: {message}")
+        self.folder.event("warning", message=message)
 
 
 @dataclass(frozen=True)
@@ -80,13 +48,13 @@ class RunActions:
     """The acts of a loop between steps.
 
     Attributes:
-        evaluate: measure the model as it is.
+        evaluate: measure the model as it is at a step, and report it.
         save: write a checkpoint; False if that failed and training continues.
         save_best: keep the adapters as the best so far.
         modulation: measure the multipliers on a sample, if there are any.
     """
 
-    evaluate: Callable[[], Fidelity]
+    evaluate: Callable[[int], Fidelity]
     save: Callable[[], bool]
     save_best: Callable[[Fidelity], None]
     modulation: Callable[[], Modulation] | None = None

@@ -7,9 +7,10 @@ If too little would be left, training begins with them all the same.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 
 from transformers import LlamaForCausalLM
@@ -21,18 +22,16 @@ from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
 from npt.data.encoding import RecordCounts
-from npt.data.loader import Loader, Position
+from npt.data.loader import Loader, Position, Prefetcher
 from npt.data.report import listed_columns, lost, no_sample
-from npt.data.samples import within
+from npt.data.samples import Samples, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.resume import check_same_data, data_fingerprint
-from npt.runs.run_folder import RunFolder
-from npt.train.loop import windows_of
-from npt.train.run_context import Window
+from npt.train.run_context import RunContext, Window
 from npt.train.run_setup import RunSetup, check_replay
-from npt.train.sources import REPLAY, open_sources, samples_of
+from npt.train.sources import FIRST, REPLAY, open_sources
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
@@ -98,8 +97,17 @@ class RunData:
         self._coming = self.loader.batches(self.start)
 
     def windows(self) -> Generator[Window]:
-        """Return the windows of the run, each of K batches for every process."""
-        return windows_of(self._coming, self._setup.window_size, self._setup.stop)
+        """Yield windows of K batches for every process; closing ends the thread that prepares them.
+
+        Windows continue from one epoch into the next; the last one of all may be shorter.
+        """
+        stop, size = self._setup.stop, self._setup.window_size
+        prefetcher = Prefetcher(self._coming, stop=lambda: stop.number is not None)
+        with contextlib.closing(prefetcher) as ahead:
+            stream = iter(ahead)
+            while loaded := list(itertools.islice(stream, size)):
+                batches = [each.batch for each in loaded]
+                yield Window(loaded[0].epoch, batches, loaded[-1].position)
 
     def first_batch(self) -> Batch:
         """Return the batch that training starts with, and put it back."""
@@ -124,21 +132,23 @@ class RunData:
             f" {kind} samples"
         )
 
-    def report(self, folder: RunFolder, warn: Callable[[str], None], position: Position) -> None:
+    def report(self, context: RunContext, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
-        say, read = self._setup.say, [(self.loader.samples, position.epoch)]
+        read = [(self.loader.samples, position.epoch)]
         if self.loader.replay is not None:
             read.append((self.loader.replay, position.replay_epoch))
         for source, (samples, begun_again) in zip(self.sources, read, strict=True):
             counts, label = samples.counts, source.label
             share = {"share": source.share} if len(self.sources) > 1 else {}
-            folder.event("data", source=label, **share, begun_again=begun_again, **counts.as_dict())
+            context.folder.event(
+                "data", source=label, **share, begun_again=begun_again, **counts.as_dict()
+            )
             if left_out := lost(counts):
-                warn(f"{label}: of {counts.records:,} records read, {left_out}")
+                context.warn(f"{label}: of {counts.records:,} records read, {left_out}")
             if counts.unused:
-                say(f"{label}: columns not used: {listed_columns(counts.unused)}")
+                context.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
             if begun_again and self._setup.config.max_steps is not None:
-                say(f"{label}: came to its end and was begun again {begun_again} times")
+                context.say(f"{label}: came to its end and was begun again {begun_again} times")
 
     def count_steps(self, begun: int = 0) -> int | None:
         """Return the optimizer steps of a run that begins after so many samples, if it is known."""
@@ -176,9 +186,9 @@ class RunData:
         """Choose evaluation samples; return of which sources training must leave some out."""
         setup, first, others = self._setup, self.sources[0], self.sources[1:]
         size, vocabulary = setup.config.eval_samples, setup.model.config.vocab_size
-        own = first.own if eval_data is None else eval_data
+        held_out = first.held_out if eval_data is None else eval_data
         self.eval_samples, self.heldout = evaluation_samples(
-            first.records, setup.tokenizer, first.config, size, vocabulary, own
+            first.records, setup.tokenizer, first.config, size, vocabulary, held_out
         )
         if eval_data is not None and not self.heldout:  # it would be training samples
             raise DataError(
@@ -186,18 +196,26 @@ class RunData:
                 f" ids outside the vocabulary [0, {vocabulary}); mend them, or leave eval_data out"
             )
         # one sample in twenty of the replayed data is left out in any case
-        return [self.heldout and own is None, *(True for _ in others)]
+        return [self.heldout and held_out is None, *(True for _ in others)]
 
     def _make_loader(self, leave_out: list[bool]) -> Loader:
-        setup, config, sources = self._setup, self._setup.config, self.sources
-        samples, *replay = samples_of(sources, setup.tokenizer, config.seed, leave_out)
+        """Return the loader of all sources, each in an order of its own."""
+        setup, config, every = self._setup, self._setup.config, list[Samples]()
+        for number, (source, hold_out) in enumerate(zip(self.sources, leave_out, strict=True)):
+            part, seed = (source.records, setup.tokenizer, source.config), config.seed + number
+            try:
+                every.append(Samples(*part, seed=seed, hold_out=hold_out))
+            except DataError as error:
+                if source.label == FIRST:
+                    raise
+                raise DataError(f"{source.label}: {error}") from error
         loader = Loader(
-            samples,
+            every[0],
             config.batch_size,
             epochs=config.num_epochs,
             endless=config.max_steps is not None,
-            replay=replay[0] if replay else None,
-            share=sources[-1].share,
+            replay=every[1] if len(every) > 1 else None,
+            share=self.sources[-1].share,
             seed=config.seed,
         )
         loader.pin = setup.device.type == "cuda"

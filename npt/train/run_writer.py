@@ -5,37 +5,53 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
+from npt.base.precision import audit_precision, policy_dtype
 from npt.base.recipe import Recipe
-from npt.calibration.report import Calibration
 from npt.data.batch import batches
 from npt.errors import (
     CheckpointError,
     ConfigError,
     DivergedError,
+    ProcessError,
     StoppedError,
     TooManyRefusalsError,
 )
-from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.metrics import Figures
-from npt.evaluation.modulation import Modulation, measure_modulation
-from npt.evaluation.modulation_map import modulation_map
 from npt.guard.schedule import kind_of_run
+from npt.random_state import random_state
+from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
-from npt.runs.run_folder import EVENTS, METRICS, MODULATION, REPORT, RUN, RunFolder
-from npt.runs.trackers import Trackers, known_run
+from npt.runs.run_folder import (
+    BROKEN,
+    EVENTS,
+    METRICS,
+    MODULATION,
+    REPORT,
+    RUN,
+    SUPERSEDED,
+    RunFolder,
+)
 from npt.stored import read_json
-from npt.train.checkpoint_writer import CheckpointWriter, set_aside_unused
 from npt.train.loop import Loop
 from npt.train.observers import named
 from npt.train.preparation import MemoryFit
+from npt.train.run_context import RunContext
 from npt.train.run_data import RunData
-from npt.train.run_setup import RunSetup
+from npt.versions import versions
+
+if TYPE_CHECKING:
+    from npt.calibration.report import Calibration
+    from npt.evaluation.evaluate import Fidelity
+    from npt.evaluation.metrics import Figures
+    from npt.evaluation.modulation import Modulation
 
 MODULATION_SAMPLES = 8
 """Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
@@ -47,43 +63,45 @@ DESCRIBED = ("base_hash", "precision", "versions", "device", "processes", "train
 """Entries of `run.json` that trackers are told, besides the settings."""
 
 
-class RunWriter(CheckpointWriter):
+class RunWriter:
     """Writes a run's folder, and tells its trackers.
 
-    reports: write `report.html` and what only that is made of.
+    Args:
+        context: of the run.
+        data: of the run.
+        base: the identity of its base.
+        initial: the figures of the student before training.
+        reports: write `report.html` and what only that is made of.
     """
 
     def __init__(
         self,
-        setup: RunSetup,
+        context: RunContext,
         data: RunData,
         base: BaseIdentity,
         initial: Fidelity,
-        folder: RunFolder,
-        trackers: Trackers,
         reports: bool,
     ):
-        super().__init__(setup, data, base, initial, folder)
-        self._trackers, self._reports = trackers, reports and setup.processes.main
+        self._context, self._setup = context, context.setup
+        self._folder, self._trackers = context.folder, context.trackers
+        self._data, self._base, self._initial = data, base, initial
+        self._reports = reports and context.setup.processes.main
 
-    def warn(self, message: str) -> None:
-        """Print a warning and keep it as an event."""
-        self._setup.say(f"warning: {message}")
-        self._folder.event("warning", message=message)
-
-    def begin(self, record: dict[str, Any]) -> None:
+    def begin(self) -> None:
         """Write `run.json`, before anything else is done."""
-        setup, folder = self._setup, self._folder
+        setup, folder, warn = self._setup, self._folder, self._context.warn
+        record = {**self._context.record, "wandb_run": self._trackers.run_id}
         if setup.resumed is not None:
-            set_aside_unused(setup.resumed, folder, self.warn)
-        record["wandb_run"] = self._trackers.run_id
-        if setup.goes_on:
+            set_aside_unused(setup.resumed, folder, warn)
+        if setup.resume_at is not None:
+            from npt.runs.trackers import known_run
+
             record["wandb_run"] = self._trackers.run_id or known_run(folder.path)
-        if setup.checkpoint is not None and setup.goes_on:
-            with contextlib.suppress(CheckpointError):
-                earlier = read_json(folder.path / RUN, CheckpointError)
-                record["calibration"] = earlier.get("calibration")  # of the start that it had
-                record["other_base"] = record["other_base"] or earlier.get("other_base")
+            if setup.checkpoint is not None:
+                with contextlib.suppress(CheckpointError):
+                    earlier = read_json(folder.path / RUN, CheckpointError)
+                    record["calibration"] = earlier.get("calibration")  # of the start that it had
+                    record["other_base"] = record["other_base"] or earlier.get("other_base")
         try:
             folder.write(RUN, record)
             setup.stop.check()
@@ -103,64 +121,158 @@ class RunWriter(CheckpointWriter):
             "converted_layers": record["layers"],
             "folder": str(folder.path),
         }
-        self._trackers.warn = self.warn
+        self._trackers.warn = warn
         self._trackers.describe(self._facts)
         initial = self._initial
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
         self._trackers.log(_by_name(measured), setup.first_step)
 
-    def report_start(
-        self,
-        total: int | None,
-        calibration: Calibration | None,
-        memory: MemoryFit,
-        other_base: str | None,
-    ) -> None:
+    def report_start(self, calibration: Calibration | None, memory: MemoryFit) -> None:
         """Write the first events, and warn of settings that will have no effect."""
-        setup, config, folder = self._setup, self._setup.config, self._folder
-        folder.event(
-            "start", device=str(setup.device), total_steps=total, processes=setup.processes.size
-        )
+        setup, folder, warn = self._setup, self._folder, self._context.warn
+        config, total, size = setup.config, self._context.total_steps, setup.processes.size
+        folder.event("start", device=str(setup.device), total_steps=total, processes=size)
         if memory.plan is not None:
             folder.event("memory", max_memory=config.max_memory, **memory.plan.as_dict())
-        memory.report(folder)
+        memory.folder = folder
+        memory.report()
         if calibration is not None:
             begun = self._data.start.begun
             folder.event("calibration", **calibration.as_dict(), passed_over=begun)
         if setup.resumed is not None:
-            self._report_resumed(setup.resumed, other_base)
+            self._report_resumed(setup.resumed)
         if not setup.deterministic:
-            self.warn(
+            warn(
                 f"the backward of {attention_name(setup.model)} attention, as this base was loaded,"
                 " may sum in another order each time: a run that is resumed will not equal this"
                 " one bit for bit; npt.load_base in fp32 with --attn_implementation sdpa or eager"
                 " does, and so does --strategy local"
             )
         if kind_of_run(config.scheduler_type, total) != config.scheduler_type:
-            self.warn(
+            warn(
                 "the length of the stream is unknown, so the learning rate stays constant after"
                 f" warm-up; --max_steps gives it its {config.scheduler_type} end"
             )
         if total is not None and config.warmup_steps > total:
-            self.warn(
+            warn(
                 f"--warmup_steps is {config.warmup_steps}, but the run has {total} steps: the"
                 " learning rate will not reach --learning_rate"
             )
         setup.say(f"run folder {folder.path}")
 
-    def _report_resumed(self, resumed: Resumed, other_base: str | None) -> None:
+    def _report_resumed(self, resumed: Resumed) -> None:
         say, checkpoint, path = self._setup.say, resumed.checkpoint, None
         if checkpoint is None:
             say(f"no checkpoint below {resumed.folder}; the run starts at step 1")
         else:
             path = str(checkpoint.folder)
             say(f"continuing from {path} at step {checkpoint.step}")
-            if other_base is not None:
-                self.warn(f"--any_base: {path} was trained on another base: {other_base}")
+            if (other_base := self._context.record["other_base"]) is not None:
+                self._context.warn(f"--any_base: {path} was trained on another base: {other_base}")
         changed = {name: list(values) for name, values in self._setup.changed.items()}
         self._folder.event("resume", step=resumed.step, checkpoint=path, changed=changed)
         for name, (old, new) in changed.items():
             say(f"changed since: {name} was {old}, is {new}")
+
+    def report_evaluation(self, step: int, fidelity: Fidelity) -> None:
+        """Report an evaluation during the run."""
+        student, aim = fidelity.student.as_dict(), fidelity.aim
+        against = {"unquantized": aim.as_dict()} if fidelity.attribution else {}
+        self._folder.event("evaluation", step=step, student=student, **against)
+        logged = {f"eval/{key}": value for key, value in student.items()}
+        for key, value in against.get("unquantized", {}).items():
+            logged[f"eval/unquantized_{key}"] = value
+        self._trackers.log(logged, step)
+        ratio = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}"
+        self._setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
+
+    def save(self, loop: Loop, last: bool = False) -> bool:
+        """Write a checkpoint of all processes' state.
+
+        ProcessError if another process is lost, or holds other adapters or moments.
+
+        Args:
+            loop: to be saved.
+            last: the run is over, so nothing would be written later.
+
+        Returns:
+            False if it could not be written, an older one exists, and the run continues; else that
+            is a CheckpointError.
+        """
+        model, processes, splitter = self._setup.model, self._setup.processes, self._setup.splitter
+        audit_precision(model, policy_dtype(model))
+        shrunk_to = [splitter.shrunk_to]
+        if processes.broken:  # the others are gone
+            return processes.main and self._write(loop, shrunk_to, last)
+        if processes.size > 1:
+            self._compare_processes(loop)
+            shrunk_to = processes.gather_json(splitter.shrunk_to)
+        return processes.first(lambda: self._write(loop, shrunk_to, last))
+
+    def save_best(self, loop: Loop, fidelity: Fidelity) -> None:
+        """Keep the adapters as the best so far; if that fails, say so."""
+        figures = {"step": loop.steps, **fidelity.as_dict()}
+        try:
+            self._folder.save_best(self._setup.model, self._base, figures)
+        except (OSError, SafetensorError) as error:
+            self._failed("save_failed", loop, error, f"best: {error}")
+            self._setup.say(
+                f"WARNING: the best adapters could not be kept at step {loop.steps}: {error}"
+            )
+
+    def _compare_processes(self, loop: Loop) -> None:
+        """Refuse to save if processes hold different adapters or moments."""
+        processes = self._setup.processes
+        first, *others = processes.gather_json(loop.guard.update.checksum())
+        for process, checksum in enumerate(others, start=1):
+            if checksum != first:
+                raise processes.everywhere(
+                    ProcessError(
+                        f"process {process} holds other adapters or moments than process 0 at step"
+                        f" {loop.steps} (checksums {checksum} and {first}); nothing was saved: look"
+                        " at the hardware of these processes, then continue with --resume auto"
+                    )
+                )
+
+    def _write(self, loop: Loop, shrunk_to: list[int | None], last: bool) -> bool:
+        setup, folder, step = self._setup, self._folder, loop.steps
+        record = {
+            **loop.state(),
+            "samples_at_once": shrunk_to,
+            "counted_from": self._data.counted_from,
+            "settings": plain_settings(setup.all_settings()),
+            "data": self._data.identity,
+            "date": setup.date,
+            "initial": self._initial.as_dict(),
+            "base_hash": self._base.strict,
+            "versions": versions(),
+        }
+
+        def write(path: Path) -> None:
+            # micro-batches are seeded one by one; all other draws agree across processes
+            states = {0: random_state()}
+            write_checkpoint(path, setup.model, loop.guard.window, record, self._base, states)
+
+        try:
+            path = folder.save_checkpoint(step, write, setup.config.save_total_limit)
+        except (OSError, SafetensorError, CheckpointError) as error:
+            older = folder.checkpoints()
+            good = f"the last good one is {older[-1]}" if older else "there is no other"
+            self._failed("save_failed", loop, error, f"{error}; {good}")
+            if older and not last:
+                message = f"no checkpoint at step {step}: {error}; {good}, training continues"
+                setup.say(f"WARNING: {message}")
+                return False
+            raise CheckpointError(
+                f"no checkpoint could be written at step {step}: {error}; {good}; make room and"
+                " continue with --resume"
+            ) from error
+        folder.event("save", step=step, folder=str(path.relative_to(folder.path)))
+        return True
+
+    def _failed(self, event: str, loop: Loop, error: BaseException, message: str) -> None:
+        kind = type(error).__name__
+        self._folder.event(event, step=loop.steps, error=kind, message=message[:500])
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
         """Save the steps before an error that ended the loop; a second signal does not wait.
@@ -199,9 +311,9 @@ class RunWriter(CheckpointWriter):
             loop.keep_if_best(fidelity)
         measured = {"eval": fidelity.student, "final": fidelity.aim}
         self._trackers.log(_by_name(measured), loop.steps)
-        self._data.report(folder, self.warn, loop.position)
+        self._data.report(self._context, loop.position)
         if config.max_steps is not None and loop.steps < config.max_steps:
-            self.warn(
+            self._context.warn(
                 f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
                 " cannot be read again; pass a list, which can"
             )
@@ -212,7 +324,7 @@ class RunWriter(CheckpointWriter):
             tokens=loop.tokens,
             refused=loop.refusals.total,
             refused_by_kind=dict(loop.refusals.by_kind),
-            diverged=loop.divergence.causes,
+            diverged=list(loop.divergence.causes.values()),
             seconds=round(seconds, 3),
         )
 
@@ -224,11 +336,13 @@ class RunWriter(CheckpointWriter):
         path = self._folder.path
         if self._reports and status is not None:
             with self._written(REPORT):
-                from npt.train.run_report import write_report  # at the end of a run
+                from npt.train.run_report import write_report
 
                 write_report(path)
         if lost := self._folder.lines_lost:
-            self.warn(f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}")
+            self._context.warn(
+                f"{lost} lines of {METRICS} and {EVENTS} could not be written below {path}"
+            )
         if not self._trackers.active:
             return
         self._setup.stop.at_once = True  # trackers may wait for a network
@@ -236,7 +350,7 @@ class RunWriter(CheckpointWriter):
             self._trackers.files(self._facts)
             self._trackers.close(1 if status is None else status)
         except StoppedError as signal:
-            self.warn(
+            self._context.warn(
                 f"signal {signal.exit_status - 128} ended the wait for trackers, which may lack the"
                 " end of this run"
             )
@@ -262,12 +376,16 @@ class RunWriter(CheckpointWriter):
 
     def _modulation(self, samples: int) -> Modulation:
         """Return the modulation of the first so many evaluation samples."""
+        from npt.evaluation.modulation import measure_modulation
+
         setup = self._setup
         few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
         return measure_modulation(setup.model, few, between=setup.stop.check)
 
     def _passage(self) -> dict[str, Any]:
         """Return the modulation along the beginning of the first evaluation sample."""
+        from npt.evaluation.modulation_map import modulation_map
+
         model, sample = self._setup.model, self._data.eval_samples[0]
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
@@ -289,7 +407,30 @@ class RunWriter(CheckpointWriter):
         except Exception as error:
             end = f"; {remedy}" if remedy else ""
             failure = f"{name} could not be written below {self._folder.path}: {named(error)}"
-            self.warn(failure[:500] + end)
+            self._context.warn(failure[:500] + end)
+
+
+def set_aside_unused(resumed: Resumed, folder: RunFolder, warn: Callable[[str], None]) -> None:
+    """Set aside checkpoints that do not verify, and those after the one that is resumed.
+
+    ConfigError if there are others than when the checkpoint was chosen.
+    """
+    if not resumed.goes_on:
+        for problem in resumed.broken.values():
+            warn(problem)
+        return
+    if tuple(path.name for path in folder.checkpoints()) != resumed.seen:
+        raise ConfigError(
+            f"another process has written to {folder.path} since its checkpoints were read;"
+            " start again"
+        )
+    for path, problem in resumed.broken.items():
+        warn(f"{problem}; set aside as {folder.set_aside(path, BROKEN).name}")
+    for path in folder.checkpoints():
+        step = int(path.name.removeprefix("step-"))
+        if resumed.checkpoint is not None and step > resumed.step:
+            aside = folder.set_aside(path, SUPERSEDED).name
+            warn(f"the run continues from step {resumed.step}; {path.name} is set aside as {aside}")
 
 
 def _by_name(measured: Mapping[str, Figures]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -15,29 +15,34 @@ from transformers import PreTrainedModel
 
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded
 from npt.adapters.files.run_layout import CHECKPOINTS
-from npt.base.identity import base_identity
-from npt.calibration.report import Calibration
+from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
+from npt.console import make_console, silent_console
 from npt.data.report import no_sample
 from npt.data.source import Record
-from npt.diagnostics.guards import base_fault, require, tensor_fault
+from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen, student_guard
-from npt.distributed.join import join_processes
+from npt.distill.strategies import strategy_of
+from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
-from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError, DataError, StoppedError
-from npt.evaluation.evaluate import Fidelity
 from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
-from npt.runs.trackers import Trackers, start_trackers
+from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
-from npt.train.preparation import MemoryFit, RunEvaluator, calibrated, run_record, tested
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext
+from npt.train.preparation import MemoryFit, calibrated, evaluator, run_record, smoke_test
+from npt.train.run_context import RunActions, RunContext
 from npt.train.run_data import RunData
-from npt.train.run_setup import RunSetup, check_trainable
+from npt.train.run_setup import RunSetup, check_trainable, checked
 from npt.train.run_writer import RunWriter
+
+if TYPE_CHECKING:
+    from npt.calibration.report import Calibration
+    from npt.evaluation.evaluate import Fidelity
+    from npt.runs.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -134,28 +139,31 @@ class Trainer:
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
-            self.setup = RunSetup(
+            setup = RunSetup(
                 model,
                 tokenizer,
                 teacher,
                 config,
                 data_config,
                 processes,
-                settings,
-                console,
-                trackers,
+                (console or make_console()) if processes.main else silent_console(),
+                MicroBatchSplitter(config.batch_size),
+                settings or {},
             )
-            self.data = RunData(self.setup, data, eval_data, replay_data)
-            self._memory = MemoryFit(self.setup)
+            started_in = trackers.folder if trackers is not None and trackers.active else None
+            self.setup = setup = checked(setup, started_in)
+            self.data = RunData(setup, data, eval_data, replay_data)
+            self._memory = MemoryFit(setup)
+        self.strategy = strategy_of(config, teacher)
+        self.evaluate = evaluator(setup, self.data, self._memory)
         self.calibration: Calibration | None = None
-        self.evaluate = RunEvaluator(self.setup, self.data, self._memory)
         self._state: State | None = None  # that is resumed
         self._trained = False
 
     @property
     def folder_path(self) -> Path:
         """The run's folder."""
-        return self.setup.folder_path
+        return self.setup.folder
 
     @property
     def total_steps(self) -> int | None:
@@ -183,25 +191,38 @@ class Trainer:
         setup = self.setup
         setup.stop.at_once = True  # until the loop there is nothing to save
         with setup.processes.member(), setup.stop, contextlib.ExitStack() as stack:
-            other_base = self._check_numbers()
-            self.data.agree(self.base)  # all have read the checkpoint, before its folder changes
+            base = self._checked_base()
+            self.data.agree(base)  # all have read the checkpoint, before its folder changes
             trackers = self._trackers
             if trackers is None:
-                folder, at = setup.folder_path, setup.first_step if setup.goes_on else None
-                started = start_trackers(setup.processes, setup.config, folder, resume_at=at)
+                from npt.runs.trackers import start_trackers
+
+                started = start_trackers(
+                    setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
+                )
                 trackers = stack.enter_context(started)
-            self._prepare(other_base)
-            result = self._run(trackers, other_base)
+            self.initial = self._prepare(base)
+            record = run_record(setup, self.data, base, self.calibration, self._memory.plan)
+            record["other_base"] = None
+            if setup.checkpoint is not None and self._any_base:
+                record["other_base"] = setup.checkpoint.base_mismatch(base)
+            setup.stop.check()
+            setup.stop.at_once = False  # from here on there is a folder to be left in order
+            folder: RunFolder = NullRunFolder(setup.folder)
+            if setup.processes.main:
+                folder = RunFolder(setup.folder, resume_at=setup.resume_at)
+            with contextlib.closing(folder):
+                context = RunContext(setup, folder, trackers, self.total_steps, record)
+                writer = RunWriter(context, self.data, base, self.initial, self.report)
+                result = self._run(context, writer)
             stack.close()
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
             setup.processes.wait()
             return result
 
-    def _check_numbers(self) -> str | None:
-        """Refuse non-finite numbers and another base; read the state to resume, if any. Return how
-        the base differs from that of the checkpoint, if it may.
-        """
+    def _checked_base(self) -> BaseIdentity:
+        """Refuse non-finite numbers and another base; read the state to resume, if any."""
         setup = self.setup
         # micro-batches are seeded one by one; this makes all other draws agree across processes
         torch.manual_seed(setup.config.seed)
@@ -211,84 +232,73 @@ class Trainer:
         require(base_fault(setup.model))
         if setup.teacher is not None:
             require(base_fault(setup.teacher))
-        self.base = base_identity(setup.model)
-        checkpoint, check_base = setup.checkpoint, not self._any_base
-        if checkpoint is None:
-            return None
-        self._state = checkpoint.state(setup.model, self.base, check_base=check_base)
-        return None if check_base else checkpoint.base_mismatch(self.base)
+        base, checkpoint = base_identity(setup.model), setup.checkpoint
+        if checkpoint is not None:
+            self._state = checkpoint.state(setup.model, base, check_base=not self._any_base)
+        return base
 
-    def _prepare(self, other_base: str | None) -> None:
+    def _prepare(self, base: BaseIdentity) -> Fidelity:
         """Make smoke test, start and first evaluation, before the run has a folder."""
         setup, data, memory, resumed = self.setup, self.data, self._memory, self.setup.checkpoint
         # a resumed run has passed the smoke test, and may next meet a batch that it will refuse
         if setup.config.smoke_test and resumed is None:
-            setup.say(tested(setup, data, memory))
-        if resumed is None and setup.adapter_config.init == "calibrated":
+            batch = data.first_batch()
+
+            def test() -> str:
+                part = setup.splitter.parts(batch)[0]
+                return smoke_test(setup.model, part, self.strategy, setup.config)
+
+            setup.say(memory.fitting(test, setup.splitter, batch, "the smoke test"))
+        if resumed is None:
             self.calibration = calibrated(setup, data, memory)
             if self.calibration is not None:
-                data.agree(self.base)
-        if memory.note is not None:
-            setup.say(memory.note)
+                data.agree(base)
         setup.say(data.note())
-        self.initial = self.evaluate() if resumed is None else resumed.initial
-        self.record = run_record(setup, data, self.base) | {
-            "other_base": other_base,
-            "calibration": None if self.calibration is None else self.calibration.as_dict(),
-            "memory": None if memory.plan is None else memory.plan.as_dict(),
-        }
-        setup.stop.check()
-        setup.stop.at_once = False  # from here on there is a folder to be left in order
+        return self.evaluate() if resumed is None else resumed.initial
 
-    def _run(self, trackers: Trackers, other_base: str | None) -> TrainResult:
-        """Open the folder, train, and leave it in order."""
-        setup, status = self.setup, None
-        folder: RunFolder = NullRunFolder(setup.folder_path)
-        if setup.processes.main:
-            folder = RunFolder(
-                setup.folder_path, resume_at=setup.first_step if setup.goes_on else None
-            )
-        with contextlib.closing(folder):
-            parts = (setup, self.data, self.base, self.initial, folder, trackers)
-            writer = RunWriter(*parts, self.report)
-            writer.begin(self.record)
-            try:
-                writer.report_start(self.total_steps, self.calibration, self._memory, other_base)
-                result = self._train(self._make_loop(folder, trackers, writer), writer)
-                status = result.exit_status
-            except Exception as error:
-                status = getattr(error, "exit_status", 1)
-                trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
-                raise
-            finally:
-                writer.close(status)
+    def _run(self, context: RunContext, writer: RunWriter) -> TrainResult:
+        """Train, and leave the folder in order."""
+        writer.begin()
+        status = None
+        try:
+            writer.report_start(self.calibration, self._memory)
+            result = self._train(self._make_loop(context, writer), writer)
+            status = result.exit_status
+        except Exception as error:
+            status = getattr(error, "exit_status", 1)
+            context.trackers.alert(f"npt gave up: {type(error).__name__}", str(error)[:1000])
+            raise
+        finally:
+            writer.close(status)
         return result
 
-    def _make_loop(self, folder: RunFolder, trackers: Trackers, writer: RunWriter) -> Loop:
+    def _make_loop(self, context: RunContext, writer: RunWriter) -> Loop:
         """Return the loop, in the state that is resumed, if any."""
         setup, c, total = self.setup, self.setup.config, self.total_steps
-        display = ProgressDisplay(total, setup.console, first=setup.first_step)
-        context = RunContext(
-            setup.model, c, folder, trackers, display, setup.stop, self.record, setup.processes
-        )
         schedule = kind_of_run(c.scheduler_type, total)
         rates = rate_table(c.learning_rate, schedule, c.warmup_steps, total)
         # one process alone would wait for the others' parts of a base that they share
         traced = 0 if is_sharded(setup.model) else 1
         guard = student_guard(setup.model, c, rates, processes=setup.processes, trace=traced)
+
+        def evaluate(step: int) -> Fidelity:
+            fidelity = self.evaluate()
+            writer.report_evaluation(step, fidelity)
+            return fidelity
+
         actions = RunActions(
-            self.evaluate,
+            evaluate,
             lambda: writer.save(loop),
             lambda fidelity: writer.save_best(loop, fidelity),
             writer.looks(),
         )
-        loop = Loop(context, guard, setup.strategy, setup.splitter, total, actions)
+        loop = Loop(context, guard, self.strategy, actions)
         if setup.checkpoint is not None and self._state is not None:
             self._state.restore(guard.window)
-            loop.load_state(setup.checkpoint.record, saved=setup.goes_on)
+            loop.load_state(setup.checkpoint.record, setup.resume_at is not None)
             self._memory.recall(setup.checkpoint)
-            # fewer processes may have saved
-            set_random_state(self._state.random_states.get(setup.processes.index, {}))
+            states = self._state.random_states  # earlier versions wrote one for each process
+            set_random_state(states.get(setup.processes.index, states[0]))
             self._state = None  # a copy of everything
         return loop
 
@@ -306,7 +316,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             number = self._signal()
             if number is not None:
-                self.data.report(folder, writer.warn, loop.position)
+                self.data.report(loop.context, loop.position)
                 folder.event("signal", number=number, step=loop.steps)
             elif loop.steps == 0:
                 self._refuse_empty(loop)
@@ -314,8 +324,7 @@ class Trainer:
                 writer.save(loop, last=True)
         finally:
             loop.guard.close()  # the model is as it was found, and evaluated without its buffers
-            if loop.recording is not None:
-                loop.recording.draw()  # pictures can wait until all is saved
+            loop.recording.draw()  # pictures can wait until all is saved
         number, fidelity = self._signal(), None
         if number is not None:
             setup.say(
@@ -343,7 +352,7 @@ class Trainer:
             seconds=seconds,
             fidelity=fidelity,
             heldout=self.data.heldout,
-            diverged=tuple(loop.divergence.causes),
+            diverged=tuple(loop.divergence.causes.values()),
             signal=number,
         )
 

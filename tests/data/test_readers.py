@@ -254,10 +254,7 @@ class TestBroken:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            (
-                "text,n\na,1\nb,2,3\n",
-                ", line 3: 3 fields, but the header names 2; put a field",
-            ),
+            ("text,n\na,1\nb,2,3\n", ", line 3: 3 fields, but the header names 2; put a field"),
             ('text\n"a\nb"\n"open\nc\n', ", line 4: not CSV (unexpected end of data); mend it"),
             ('text\n"a" b\n', ", line 2: not CSV ("),
         ],

@@ -17,7 +17,7 @@ from faults import tracer_demo
 from faults.bench import no_fault
 from faults.tracer_cases import Case, Truth, all_cases
 from faults.tracer_demo import Line, false_alarms, find_fault, print_lines, summary
-from npt.diagnostics.tracer.verdict import CAUSES, Verdict
+from npt.tracer.verdict import CAUSES, Verdict
 
 CASES = all_cases()
 

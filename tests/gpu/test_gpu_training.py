@@ -19,13 +19,13 @@ from torch import Tensor
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.fused import unfused
-from npt.diagnostics.recorder.statistics import summarise
 from npt.distill.local import MicroBatch
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
+from npt.forensics.student import replay_student as replay
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
-from npt.postmortem.replay import replay
+from npt.recorder.statistics import summarise
 
 pytestmark = pytest.mark.gpu
 
@@ -134,14 +134,14 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
         eval_data=[{"input_ids": list(range(5, 15))}],
         console=Console(file=io.StringIO()),
     )
-    strategy, calls = trainer.setup.strategy, iter(range(1000))
+    strategy, calls = trainer.strategy, iter(range(1000))
 
     def poisoning(*arguments):
         if next(calls) == 3:
             model.get_parameter("model.layers.5.npt.A").data[0, 1] = float("nan")
         return strategy(*arguments)
 
-    trainer.setup.strategy = poisoning
+    trainer.strategy = poisoning
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (tmp_path / "run" / "postmortem").iterdir()
@@ -149,7 +149,7 @@ def test_a_bundle_of_a_run_on_a_gpu_replays_there(tmp_path: Path) -> None:
     found = replay(bundle)
     assert found.classification == "state" and found.reproduced and found.device.startswith("cuda")
     assert "model.layers.5.npt.A[0, 1] is nan" in str(found.findings["adapters"])
-    assert "cuda.0" in found.bundle.random_state and torch.equal(torch.cuda.get_rng_state(), before)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

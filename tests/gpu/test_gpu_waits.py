@@ -9,8 +9,8 @@ from windows import StudentStep
 
 import npt
 from host_waits import HostWaitError, count_waits, no_waits
-from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.strategies import STRATEGIES
+from npt.recorder.recorder import Recorder
 
 pytestmark = pytest.mark.gpu
 

@@ -73,7 +73,7 @@ def trained(
                 time.sleep(30)
         return STRATEGIES["local"](*arguments)
 
-    trainer.setup.strategy = planting
+    trainer.strategy = planting
     result = trainer.train()
     return {
         "steps": result.steps,

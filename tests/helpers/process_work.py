@@ -42,7 +42,8 @@ from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
 from npt.train.loop import Loop
-from npt.train.run_context import ProgressDisplay, RunActions, RunContext, Window
+from npt.train.run_context import RunActions, RunContext, Window
+from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
@@ -131,7 +132,7 @@ MOMENTS: list[Loop] = []
 def state_of(loop: Loop) -> dict[str, np.ndarray]:
     """Every bit of weights and moments."""
     held = {}
-    for name, parameter in adapter_parameters(loop.context.model).items():
+    for name, parameter in adapter_parameters(loop.setup.model).items():
         held[name] = parameter.detach().numpy().copy()
         held |= {
             f"{key} of {name}": value.numpy().copy()
@@ -160,24 +161,19 @@ def looped(
     saved: list[int] = []
     model, rates = student(base), rate_table(1e-2, "linear", 0, 20)
     guard = student_guard(model, config, rates, processes=processes, late=late, trace=1)
-    context = RunContext(
-        model,
-        config,
-        folder,
-        Trackers(config, folder.path),
-        ProgressDisplay(len(windows), Console(file=io.StringIO())),
-        stop,
-        {"settings": {}, **BaseIdentity(*[""] * 6).as_record(), "versions": {}, "device": "cpu"},
-        processes,
-    )
+    console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
+    of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, splitter, {})
+    setup = RunSetup(*of_run, stop=stop)
+    identity = BaseIdentity(*[""] * 6).as_record()
+    record = {"settings": {}, **identity, "versions": {}, "device": "cpu"}
+    trackers = Trackers(config, folder.path)
+    context = RunContext(setup, folder, trackers, len(windows), record)
     actions = RunActions(
-        evaluate=lambda: None,  # type: ignore[arg-type, return-value]
+        evaluate=lambda step: None,  # type: ignore[arg-type, return-value]
         save=lambda: saved.append(loop.steps) is None,
         save_best=lambda fidelity: None,
     )
-    loop = Loop(
-        context, guard, planting, MicroBatchSplitter(config.batch_size), len(windows), actions
-    )
+    loop = Loop(context, guard, planting, actions)
     MOMENTS[:] = [loop]
     error = None
     with stop:
@@ -263,9 +259,9 @@ def trained(
             planted(plant, model)
         return STRATEGIES[config.strategy](model, batch, config)
 
-    trainer.setup.strategy = watching
+    trainer.strategy = watching
     with mock.patch(
-        "npt.train.checkpoint_writer.write_checkpoint", failing_at(config.get("save_steps"), plant)
+        "npt.train.run_writer.write_checkpoint", failing_at(config.get("save_steps"), plant)
     ):
         result = without_report(trainer).train()
     folder = Path(out)

@@ -150,13 +150,13 @@ def without_report(trainer: Trainer) -> Trainer:
 def acting(trainer: Trainer, act: Act | None) -> Trainer:
     if act is None:
         return trainer
-    strategy, calls = trainer.setup.strategy, iter(range(10**6))
+    strategy, calls = trainer.strategy, iter(range(10**6))
 
     def strategy_behind_it(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         act(next(calls), batch)
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = strategy_behind_it
+    trainer.strategy = strategy_behind_it
     return trainer
 
 

@@ -90,13 +90,13 @@ def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
     """The trainer, with `act(model, number)` done before every micro-batch that is computed,
     numbered from 0.
     """
-    strategy, calls = trainer.setup.strategy, iter(range(10**6))
+    strategy, calls = trainer.strategy, iter(range(10**6))
 
     def strategy_behind_it(model: Any, batch: Any, config: TrainConfig) -> Any:
         act(model, next(calls))
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = strategy_behind_it
+    trainer.strategy = strategy_behind_it
     return trainer
 
 

@@ -356,7 +356,7 @@ def test_a_post_mortem_says_why_the_run_stopped(tmp_path) -> None:
     record = {
         "reason": "4 refusals in a row",
         "refusals": [{"kind": "loss", "detail": "loss is nan"}],
-        "verdict": {"where": "layer 3"},
+        "findings": [{"verdict": {"where": "layer 3"}}],
     }
     (bundle / "postmortem.json").write_text(json.dumps(record), encoding="utf-8")
     reader = read(folder)
@@ -395,7 +395,8 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, drawn) -> None:
     (folder / "run.json").write_text(json.dumps(run))
     bundle = folder / "postmortem" / "step-00000003"
     bundle.mkdir(parents=True)
-    record = {"reason": HOSTILE, "refusals": [{"kind": HOSTILE}], "verdict": {HOSTILE: HOSTILE}}
+    record = {"reason": HOSTILE, "refusals": [{"kind": HOSTILE}]}
+    record["findings"] = [{"verdict": {HOSTILE: HOSTILE}}]
     (bundle / "postmortem.json").write_text(json.dumps(record))
     checkpoint(folder, "step-00000004")
 

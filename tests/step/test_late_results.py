@@ -29,8 +29,8 @@ from npt.guard import outcome as module
 from npt.guard.guard import Guard
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import IN_FLIGHT, GradientWindow
-from npt.train import checkpoint_writer as writer_module
 from npt.train import loop as loop_module
+from npt.train import run_writer as writer_module
 from npt.train import trainer as trainer_module
 
 

@@ -260,7 +260,7 @@ def in_backward(trainer: Trainer, call: int) -> Trainer:
     """Memory runs out in the middle of one call's backward, when some gradients are there
     already.
     """
-    strategy, numbers = trainer.setup.strategy, iter(range(10**6))
+    strategy, numbers = trainer.strategy, iter(range(10**6))
     parameter = next(iter(adapter_parameters(trainer.setup.model).values()))
 
     def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
@@ -272,7 +272,7 @@ def in_backward(trainer: Trainer, call: int) -> Trainer:
         finally:
             handle.remove()
 
-    trainer.setup.strategy = failing
+    trainer.strategy = failing
     return trainer
 
 
@@ -432,7 +432,7 @@ def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) 
 
 
 def test_the_smoke_test_and_evaluations_are_halved_as_well(runs, monkeypatch) -> None:
-    from npt.train import preparation as module
+    from npt.evaluation import evaluate as module
 
     evaluate, sizes = module.evaluate, []
 
@@ -488,7 +488,7 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
     """The graph of the call that failed would be the very memory that is lacking."""
     here = runs()
     trainer = here.trainer("run")
-    strategy, alive, seen = trainer.setup.strategy, [], []
+    strategy, alive, seen = trainer.strategy, [], []
 
     def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
         if not alive:
@@ -500,6 +500,6 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
         gc.enable()
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = failing
+    trainer.strategy = failing
     trainer.train()
     assert seen and seen[0] is None

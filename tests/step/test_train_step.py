@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from npt.distill.strategies import drive
 from npt.distributed.processes import ProcessGroup
 from npt.guard.window import FAILED, GradientWindow
 from npt.train import loop as loop_module
+from npt.train.run_context import RunContext
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -29,16 +31,14 @@ def test_memory_is_freed_before_a_window_begins_again(monkeypatch, rows) -> None
 
     free = loop_module.free_memory
     monkeypatch.setattr(loop_module, "free_memory", lambda: done.append("freed") or free())
-    monkeypatch.setattr(
-        loop_module.Loop,
-        "_report_out_of_memory",
-        lambda _, samples, message: done.append(f"{samples} at once: {message}"),
-    )
+    said = RunContext.say
+    monkeypatch.setattr(RunContext, "say", lambda *words: done.append(words[1]) or said(*words))
     monkeypatch.setattr(GradientWindow, "in_flight", 1)
     student = Student(Setting(size=1, rows=rows))
     looped(student, [[student.setting.batch((0, 0))]], strategy, late=True)
     parts = ["2 rows", "2 rows"] if rows == 4 else ["1 rows"]
-    assert done == ["freed", f"{rows} at once: it asked for 2.00 GiB more", *parts]
+    lack = f"out of memory with {rows} samples at once (it asked for 2.00 GiB more)"
+    assert done[0] == "freed" and lack in done[1] and done[2 : 2 + len(parts)] == parts
 
 
 def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -> None:
@@ -51,6 +51,7 @@ def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -
     monkeypatch.setattr(loop_module, "find_fault", broken)
     with pytest.raises(IndexError, match="another shape"):
         loop._add(batch, 0)
-    loop.context.processes = loop.guard.window.processes = ProcessGroup(0, 2)
+    loop.guard.window.processes = ProcessGroup(0, 2)
+    loop.setup = replace(loop.setup, processes=ProcessGroup(0, 2))
     assert loop._add(batch, 0)
     assert isinstance(loop.failure, IndexError) and loop.guard.window._halt == FAILED

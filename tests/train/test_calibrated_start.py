@@ -19,11 +19,11 @@ from rich.console import Console
 
 import npt
 from npt.adapters.converted import adapter_parameters, attached_config
+from npt.calibration import calibrate as starting
 from npt.cli.main import main
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Sample
 from npt.errors import ConfigError
-from npt.train import preparation as starting
 from npt.train.trainer import Trainer
 
 
@@ -132,13 +132,13 @@ def test_held_out_samples_are_never_calibrated_on(build, calls) -> None:
 def seen_by(trainer: Trainer) -> list[str]:
     """The samples that training computes, in order."""
     found: list[str] = []
-    strategy = trainer.setup.strategy
+    strategy = trainer.strategy
 
     def watching(model: Any, batch: Any, config: TrainConfig) -> Any:
         found.extend(batch.sample_ids)
         return strategy(model, batch, config)
 
-    trainer.setup.strategy = watching
+    trainer.strategy = watching
     trainer.train()
     return found
 
@@ -246,6 +246,7 @@ def test_calibrated_or_loaded_adapters_are_trained_as_they_are(
     npt.calibrate(solved, tokenizer, texts(20), 200, batch_size=2)
     npt.save_adapter(solved, tmp_path / "adapter")
     npt.load_adapter(loaded, tmp_path / "adapter")
+    calls.clear()
     for name, model in (("solved", solved), ("loaded", loaded)):
         assert attached_config(model).init == "calibrated"
         build(model=model, output_dir=str(tmp_path / name), max_steps=1).train()

@@ -17,7 +17,7 @@ from npt.report.page import status
 from npt.report.run import RunRecord
 from npt.runs.run_folder import NullRunFolder
 from npt.runs.trackers import Trackers
-from npt.train.observers import Divergence
+from npt.train.observers import DivergenceWatch
 
 RUINOUS = 30.0
 """A learning rate that throws every multiplier to a bound in its first steps."""
@@ -74,12 +74,6 @@ def test_a_student_of_completions_is_judged_by_them(load_model, tmp_path) -> Non
     assert best["student"]["perplexity"] == found.student.perplexity
 
 
-def test_an_evaluation_in_the_run_finds_it_too(here) -> None:
-    result = here.run("run", learning_rate=RUINOUS, max_steps=6, eval_steps=3)
-    steps = {x["diverged"]: x["step"] for x in events(result.folder, "warning")}
-    assert steps["floor"] == 3
-
-
 def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
     with pytest.raises(DivergedError, match=r"stopped at step 2: .* at their bounds"):
         here.run("run", learning_rate=RUINOUS, max_steps=12, stop_on_divergence=True)
@@ -91,18 +85,18 @@ def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
 
 def test_a_loss_that_came_back_is_no_divergence_any_more(here) -> None:
     context = SimpleNamespace(
-        config=TrainConfig(),
+        setup=SimpleNamespace(config=TrainConfig()),
         say=here.said.write,
         folder=NullRunFolder(here.place),
         trackers=Trackers(TrainConfig(), here.place),
     )
-    watch = Divergence(context)
+    watch = DivergenceWatch(context)
     for step, loss in enumerate([1.0] * 5 + [4.0] * 5, start=1):
         watch.after_step(step, loss)
-    assert watch.causes == ["the loss is 4, 4 times that of the start"]
+    assert list(watch.causes.values()) == ["the loss is 4, 4 times that of the start"]
     for step in range(11, 16):
         watch.after_step(step, 2.9)
-    assert watch.causes == []
+    assert watch.causes == {}
 
 
 def test_adapters_without_multipliers_are_judged_by_loss_and_floor(here) -> None:
@@ -121,7 +115,7 @@ def test_a_look_that_fails_does_not_end_the_run(here, monkeypatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory to look")
 
-    monkeypatch.setattr("npt.train.run_writer.measure_modulation", fail)
+    monkeypatch.setattr("npt.evaluation.modulation.measure_modulation", fail)
     result = here.run("run", max_steps=4)
     assert result.steps == 4
     said = [x["message"] for x in events(result.folder, "warning")]

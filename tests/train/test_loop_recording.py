@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
-from npt.diagnostics.recorder.record import Record
-from npt.diagnostics.recorder.recorder import Recorder
 from npt.distill.step import student_guard
 from npt.errors import TooManyRefusalsError
+from npt.recorder.record import Record
+from npt.recorder.recorder import Recorder
 from npt.train import loop as step_module
 from npt.train import trainer as trainer_module
 
@@ -36,7 +36,7 @@ def here(load_model: Callable[..., nn.Module], tmp_path: Path) -> Runs:
 def drawn(monkeypatch) -> list[list[int]]:
     """The steps that are handed to the part that draws, which is replaced."""
     calls: list[list[int]] = []
-    picture = ModuleType("npt.diagnostics.recorder.picture")
+    picture = ModuleType("npt.recorder.picture")
 
     def write_pictures(records: list[Record], folder: Path) -> list[Path]:
         calls.append([record.step for record in records])
@@ -44,8 +44,8 @@ def drawn(monkeypatch) -> list[list[int]]:
         return [folder / "trace.html"]
 
     picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.diagnostics.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder"], "picture", picture, raising=False)
+    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
+    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
     return calls
 
 
@@ -164,7 +164,7 @@ def test_with_late_results_a_record_bears_its_windows_step(here, monkeypatch) ->
 
 
 def test_without_chosen_steps_nothing_is_recorded_or_written(here, monkeypatch, drawn) -> None:
-    monkeypatch.setattr("npt.train.loop.StepRecording", lambda *_: pytest.fail("one was made"))
+    monkeypatch.setattr(Recorder, "__enter__", lambda _: pytest.fail("one was made"))
     result = here.run("run")
     assert not (result.folder / "trace").exists() and drawn == []
     assert "record" not in here.said.getvalue()
@@ -187,16 +187,6 @@ def test_a_recorder_that_fails_is_said_and_the_run_is_the_same(here, monkeypatch
             assert here.said.getvalue().count(line) == number
         assert not observed(here.model)
         here.outcome(failing).assert_equal(here.outcome("plain"))
-
-
-def test_pictures_that_cannot_be_drawn_end_nothing(here, monkeypatch) -> None:
-    def broken(*_: Any) -> None:
-        raise ImportError("no module named matplotlib")
-
-    monkeypatch.setattr(sys.modules["npt.diagnostics.recorder.picture"], "write_pictures", broken)
-    result = here.run("run", trace_steps="1")
-    assert result.steps == 6 and list(recorded(result.folder)) == [1]
-    assert "could not be drawn: ImportError: no module named matplotlib" in here.said.getvalue()
 
 
 def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) -> None:

@@ -14,8 +14,10 @@ from torch import nn
 import npt
 from npt.data.batch import Batch
 from npt.errors import ConfigError
+from npt.evaluation import evaluate as evaluation
+from npt.planning import memory
 from npt.planning.memory import PHASES, Workload
-from npt.train import preparation
+from npt.train import trainer as trainer_module
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +51,8 @@ def limit(runs: Runs) -> Callable[[int], str]:
             return super().fitting(limit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "Workload", Kept)
-        preparation.MemoryFit(runs.trainer(None, max_memory="1GiB").setup)
+        patch.setattr(memory, "Workload", Kept)
+        runs.trainer(None, max_memory="1GiB")
     (planned,) = workloads[-1:]
     return lambda samples: str(planned.plan(samples).peak)
 
@@ -85,9 +87,8 @@ def test_the_plan_is_on_record(runs: Runs, limit: Any) -> None:
     (event,) = events(runs.place / "run", "memory")
     assert recorded["settings"]["max_memory"] == event["max_memory"] == size
     assert recorded["memory"]["samples_at_once"] == event["samples_at_once"] == 2
-    assert recorded["memory"]["peak_bytes"] <= int(size) and set(
-        recorded["memory"]["phases"]
-    ) == set(PHASES)
+    assert recorded["memory"]["peak_bytes"] <= int(size)
+    assert set(recorded["memory"]["phases"]) == set(PHASES)
     assert f"--max_memory {size}: 2 of 4 samples at once, predicted peak" in runs.said.getvalue()
     assert events(runs.place / "run", "out_of_memory") == []
 
@@ -148,16 +149,16 @@ def test_one_sample_that_does_not_fit_is_refused_in_one_line(runs: Runs) -> None
 def test_the_smoke_test_and_evaluations_keep_to_the_limit(
     runs: Runs, limit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, smoke_test, sizes = preparation.evaluate, preparation.smoke_test, []
+    evaluate, smoke_test, sizes = evaluation.evaluate, trainer_module.smoke_test, []
     monkeypatch.setattr(
-        preparation,
+        evaluation,
         "evaluate",
         lambda *a, batch_size, **k: (
             sizes.append(batch_size) or evaluate(*a, batch_size=batch_size, **k)
         ),
     )
     monkeypatch.setattr(
-        preparation,
+        trainer_module,
         "smoke_test",
         lambda model, batch, *a: sizes.append(len(batch.input_ids)) or smoke_test(model, batch, *a),
     )

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import RARE, Runs, at, events, records
+from resumed_runs import Runs, at, events, records
 from safetensors.torch import load_file
 
-import npt
 from npt.errors import TooManyRefusalsError
+from npt.evaluation import modulation, modulation_map
 from npt.evaluation.modulation import Modulation
 from npt.report.run import RunRecord
 from npt.train import run_writer as trainer_module
@@ -105,7 +105,7 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
         raise RuntimeError("no ink")
 
     monkeypatch.setattr("npt.train.run_report.write_report", fail)
-    monkeypatch.setattr(trainer_module, "measure_modulation", fail)
+    monkeypatch.setattr(modulation, "measure_modulation", fail)
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
     said = warnings(result.folder)
@@ -114,29 +114,14 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
         "modulation.json",
         "report.html",
     ]
-    assert (
-        all("RuntimeError: no ink" in message for message in said)
-        and said[0] in here.said.getvalue()
-    )
+    assert all("RuntimeError: no ink" in message for message in said)
+    assert said[0] in here.said.getvalue()
     assert not (result.folder / "report.html").exists()
-
-
-def test_an_unwritable_report_does_not_hide_why_the_run_ended(here, monkeypatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def broken(count: int, batch: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("npt.train.run_report.write_report", fail)
-    with pytest.raises(ZeroDivisionError):
-        here.run("run", broken)
-    assert "No space left on device" in warnings(here.place / "run")[-1]
 
 
 def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatch) -> None:
     untouched: list[bool] = []
-    real = trainer_module.measure_modulation
+    real = modulation.measure_modulation
 
     def spy(*given: Any, **named: Any) -> Modulation:
         before = torch.get_rng_state()
@@ -144,7 +129,7 @@ def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatc
         untouched.append(torch.equal(torch.get_rng_state(), before))
         return found
 
-    monkeypatch.setattr(trainer_module, "measure_modulation", spy)
+    monkeypatch.setattr(modulation, "measure_modulation", spy)
     one = here.run("one", max_steps=3).folder
     # none to look at: it fails, and is warned of
     monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)
@@ -162,7 +147,7 @@ def test_a_passage_that_cannot_be_measured_takes_nothing_with_it(here, monkeypat
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(trainer_module, "modulation_map", fail)
+    monkeypatch.setattr(modulation_map, "modulation_map", fail)
     folder = here.run("run", max_steps=2).folder
     (said,) = warnings(folder)
     assert said.startswith("the passage of modulation.json could") and "no ink" in said
@@ -181,15 +166,3 @@ def test_a_second_signal_does_not_wait_for_a_report(here) -> None:
     with pytest.raises(KeyboardInterrupt):
         here.run("run", twice)
     assert not (here.place / "run" / "report.html").exists()
-
-
-def test_a_student_of_a_broken_base_has_a_report_all_the_same(poisoned_folder, tmp_path) -> None:
-    model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
-    held_out = [{"id": "rare", "input_ids": [5, RARE, 6, 7]}, *records(3, seed=4)]
-    folder = (
-        Runs(model, tmp_path, lambda: records(6), eval_data=held_out, report=True)
-        .run("run", max_steps=2)
-        .folder
-    )
-    assert "Finished at step 2" in text(folder)
-    assert (folder / "modulation.json").is_file()

@@ -15,9 +15,8 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
-from npt.postmortem.bundle import read_bundle
-from npt.postmortem.replay import replay
-from npt.postmortem.restore import restored
+from npt.forensics.student import read_student, restored
+from npt.forensics.student import replay_student as replay
 from npt.stored import read_json
 from npt.train.trainer import Trainer
 
@@ -85,7 +84,7 @@ def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
         max_consecutive_bad=1,
         adapter={"rank": 4},
     )
-    strategy, calls = trainer.setup.strategy, iter(range(100))
+    strategy, calls = trainer.strategy, iter(range(100))
 
     def broken(*arguments: Any) -> Any:
         if next(calls) == 3:
@@ -93,7 +92,7 @@ def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
                 next(iter(adapter_parameters(here.model).values()))[0, 0] = float("nan")
         return strategy(*arguments)
 
-    trainer.setup.strategy = broken
+    trainer.strategy = broken
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
@@ -112,10 +111,9 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
-    assert (
-        read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
-    )
-    with restored(read_bundle(bundle), model_name=str(llama_folder)) as found:
+    student = read_student(bundle)
+    assert student.settings["teacher_attention"] == own
+    with restored(student, model_name=str(llama_folder)) as found:
         assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
 
 

@@ -259,6 +259,7 @@ def from_pretrained(
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
+
     model, tokenizer = load_base(
         name,
         device=device,

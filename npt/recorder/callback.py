@@ -1,0 +1,66 @@
+"""`RecorderCallback`: the recorder inside transformers' Trainer, for any model that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from npt.recorder.recording import Recording
+
+
+class RecorderCallback(TrainerCallback):
+    """Records chosen steps of a `transformers.Trainer`: the first micro-batch of each, on the first
+    process.
+
+    A file `step-XXXXXXXX.json` per step goes into the folder, and pictures of them all when
+    training ends. Between chosen steps no hook is on the model. A failure of recording is a line
+    and never ends the training.
+
+    Args:
+        folder: of the files.
+        steps: chosen optimizer steps, counted from 1: `1,2,3`, `1-5` or a mix.
+        every: also every so many steps.
+        say: gets each line about a recorded step or its files.
+
+    Raises:
+        ConfigError: steps that cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        steps: str | None = None,
+        every: int | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self.recording = Recording(folder, steps, every, say)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say which steps are recorded."""
+        self.recording.stop()  # of a training that ended in the middle of a step
+        if state.is_world_process_zero:
+            self.recording.say(str(self.recording))
+
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Put hooks on the model, if this step is recorded."""
+        step = state.global_step + 1
+        if model is not None and state.is_world_process_zero and self.recording.wants(step):
+            self.recording.start(model, step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the record of the first micro-batch, which is over."""
+        self.recording.finish()
+
+    on_step_end = on_substep_end
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the pictures of all recorded steps."""
+        self.recording.stop()
+        self.recording.draw()

@@ -1,0 +1,158 @@
+"""The picture of a run's records: the RMS of every tensor, layer by checkpoint, for each step.
+
+A tensor that is not finite is red, and the first one of its pass is framed: it made the bad numbers
+or was given them, all others passed them along. Forward a fault spreads to the right and down, a
+gradient's to the left and up.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from npt.files import write_bytes
+from npt.recorder.ranking import FACTOR, explosions, growths
+from npt.recorder.record import Direction, Record, short_names
+from npt.report.pages import render
+from npt.report.words import clean
+
+BAD = "#d01c2c"
+LISTED = 100  # non-finite tensors at most that the page lists
+
+
+def write_pictures(records: Iterable[Record], folder: Path) -> list[Path]:
+    """Draw records as `health.png` and `health.html` in `folder`, each replaced atomically, and
+    return the files. The same records give the same bytes. A `ValueError` says that there is
+    nothing to draw.
+    """
+    ordered = sorted(records, key=lambda record: (record.step, record.micro_batch))
+    ordered = [record for record in ordered if any("float" in row.dtype for row in record.rows)]
+    if not ordered:
+        raise ValueError("no record has a tensor, so there is nothing to draw; record a step first")
+    picture = _png(ordered)
+    contents = {"health.png": picture, "health.html": _page(ordered, picture).encode("utf-8")}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        write_bytes(folder / name, content)
+    return [folder / name for name in contents]
+
+
+def _png(records: Sequence[Record]) -> bytes:
+    import matplotlib
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    # the size of token ids is no activation's
+    drawn = (row for record in records for row in record.rows if "float" in row.dtype)
+    rows = sorted(drawn, key=lambda row: row.direction)
+    lines = short_names(dict.fromkeys(row.cell[0] for row in rows))
+    columns = list(dict.fromkeys(row.cell[1] for row in rows))
+    directions = list(dict.fromkeys(row.direction for row in rows))
+    width, height = max(2.5, min(5, 0.13 * len(columns))), max(1.5, min(9, 0.14 * len(lines)))
+    across, down = min(len(records), 3), math.ceil(len(records) / 3)
+    size = 2 + across * (width + 0.2), 2 + len(directions) * down * (height + 0.5)
+    # The settings of matplotlib's user stay out, and a `$` in a name is no formula.
+    settings = matplotlib.rc_context({"text.parse_math": False, "font.size": 7})
+    with matplotlib.style.context("default"), settings, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure = Figure(figsize=size, layout="constrained")
+        grids = figure.subplots(
+            len(directions) * down, across, sharex=True, sharey=True, squeeze=False
+        )
+        blocks = grids.reshape(len(directions), -1)
+        for block, direction in zip(blocks, directions, strict=True):
+            sizes = [math.log10(r.rms) for r in rows if r.direction == direction and r.rms]
+            sizes = [size for size in sizes if math.isfinite(size)]
+            # an exploded tensor must not make all others look alike
+            low, high = np.quantile(sizes or [0.0], (0.02, 0.98))
+            ends = low - 0.2, high + 0.2
+            for axes, record in zip(block, records, strict=False):
+                image = _paint(axes, record, direction, list(lines), columns, ends)
+            for axes in block[len(records) :]:
+                axes.axis("off")
+            label = f"{direction}: log10 of the RMS"
+            figure.colorbar(image, ax=list(block), extend="both", label=label)
+        for axes in grids[:, 0]:
+            _ticks(axes.yaxis, list(lines.values()), height)
+        for axes in grids[-1]:
+            _ticks(axes.xaxis, columns, width, rotation=90)
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", dpi=110, metadata={"Software": None})
+    return stream.getvalue()
+
+
+def _paint(
+    axes: Any,
+    record: Record,
+    direction: Direction,
+    lines: list[str],
+    columns: list[str],
+    ends: tuple[float, float],
+) -> Any:
+    """Draw one direction of a record; return the image. Of several calls of a module the largest
+    RMS is shown. ends: of the colours, in log10.
+    """
+    from matplotlib.colors import ListedColormap
+
+    sizes, bad = np.full((2, len(lines), len(columns)), np.nan)
+    first = None
+    for row in (r for r in record.rows if r.direction == direction and "float" in r.dtype):
+        at = lines.index(row.cell[0]), columns.index(row.cell[1])
+        if not row.finite:
+            bad[at], first = 1.0, first or at
+        elif row.rms is not None:
+            sizes[at] = np.fmax(sizes[at], math.log10(row.rms) if row.rms > 0 else -math.inf)
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+    image = axes.imshow(np.clip(sizes, -400, 400), vmin=ends[0], vmax=ends[1], **look)
+    axes.imshow(bad, cmap=ListedColormap([BAD]), **look)
+    title = f"step {record.step}"
+    if record.micro_batch:
+        title += f", micro-batch {record.micro_batch}"
+    if first is not None:
+        axes.plot(first[1], first[0], "s", markerfacecolor="none", color="black", markersize=7)
+        name = clean(f"{short_names(lines)[lines[first[0]]]} {columns[first[1]]}", 30)
+        title += f"\n{int(np.nansum(bad))} not finite, first: {name}"
+    axes.set_title(title, color="black" if first is None else BAD)
+    return image
+
+
+def _ticks(axis: Any, names: Sequence[str], inches: float, **look: Any) -> None:
+    """Label every cell, or every second, third ... if a line of text has no room."""
+    shown = range(0, len(names), math.ceil(0.11 * len(names) / inches))
+    axis.set_ticks(shown, [clean(names[i], 30) for i in shown], **look)
+
+
+def _page(records: Sequence[Record], picture: bytes) -> str:
+    """Return the page: what is not finite, what grew most, and the picture."""
+    bad = [
+        (record.step, row.direction, row.name, row.nan, row.pos_inf, row.neg_inf, row.count)
+        for record in records
+        for row in record.bad
+    ]
+    grown = sorted(
+        ((record.step, growth) for record in records for growth in growths(record)),
+        key=lambda pair: -pair[1].growth,
+    )
+    return render(
+        "recorder.html.j2",
+        title=f"Tensor health, steps {records[0].step} to {records[-1].step}",
+        sections={"findings": "Findings", "picture": "Picture"},
+        total=sum(len(record.rows) for record in records),
+        bad=bad,
+        listed=bad[:LISTED],
+        exploded=sum(len(explosions(record)) for record in records),
+        factor=FACTOR,
+        grown=[
+            (step, g.after.name, g.before.name, f"{g.after.rms:.3g}", f"× {g.growth:.3g}")
+            for step, g in grown[:10]
+        ],
+        image=Markup(f"data:image/png;base64,{base64.b64encode(picture).decode()}"),
+    )

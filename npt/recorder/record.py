@@ -1,0 +1,113 @@
+"""A record: the health of a model's tensors in one pass, as plain numbers that can be written, read
+and drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Direction = Literal["forward", "gradient"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor at one checkpoint of the pass.
+
+    Statistics are of the finite elements, None if there are none.
+
+    Attributes:
+        module: dotted name of the module that it belongs to, empty for the model itself.
+        layer: index of the decoder layer, None outside of them.
+        stage: its role there, such as `out`, `in`, `m_gate`, `weight`.
+        direction: the value that went forward, or its gradient.
+        count: elements looked at.
+        finite_share: in [0, 1].
+        saturation: share of multipliers within a hundredth of their bounds.
+        update_ratio: RMS of the addition to the residual stream over the RMS of the stream.
+        source: index among the record's rows of the tensor that this one was made from, if the two
+            may be compared in size.
+    """
+
+    module: str
+    layer: int | None
+    stage: str
+    direction: Direction
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    finite_share: float
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    rms: float | None
+    absmax: float | None
+    saturation: float | None = None
+    update_ratio: float | None = None
+    source: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The module and the stage in it: `model.layers.3.mlp.gate_proj out`."""
+        return f"{self.module} {self.stage}".strip()
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        """The line and the column of a map by layers: `model.layers.3` and `mlp.gate_proj out`."""
+        parts = self.module.split(".")
+        if self.layer is None or str(self.layer) not in parts:
+            return self.module, self.stage
+        depth = parts.index(str(self.layer)) + 1
+        return ".".join(parts[:depth]), f"{'.'.join(parts[depth:])} {self.stage}".strip()
+
+    @property
+    def finite(self) -> bool:
+        """No element is NaN or infinite."""
+        return self.nan == self.pos_inf == self.neg_inf == 0
+
+    @property
+    def norm(self) -> float | None:
+        """Euclidean norm of the finite elements."""
+        finite = self.count - self.nan - self.pos_inf - self.neg_inf
+        return None if self.rms is None else self.rms * finite**0.5
+
+
+@dataclass(frozen=True)
+class Record:
+    """All rows of one recorded step, in the order of the pass.
+
+    Attributes:
+        micro_batch: its index in the step's window.
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    micro_batch: int = 0
+
+    @property
+    def bad(self) -> list[Row]:
+        """The rows with NaN or infinities: the first is nearest to the cause."""
+        return [row for row in self.rows if not row.finite]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold, and `from_dict` reads."""
+        return {**vars(self), "rows": [dict(vars(row)) for row in self.rows]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """Return the record that `as_dict` gave."""
+        rows = (Row(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"])
+        return cls(values["step"], tuple(rows), values["micro_batch"])
+
+
+def short_names(lines: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each line's name, or all of it if several end alike."""
+    tails = {line: line.rpartition(".")[2] for line in lines}
+    times = Counter(tails.values())
+    return {line: (tail if times[tail] == 1 else line) or "model" for line, tail in tails.items()}

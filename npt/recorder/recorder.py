@@ -1,0 +1,287 @@
+"""The recorder: the health of every tensor that a pass through a module produces, without a change
+to any of them.
+
+    with Recorder(model) as recorder:
+        model(**batch).loss.backward()
+    record = recorder.record(step=1)
+
+Each tensor is reduced to a few numbers where it lies, and all of them are read at once by `record`.
+No tensor lives longer for it, and on leaving the block every hook is gone.
+
+Rows, in the order of the pass, by their `stage`:
+
+    in            every module: its main input (the first tensor), unless it already has a row as
+                  an output of another module
+    in.NAME       every module: its other inputs, likewise; masks are left out, their -Inf is meant
+    out           every module: its output, of several the first; out.NAME or out.NUMBER: the others
+    weight, ...   every parameter, gradient only: what this pass added to it, before any clipping
+
+and of an NPT layer:
+
+    h             the residual stream before the layer
+    a             the attention output, after o_proj
+    z             the low-rank code A a
+    s_stream      the shift of the stream
+    stream        what the MLP reads and adds to, if that is not h: with a if the attention
+                  residual is kept, with the shift if there is one
+    m_gate ...    multipliers of gate, up, down, with their saturation
+    s_gate ...    additive terms of gate, up, down
+    gate, up      the products as modulated (before: `mlp.gate_proj out`, `mlp.up_proj out`)
+    activation    act(gate)
+    product       activation * up, the input of down_proj
+    mlp           the MLP's output as modulated
+    o             the residual sum after the layer, with its update ratio
+    t             the teacher's o, under the local strategy
+
+A tensor that several modules name has a row under each name. Later calls of a module in the same
+pass are numbered, `out#2`: the student's under the end_to_end strategy, or a recomputation under
+the gradient checkpointing of a model's own (that of `--gradient_checkpointing` is not looked at
+twice). Under the local strategy teacher and student go through the MLP's products as one stack of
+rows. A gradient has the stage of its value; `out@2` is the second backward through it.
+
+Padded positions are left out of every tensor that starts with the batch and time of the mask: of
+`valid`, else of the two-dimensional `attention_mask` that the model itself is called with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from npt.adapters.layer import NPTAdapter
+from npt.adapters.modulation import multiplier_spread
+from npt.adapters.recompute import is_recomputing
+from npt.base.hooks import only_looks
+from npt.recorder.observations import Observations, Reduced
+from npt.recorder.record import Record
+from npt.recorder.sites import Site, named_inputs, sites_of
+from npt.tracer.tensors import tensors_in
+
+SATURATED = 0.99
+"""A multiplier counts as saturated beyond this share of the way from the middle of its form's range
+to an end.
+"""
+
+# The stage that a stage of an NPT layer is made of; growth from there can be an explosion.
+_MADE_OF = {
+    "z": "a",
+    "s_stream": "a",
+    "activation": "gate",
+    "product": "activation",
+    "mlp": "product",
+    "o": "h",
+    "t": "h",
+}
+
+
+class Recorder:
+    """Records every forward and backward pass through `model` inside its block.
+
+    Numerics, random state and the graph are as without it, under `torch.no_grad`,
+    `torch.inference_mode`, mixed precision and gradient checkpointing too. Only code that itself
+    asks whether it is hooked may take another way: torch's `nn.TransformerEncoderLayer` then leaves
+    its fused inference path. A tensor that cannot be reduced (a sparse one, say) is skipped, with a
+    warning from `record`. Recorders nest, and one can be entered again: it then starts anew.
+
+    Args:
+        model: any module.
+        gradients: record the gradients of the same tensors, and of the parameters, as well.
+        valid: [B, T] bool, True at the tokens that count.
+
+    Raises:
+        ValueError: `valid` has another number of dimensions.
+    """
+
+    def __init__(self, model: nn.Module, *, gradients: bool = True, valid: Tensor | None = None):
+        if valid is not None:
+            if valid.ndim != 2:
+                raise ValueError(
+                    f"valid has the shape {tuple(valid.shape)}; it says of each token, [B, T],"
+                    " whether it counts"
+                )
+            # once, so that no reduction waits for it
+            device = next((p.device for p in model.parameters()), valid.device)
+            valid = valid.detach().bool().to(device)
+        self.model, self.gradients, self._valid = model, gradients, valid
+        self._hooks: ExitStack | None = None
+        self._tensor_hooks: list[RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._observed = Observations(self._valid)
+        self._sources: dict[str, Reduced] = {}  # of the modules that are being computed
+        self._stages: dict[str, dict[str, Reduced]] = {}  # of each NPT layer's pass so far
+        self.skipped: list[str] = []
+
+    def __enter__(self) -> Recorder:
+        if self._hooks is not None:
+            raise RuntimeError(
+                "this Recorder is inside its block already; make another one to nest them"
+            )
+        self._forget()
+        with ExitStack() as hooks:
+            self._attach(hooks)
+            self._hooks = hooks.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._tensor_hooks:
+            handle.remove()
+        if self._hooks is not None:
+            self._hooks.close()
+        self._tensor_hooks, self._hooks = [], None
+        self._sources, self._stages = {}, {}
+
+    def record(self, step: int = 0, micro_batch: int = 0) -> Record:
+        """Read everything observed since the block began, or since the last call, and start anew.
+
+        The one moment at which the host waits for the device.
+        """
+        rows, skipped = self._observed.rows(), self.skipped
+        self._forget()
+        self.skipped = skipped
+        self._tensor_hooks = [
+            handle for handle in self._tensor_hooks if handle.hooks_dict_ref() is not None
+        ]
+        if skipped:
+            warnings.warn(
+                f"{len(skipped)} tensors were not recorded, the first: {skipped[0]}", stacklevel=2
+            )
+        return Record(step, rows, micro_batch)
+
+    def _attach(self, hooks: ExitStack) -> None:
+        modules = dict(self.model.named_modules())
+        sites = sites_of(modules)
+        for name, module in modules.items():
+            site = sites[name]
+            look_in = only_looks(partial(self._see, site, "in", self._inputs))
+            look_out = only_looks(partial(self._see, site, "out", self._outputs))
+            hooks.enter_context(module.register_forward_pre_hook(look_in, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(look_out, with_kwargs=True))
+            if isinstance(module, NPTAdapter):
+                hooks.callback(setattr, module, "observer", module.observer)
+                module.observer = self._observer(site, module)
+        for name, parameter in self.model.named_parameters() if self.gradients else ():
+            # A parameter of a list or dictionary of parameters belongs to the module that has it:
+            # `npt.B.gate` is `npt`, `B.gate`.
+            owner = name.rpartition(".")[0]
+            while owner and isinstance(modules[owner], nn.ParameterDict | nn.ParameterList):
+                owner = owner.rpartition(".")[0]
+            if parameter.requires_grad:
+                site, stage = sites[owner], name[len(owner) :].lstrip(".")
+                look = partial(self._quietly, site, f"gradient of {stage}", self._gradients)
+                hooks.enter_context(parameter.register_hook(partial(look, [(site, stage)], None)))
+
+    def _observer(self, site: Site, adapter: NPTAdapter) -> Callable[[dict[str, Any]], None]:
+        """Return an observer of an NPT layer's stages; one that it has already is called too."""
+        previous = adapter.observer
+
+        def observe(stages: dict[str, Tensor | None]) -> None:
+            self._add_stages(site, adapter, stages)
+            if previous is not None:
+                previous(stages)
+
+        return observe
+
+    # --- the hooks. None may raise: nothing that happens here may stop the pass.
+
+    def _quietly(self, site: Site, stage: str, look: Callable[..., None], *arguments: Any) -> None:
+        try:
+            look(*arguments)
+        except Exception as error:
+            reason = f": {type(error).__name__}: {error}".splitlines()[0]
+            self.skipped.append(f"{site.name} {stage}".strip() + reason)
+
+    def _see(
+        self, site: Site, stage: str, look: Callable[..., None], module: nn.Module, *shown: Any
+    ) -> None:
+        if not is_recomputing():
+            self._quietly(site, stage, look, site, *shown)
+
+    def _inputs(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._sources.pop(site.name, None)
+        inputs, main = named_inputs(site, args, kwargs)
+        if site.name == "" and self._valid is None:
+            self._observed.valid = _validity(inputs)
+        for name, tensor in inputs.items():
+            if "mask" in name:
+                continue
+            reduced = self._observed.find(tensor)
+            if reduced is None:
+                reduced = self._add(site, "in" if name == main else f"in.{name}", tensor)
+            if name == main and site.grows and tensor.is_floating_point():
+                self._sources[site.name] = reduced
+
+    def _outputs(self, site: Site, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        source = self._sources.pop(site.name, None)
+        for position, (name, tensor) in enumerate(tensors_in(output)):
+            if position == 0:
+                stage = "out" if name in ("", "0") else f"out.{name}"
+                first = None if source is None else source.entries[0]
+                reduced = self._add(site, stage, tensor, first)
+                if site.element and source is not None:
+                    self._observed.add_update(reduced, tensor, source)
+            elif self._observed.find(tensor) is None:
+                self._add(site, f"out.{name}", tensor)
+
+    def _add_stages(
+        self, site: Site, adapter: NPTAdapter, stages: dict[str, Tensor | None]
+    ) -> None:
+        if "h" in stages:
+            self._stages[site.name] = {}
+        for stage, tensor in stages.items():
+            if tensor is not None and not (stage == "stream" and tensor is stages["h"]):
+                self._quietly(site, stage, self._add_stage, site, adapter, stage, tensor)
+
+    def _add_stage(self, site: Site, adapter: NPTAdapter, stage: str, tensor: Tensor) -> None:
+        stages = self._stages.setdefault(site.name, {})
+        made_of = stages.get(_MADE_OF.get(stage, ""))
+        source = None if made_of is None else made_of.entries[-1]
+        stages[stage] = reduced = self._add(site, stage, tensor, source)
+        if stage.startswith("m_"):
+            middle, half = multiplier_spread(adapter.config.mult_form, adapter.config.mult_bound)
+            self._observed.add_saturation(reduced, tensor, middle, SATURATED * half)
+        if stage in ("o", "t") and made_of is not None:
+            self._observed.add_update(reduced, tensor, made_of)
+
+    def _add(self, site: Site, stage: str, tensor: Tensor, source: int | None = None) -> Reduced:
+        """Add a row of a tensor that goes forward. One that is known is not reduced again."""
+        reduced = self._observed.find(tensor)
+        if reduced is None:
+            reduced = self._observed.reduce(tensor)
+            if self.gradients and tensor.requires_grad:
+                self._watch(site, stage, tensor, reduced.entries)
+        self._observed.add(site, stage, tensor, reduced, source)
+        return reduced
+
+    def _watch(self, site: Site, stage: str, tensor: Tensor, rows: list[int]) -> None:
+        """Record the gradient of `tensor` under each name that it has by then."""
+        valid, entries = self._observed.valid, self._observed.entries
+
+        def look(gradient: Tensor) -> None:
+            names = [(entries[row].site, entries[row].stage) for row in rows]
+            self._quietly(site, f"gradient of {stage}", self._gradients, names, valid, gradient)
+
+        self._tensor_hooks.append(tensor.register_hook(look))
+
+    def _gradients(
+        self, names: list[tuple[Site, str]], valid: Tensor | None, gradient: Tensor
+    ) -> None:
+        summary = self._observed.summarise(gradient, valid)
+        for site, stage in names:
+            self._observed.add_gradient(site, stage, gradient, summary)
+
+
+def _validity(inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the tokens that count, by the model's arguments; None for all or if nothing says."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return None
+    valid = mask.detach().bool()
+    return None if valid.device.type == "cpu" and bool(valid.all()) else valid

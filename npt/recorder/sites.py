@@ -1,0 +1,75 @@
+"""The observed modules of a model, and the tensors among what they are called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from npt.tracer.tensors import tensors_in
+
+_MAIN_INPUTS = ("hidden_states", "inputs_embeds", "input_ids", "input", "x")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module to be observed.
+
+    Attributes:
+        layer: index of the decoder layer that it is in.
+        element: it is an element of a list of modules, such as a decoder layer.
+        grows: the size of its output may be compared with its input's, which says nothing of a
+            normalisation or an embedding.
+        parameters: positional ones of its forward.
+    """
+
+    name: str
+    layer: int | None
+    element: bool
+    grows: bool
+    parameters: tuple[str, ...]
+
+
+def sites_of(modules: Mapping[str, Any]) -> dict[str, Site]:
+    """Return a site for each module of `named_modules`, by its name."""
+    sites = {}
+    for name, module in modules.items():
+        parts = name.split(".") if name else []
+        listed = [
+            isinstance(modules.get(".".join(parts[:depth])), nn.ModuleList)
+            for depth in range(len(parts))
+        ]
+        sites[name] = Site(
+            name=name,
+            layer=int(parts[listed.index(True)]) if any(listed) else None,
+            element=bool(listed) and listed[-1],
+            grows=not any(word in type(module).__name__.lower() for word in ("norm", "embedding")),
+            parameters=_parameters(module.__class__),
+        )
+    return sites
+
+
+@cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    try:
+        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
+
+
+def named_inputs(
+    site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors that a module is called with, by the names of its parameters, and which
+    of them goes through the module: one of the usual names, else the first.
+    """
+    names = (*site.parameters, *map(str, range(len(site.parameters), len(args))))
+    inputs = dict(tensors_in({**dict(zip(names, args, strict=False)), **kwargs}))
+    candidates = (*_MAIN_INPUTS, *(name for name in inputs if "mask" not in name))
+    return inputs, next((name for name in candidates if name in inputs), "")

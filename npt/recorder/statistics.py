@@ -1,0 +1,114 @@
+"""The statistics of one tensor, reduced where it lies: nine numbers that can wait on the device.
+
+Counts are of all elements; minimum, maximum, mean, standard deviation and RMS of the finite ones.
+Before anything is squared the elements are scaled by the largest of them, so that the RMS of a
+tensor that is about to overflow is right.
+
+On a CPU, where reading a number costs nothing, a tensor without NaN, infinities or extreme sizes
+takes a short way, a hundred times as fast. On the long way nothing is read.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FIELDS = ("count", "nan", "pos_inf", "neg_inf", "min", "max", "mean", "std", "rms")
+"""The numbers of `summarise`, in order. The last five are NaN if no element is finite."""
+
+# Between these sizes no sum of squares overflows fp32, and what underflows in one is too small to
+# be seen in it. Over ten million elements its error is 2e-4.
+_SMALLEST, _LARGEST = 1e-12, 1e15
+
+
+def summarise(tensor: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the `FIELDS` of one tensor: [9] float64 on its device, without a wait on CUDA.
+
+    Of a complex tensor the elements are the real and imaginary parts. Of a tensor whose first two
+    dimensions are those of `valid`, [B, T] bool, only tokens that are True there count.
+    """
+    values, mask = _elements(tensor, valid)
+    # a dtype that holds every element and in which it can be computed
+    exact = values.is_floating_point() and values.dtype != torch.float64
+    values = values.to(torch.float32 if exact else torch.float64)
+    sizes = _sizes(values.reshape(-1)) if _readable(values) and values.numel() else None
+    if sizes is None:
+        return _by_selection(values, mask)
+    return torch.tensor([values.numel(), 0, 0, 0, *sizes], dtype=torch.float64, device="cpu")
+
+
+def share_beyond(
+    tensor: Tensor, centre: float, distance: float, valid: Tensor | None = None
+) -> Tensor:
+    """Return the share of elements further from `centre` than `distance`: [1] float64 on the
+    tensor's device, 0 of none; arguments as in `summarise`.
+    """
+    values, mask = _elements(tensor, valid)
+    beyond = (values - centre).abs() > distance
+    beyond = beyond if mask is None else beyond & mask
+    total = max(1, values.numel()) if mask is None else mask.sum().clamp_min(1)
+    return (beyond.sum().to(torch.float64) / total).reshape(1)
+
+
+def _elements(tensor: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the real elements that count; if they cannot be gathered without waiting, all of them
+    and a mask of those that do.
+    """
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if valid is None or values.shape[:2] != valid.shape:
+        return values, None
+    valid = valid.to(values.device)
+    if _readable(values):
+        return values[valid], None
+    return values, valid.reshape(*valid.shape, *(1,) * (values.ndim - 2)).expand_as(values)
+
+
+def _readable(values: Tensor) -> bool:
+    """Tell if reading a number costs no wait."""
+    return values.device.type == "cpu"
+
+
+def _sizes(flat: Tensor) -> tuple[float, ...] | None:
+    """Return min, max, mean, std, RMS of one or more elements; None if some are not finite, or of a
+    size that squares do not bear.
+    """
+    low, high = (float(end) for end in torch.aminmax(flat))
+    size = max(abs(low), abs(high))
+    if size != 0.0 and not _SMALLEST <= size <= _LARGEST:  # nor if a NaN made both NaN
+        return None
+    n = flat.numel()
+    mean, square = float(flat.sum()) / n, float(torch.dot(flat, flat)) / n
+    variance = square - mean * mean
+    if variance < 0.01 * square:  # most digits cancelled
+        centred = flat - mean
+        rest = float(torch.dot(centred, centred)) / n - (float(centred.sum()) / n) ** 2
+        variance = max(0.0, rest)
+    return low, high, mean, math.sqrt(variance), math.sqrt(square)
+
+
+def _by_selection(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the same of any elements by selections only: nothing is read. The sums run in fp64."""
+    wide = torch.float64
+    if values.numel() == 0:
+        return torch.tensor([0.0] * 4 + [math.nan] * 5, dtype=wide, device=values.device)
+    chosen = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    finite = torch.isfinite(values) & chosen
+    bads = (values != values, values == math.inf, values == -math.inf)
+    counts = [chosen.sum(), *((bad & chosen).sum() for bad in bads)]
+    n = finite.sum()
+    low = torch.where(finite, values, math.inf).amin()
+    high = torch.where(finite, values, -math.inf).amax()
+    size = torch.maximum(low.abs(), high.abs())
+    scale = torch.where((n > 0) & (size > 0), size, 1.0)
+    scaled = torch.where(finite, values, 0.0) / scale
+    mean = scaled.sum(dtype=wide) / n
+    variance = torch.where(finite, scaled - mean.to(values.dtype), 0.0).square().sum(dtype=wide) / n
+    scale = scale.to(wide)
+    rms = (variance + mean * mean).sqrt() * scale
+    sizes = [low.to(wide), high.to(wide), mean * scale, variance.sqrt() * scale, rms]
+    kept = [torch.where(n > 0, value, math.nan) for value in sizes]
+    return torch.stack([*(count.to(wide) for count in counts), *kept])

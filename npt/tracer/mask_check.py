@@ -1,0 +1,148 @@
+"""Check of the attention masks of a pass: does one leave a valid token without keys?
+
+Softmax over a row without a key has no answer, so each kernel makes one up: NaN (eager, with -Inf),
+zeros (SDPA's CPU kernels, with bool and -Inf) or an even mixture of masked keys (any of them, with
+a finite mask). The last two are finite and wrong and reach no loss as NaN, so the masks themselves
+are checked, as modules are given them.
+
+Shapes: B batch, T queries, S keys, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npt.base.hooks import only_looks
+from npt.data.batch import Batch
+from npt.tracer.source_location import Tokens, layer_of
+from npt.tracer.tensors import dtype_name
+from npt.tracer.verdict import Verdict
+
+MASKED = -1e3
+"""An additive entry that low is masked. It lies between biases, of which every row has one near 0
+(ALiBi, T5), and the numbers used for minus infinity: -Inf, finfo.min of any dtype, or -1e9 and -1e4
+(in bf16 -9984) in older code."""
+
+
+@dataclass(frozen=True)
+class MaskFault:
+    """The row [b, t] of a mask that no softmax can take, its largest entry, and why it is bad."""
+
+    index: tuple[int, int]
+    value: float
+    message: str
+
+
+def mask_fault(mask: Tensor, valid: Tensor) -> MaskFault | None:
+    """Find a valid query that may attend to nothing, or a row with NaN or +Inf. A padded query may
+    be without keys. Waits for the device.
+
+    The mask is [B, 1 or H, T, S], bool (True: may attend) or floating (added to the scores).
+    """
+    valid = valid.bool()
+    masked = mask <= MASKED if mask.is_floating_point() else ~mask
+    unusable = mask.isnan() | mask.isposinf()
+    keyless, broken = masked.all(dim=-1).any(dim=1), unusable.any(dim=-1).any(dim=1)
+    bad = broken if bool(broken.any()) else keyless & valid
+    if not bool(bad.any()):
+        return None
+    b, t = (int(i) for i in bad.nonzero()[0])
+    message = f"attention mask {list(mask.shape)} {dtype_name(mask.dtype)}: "
+    if bad is broken:
+        message += (
+            f"{int(unusable.sum())} entries are NaN or +Inf, first in row [b={b}, t={t}], which"
+            " comes out as NaN; make the mask anew"
+        )
+        return MaskFault((b, t), float(mask[b, :, t].max()), message)
+    value = float(mask[b, :, t].amax(dim=-1).min())  # the head without a key has the lowest peak
+    row = f"at most {value:g}" if mask.is_floating_point() else "all False"
+    comes_out = "NaN or zeros, depending on the kernel"
+    if mask.is_floating_point() and math.isfinite(value):
+        comes_out = "a mixture of masked keys, finite and wrong"
+    message += (
+        f"the valid token at [b={b}, t={t}] may attend to nothing (its row is {row}: {comes_out};"
+        f" such are {int((keyless & valid).sum())} valid and {int((keyless & ~valid).sum())} padded"
+        f" ones of {valid.numel()}); let every valid token see itself"
+    )
+    return MaskFault((b, t), value, message)
+
+
+@contextmanager
+def mask_check(model: nn.Module, batch: Any, unpadded: bool = False) -> Iterator[list[Verdict]]:
+    """Check within the context every attention mask that a module is given, once; yield the list
+    that gets the verdict on the first bad one.
+
+    The batch says which tokens are valid. If it does not, a token that no query may attend to is
+    taken for padding, or none if the batch is `unpadded`.
+    """
+    verdicts: list[Verdict] = []
+    seen: list[weakref.ref[Tensor]] = []
+    tokens = Tokens(batch)
+    padding = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    padding = batch.attention_mask if isinstance(batch, Batch) else padding
+    valid = padding.bool() if isinstance(padding, Tensor) and padding.ndim == 2 else None
+    if unpadded and padding is None and tokens.shape is not None:
+        valid = torch.ones(tokens.shape, dtype=torch.bool)
+
+    def check(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if verdicts or not isinstance(mask, Tensor) or mask.ndim != 4 or 0 in mask.shape:
+            return
+        usual = mask.dtype == torch.bool or mask.is_floating_point()
+        if usual and not any(reference() is mask for reference in seen):
+            seen.append(weakref.ref(mask))
+            fault = _fault_of(mask.detach(), valid)
+            if fault is not None:
+                verdicts.append(_verdict(fault, name, mask, tokens))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                hook = only_looks(partial(check, name))
+                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield verdicts
+
+
+def _fault_of(mask: Tensor, valid: Tensor | None) -> MaskFault | None:
+    """Return the fault of a mask; None also if it cannot be told whose queries are valid."""
+    rows, queries = mask.shape[0], mask.shape[2]
+    square = mask.shape[3] == queries
+    if valid is None and square:
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        valid = allowed.any(dim=1).any(dim=1)
+    if valid is None or tuple(valid.shape) != (rows, queries):
+        return None
+    valid = valid.to(mask.device)
+    if square and mask.dtype == torch.bool:
+        sees_itself = mask.diagonal(dim1=2, dim2=3).any(dim=1)
+        if not bool((sees_itself & valid).any()):
+            return None  # True says masked, as in some models
+    return mask_fault(mask, valid)
+
+
+def _verdict(fault: MaskFault, module: str, mask: Tensor, tokens: Tokens) -> Verdict:
+    row, token = fault.index
+    return Verdict(
+        cause="fully masked row",
+        phase="data",
+        layer=layer_of(module),
+        module=module,
+        operation="attention_mask",
+        tensor=f"attention_mask {list(mask.shape)} {dtype_name(mask.dtype)}",
+        index=fault.index,
+        value=fault.value,
+        reached="the attention of a valid token, maybe as finite numbers",
+        explanation=fault.message,
+        row=row,
+        token=token,
+        sample=tokens.samples[row] if row < len(tokens.samples) else None,
+    )

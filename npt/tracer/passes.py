@@ -1,0 +1,162 @@
+"""One pass of a model: run it, collect its results, and leave the model unchanged."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
+
+from npt.adapters.stream import model_inputs
+from npt.base.families import is_known
+from npt.data.batch import IGNORE_INDEX, Batch
+from npt.errors import ConfigError, kind_of
+from npt.random_state import kept_random_state
+from npt.tracer.tensors import Badness, judge, tensors_in
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A result of the pass that may not be bad: a loss, a gradient, or an output, which may be
+    masked.
+    """
+
+    label: str
+    tensor: Tensor
+
+    @property
+    def bad(self) -> bool:
+        return judge(self.tensor) != Badness.FINE and not self.unsure
+
+    @property
+    def unsure(self) -> bool:
+        """Tell if only a ledger can judge it."""
+        return self.label.startswith("output") and judge(self.tensor) == Badness.SOFT
+
+
+def default_run(model: nn.Module, batch: Any) -> Run:
+    """Return a call of the model on the batch, with labels if it is a language model."""
+    if isinstance(batch, Batch):
+        packed = batch if is_known(model) else replace(batch, documents=None)
+        batch = {**model_inputs(model, packed), "labels": batch.labels}
+    if isinstance(batch, Mapping):
+        arguments = dict(batch)
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if "labels" not in arguments and isinstance(ids, Tensor) and _is_language_model(model):
+            if isinstance(mask, Tensor) and mask.shape == ids.shape:
+                ids = ids.masked_fill(~mask.bool(), IGNORE_INDEX)
+            arguments["labels"] = ids
+        return lambda: model(**arguments)
+    positional = batch if isinstance(batch, tuple | list) else (batch,)
+    return lambda: model(*positional)
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    """Tell if labels are token ids: transformers' models with a head over their vocabulary."""
+    head: Any = getattr(model, "get_output_embeddings", None)
+    has_head = head is not None and head() is not None
+    return has_head and "labels" in inspect.signature(model.forward).parameters
+
+
+def ready(batch: Any, device: torch.device) -> Any:
+    """Return the batch on a device, fit for backward, which tensors of inference mode are not."""
+    if isinstance(batch, Batch):
+        return batch.to(device)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(
+        Tensor, lambda t: t.to(device).clone() if t.is_inference() else t.to(device), batch
+    )
+
+
+def sinks_of(model: nn.Module, batch: Any, result: Any) -> list[Sink]:
+    """Return the results of the pass. A scalar loss with a graph is differentiated first, if the
+    pass has not done so.
+    """
+    loss = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+    loss = result.get("loss") if isinstance(result, Mapping) else loss
+    named = [*model.named_parameters(), *named_inputs(batch)]
+    leaves = [(name, leaf) for name, leaf in named if leaf.is_leaf and leaf.requires_grad]
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        if loss.requires_grad and all(leaf.grad is None for _, leaf in leaves):
+            loss.backward()
+        sinks = [Sink("loss", loss.detach())]
+    else:
+        outputs = tensors_in(result)
+        sinks = [Sink(f"output {name}".strip(), tensor.detach()) for name, tensor in outputs]
+    for name, leaf in leaves:
+        if leaf.grad is not None:
+            sinks += [Sink(*named) for named in tensors_in(leaf.grad, f"gradient of {name}")]
+    if not sinks:
+        raise ConfigError(
+            f"run gave {kind_of(result)} and no gradients: it must return a loss or outputs, or"
+            " run backward"
+        )
+    return sinks
+
+
+def named_inputs(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch: entries by their names, arguments by their positions."""
+    for name, tensor in tensors_in(batch):
+        yield f"input {name}".strip() if isinstance(batch, Tensor | list | tuple) else name, tensor
+
+
+@contextmanager
+def untouched(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Start without gradients and without a mode of the caller's that hinders a backward pass.
+
+    Afterwards gradients, buffers, the modules' modes and random state are as before.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    inputs = (t for _, t in tensors_in(batch) if t.is_leaf and t.requires_grad)
+    gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
+    buffers = [
+        (module._buffers, name, b, b.detach().clone())
+        for module in model.modules()
+        for name, b in module._buffers.items()
+        if b is not None
+    ]
+    states = random.getstate(), numpy.random.get_state()
+    # casts of the weights from before this pass would come out of nowhere in it
+    torch.clear_autocast_cache()
+    try:
+        with (
+            kept_random_state(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),
+        ):
+            for leaf, _ in gradients:
+                leaf.grad = None
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        for module, training in modes:
+            module.training = training
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        with torch.no_grad():
+            for held, name, buffer, copy in buffers:
+                held[name] = buffer
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
+
+
+def versions(model: nn.Module) -> dict[str, int]:
+    """Return how often each parameter was written to."""
+    return {
+        name: parameter._version
+        for name, parameter in model.named_parameters()
+        if not (is_lazy(parameter) or parameter.is_inference())
+    }

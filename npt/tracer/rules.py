@@ -1,0 +1,337 @@
+"""From the operation that made a bad number to the reason why.
+
+A rule looks at the operation's name and at its inputs, nothing else, and the first one that fits
+names the cause. A fault that none of them knows stays `unknown`, with its operands on show: a guess
+would cost more time than it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from npt.data.batch import IGNORE_INDEX
+from npt.tracer.operations import WRITERS, External, Origin, names
+from npt.tracer.tensors import absmax, dtype_name, element
+
+HUGE = 1e6
+"""A finite weight, statistic or activation of this size is no trained model's: theirs stay below a
+few thousand.
+"""
+
+_SMALL = 1e-3
+"""A divisor below this is taken for the reason of an overflow that its quotient is."""
+
+CONSTANTS = ("other", "exponent", "value", "fill_value", "eps")
+"""Arguments that are numbers of the program and that a result is made of."""
+
+DIVISIONS = names("div div_ true_divide reciprocal reciprocal_ remainder fmod")
+POWERS = names("rsqrt rsqrt_ pow pow_")
+EXPONENTIALS = names("exp exp_ expm1 exp2 sinh cosh logsumexp")
+DOMAINS = POWERS | names(
+    "log log_ log2 log10 log1p log1p_ sqrt sqrt_ acos asin acosh atanh erfinv xlogy logit lgamma"
+    " digamma"
+)
+SOFTMAXES = names("_softmax _safe_softmax _log_softmax softmax log_softmax")
+WRITTEN = WRITERS | names("index_fill index_fill_ masked_scatter")
+SLOPES = names(
+    "Sqrt Log Log2 Log10 Log1P Rsqrt Pow Div Reciprocal Acos Asin Acosh Atanh Xlogy"
+    " LinalgVectorNorm Norm Std StdMean Logit Erfinv Atan2 Cdist"
+)
+AVERAGES = names("mean var std var_mean std_mean")
+NORMALISATIONS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
+"""Parts of the names of operations."""
+
+CASTS = names("_to_copy to copy_")
+PRODUCTS = names("mul mul_ addcmul")
+LONG_PRODUCTS = names("pow pow_ prod cumprod cumprod_ _linalg_det linalg_matrix_exp lgamma")
+"""Overflow of moderate numbers: factors are many, or the function grows faster than a product."""
+
+
+class Reason(NamedTuple):
+    """A cause, and the sentence with the figures that make it one."""
+
+    cause: str
+    explanation: str
+
+
+def explain(origin: Origin) -> Reason:
+    """Return the cause of an origin's bad number."""
+    if origin.external is not None:
+        return _external(origin, origin.external)
+    for operations, rule in _RULES:
+        reason = rule(origin) if operations is None or origin.operation in operations else None
+        if reason is not None:
+            return reason
+    return Reason("unknown", f"{origin.operation} of {_given(origin)} gave {origin.value:g}")
+
+
+def hidden(reason: Reason) -> Reason:
+    """Return the cause of a number that forward hid from the loss, as a `where` does, and that
+    spoilt the gradients all the same.
+    """
+    hideable = ("invalid argument", "division by zero", "vanishing norm", "exponential overflow")
+    if reason.cause not in hideable:
+        return reason
+    unseen = "the loss does not show it, its gradient is 0 times infinity"
+    return Reason("masked gradient", f"{reason.explanation}; {unseen}")
+
+
+def _external(origin: Origin, external: External) -> Reason:
+    held = f"{external.name} held {origin.value:g}"
+    if math.isfinite(origin.value) and abs(origin.value) <= HUGE:
+        return Reason("beyond the limit", f"{held} before anything was computed")
+    if external.kind == "outside":
+        return Reason("outside of torch", f"{held}, and no operation of the pass made it so")
+    return Reason(_corrupt(external), f"{held} before anything was computed")
+
+
+def _corrupt(external: External) -> str:
+    if external.kind == "data":
+        return "corrupt input"
+    return "corrupt absmax" if ": " in external.name else "corrupt weight"
+
+
+def element_at(tensor: Tensor, shape: tuple[int, ...], index: tuple[int, ...]) -> float | None:
+    """Return the element at `index` of `tensor`, broadcast to `shape`; None if it does not."""
+    if len(index) != len(shape) or tensor.layout != torch.strided:
+        return None
+    try:
+        return element(tensor.detach().expand(shape), index)
+    except RuntimeError:
+        return None
+
+
+def _input(origin: Origin, *names: str) -> Tensor | None:
+    return next((tensor for label, tensor in origin.inputs if label in names), None)
+
+
+def _at(origin: Origin, tensor: Tensor | None) -> float | None:
+    """Return the element of an input that met the bad one of the output, under broadcasting."""
+    return None if tensor is None else element_at(tensor, origin.shape, origin.index)
+
+
+def _floats(origin: Origin) -> dict[str, Tensor]:
+    return {
+        label: t
+        for label, t in origin.inputs
+        if (t.is_floating_point() or t.is_complex()) and t.numel()
+    }
+
+
+def _largest(origin: Origin) -> float:
+    return max(map(absmax, _floats(origin).values()), default=0.0)
+
+
+def _given(origin: Origin, at: float | None = None) -> str:
+    """Return the inputs for a sentence: the very element if it is known, else the largest; and
+    numbers of the program.
+    """
+    numbers = f"{at:g}" if at is not None else f"numbers up to {_largest(origin):g}"
+    constants = (value for name, value in origin.constants.items() if name in CONSTANTS)
+    return numbers + "".join(f" and the constant {value:g}" for value in constants)
+
+
+def _result(origin: Origin, at: float | None = None) -> str:
+    return f"{origin.operation} of {_given(origin, at)} is {origin.value:g}"
+
+
+def _beyond(origin: Origin) -> Reason | None:
+    return Reason("beyond the limit", _result(origin)) if math.isfinite(origin.value) else None
+
+
+def _constant(origin: Origin) -> Reason | None:
+    scalars = (element(t, ()) for t in _floats(origin).values() if t.ndim == 0)
+    for number in (*origin.constants.values(), *scalars):
+        if not math.isfinite(number):
+            was_given = f"{origin.operation} was given the constant {number:g}"
+            return Reason("written constant", was_given)
+    return None
+
+
+def _labels(origin: Origin) -> Reason | None:
+    target, logs = _input(origin, "target"), _input(origin, "self")
+    if "nll_loss" not in origin.operation or origin.phase == "backward":
+        return None
+    if target is None or target.is_floating_point():
+        return None
+    ignored = int(origin.constants.get("ignore_index", IGNORE_INDEX))
+    if bool((target == ignored).all()):
+        labels = f"all {target.numel()} labels are {ignored}"
+        none = f"{labels}, and the mean over none of them is {origin.value:g}"
+        return Reason("no valid label", none)
+    if logs is not None and origin.value == math.inf and bool((logs == -math.inf).any()):
+        return Reason("masked label", "a label's own log-probability is -Inf")
+    return None
+
+
+def _cast(origin: Origin) -> Reason | None:
+    source = _input(origin, "self", "src")
+    if source is None or not source.is_floating_point() or not origin.dtype.is_floating_point:
+        return None
+    ends = torch.finfo(origin.dtype).max
+    if ends >= torch.finfo(source.dtype).max:
+        return None
+    at = _at(origin, source)
+    value = absmax(source) if at is None else at
+    cast = f"in {dtype_name(source.dtype)} was cast to {dtype_name(origin.dtype)}"
+    return Reason("cast overflow", f"{value:g} {cast}, which ends at {ends:g}")
+
+
+def _mask(origin: Origin) -> Reason | None:
+    logits = _input(origin, "self", "input")
+    if logits is None or tuple(logits.shape) != origin.shape:
+        return None
+    for axis in reversed(range(logits.ndim)):
+        row = logits.movedim(axis, -1)[(*origin.index[:axis], *origin.index[axis + 1 :])]
+        if bool((row == -math.inf).all()):
+            zeros = f"all {len(row)} logits of the row are -Inf, so the softmax divides 0 by 0"
+            return Reason("fully masked row", zeros)
+    return None
+
+
+def _written(origin: Origin) -> Reason | None:
+    if origin.phase == "backward" and not origin.place.source:
+        return None
+    wrote = f"{origin.operation} wrote"
+    if origin.operation == "lift_fresh":
+        wrote = "a tensor made of Python's or numpy's numbers holds"
+    return Reason("written constant", f"{wrote} {origin.value:g}")
+
+
+def _slope(origin: Origin) -> Reason | None:
+    """Recognise backward of a function at a point with an infinite derivative."""
+    function = origin.node.rpartition("Backward")[0]
+    if origin.phase != "backward" or function not in SLOPES:
+        return None
+    zeros = [at for t in _floats(origin).values() if (at := _at(origin, t)) == 0.0]
+    if not zeros:
+        return None
+    name = function.lower()
+    gave = f"{origin.operation} in its backward gave {origin.value:g}"
+    if origin.hid:
+        hid = f"{name} itself gave no finite number, which something hid from the loss"
+        return Reason("masked gradient", f"{hid}, and {gave}")
+    if math.isnan(origin.value) and len(zeros) > 1:
+        came = f"a gradient of 0 came in and the derivative of {name} is infinite"
+        return Reason("masked gradient", f"{came}: 0 times infinity is NaN")
+    return Reason("infinite slope", f"{name} has no finite derivative at its argument: {gave}")
+
+
+def _power(origin: Origin) -> Reason | None:
+    at = _at(origin, _input(origin, "self"))
+    if at is None or (at != 0.0 and not (math.isinf(origin.value) and abs(at) < _SMALL)):
+        return None
+    return Reason("vanishing norm", f"{_result(origin, at)}: was an epsilon added to the variance?")
+
+
+def _division(origin: Origin) -> Reason | None:
+    inverse = "reciprocal" in origin.operation
+    divisor = _input(origin, "self" if inverse else "other")
+    above = None if inverse else _at(origin, _input(origin, "self"))
+    below = origin.constants.get("other") if divisor is None else _at(origin, divisor)
+    if below is None or abs(below) >= _SMALL:
+        return None
+    if below != 0.0 and above is not None and abs(above) > HUGE:
+        return None
+    # A norm is one number for many elements, a divisor of the dividend's own shape is not.
+    norm = divisor is not None and divisor.ndim > 0 and divisor.numel() < math.prod(origin.shape)
+    quotient = f"{1.0 if above is None else above:g} / {below:g} is {origin.value:g}"
+    if norm:
+        quotient = f"a divisor that many numbers share is {below:g}: {quotient}"
+    return Reason("vanishing norm" if norm else "division by zero", quotient)
+
+
+def _exponential(origin: Origin) -> Reason:
+    return Reason("exponential overflow", _result(origin, _at(origin, _input(origin, "self"))))
+
+
+def _domain(origin: Origin) -> Reason | None:
+    at = _at(origin, _input(origin, "self"))
+    if origin.operation in POWERS and (at is None or at >= 0.0 or not math.isnan(origin.value)):
+        return None
+    return Reason("invalid argument", _result(origin, at))
+
+
+def _average(origin: Origin) -> Reason | None:
+    """Recognise an average of nothing, or a variance of one element."""
+    source, name = _input(origin, "self"), origin.operation
+    if source is None or not math.isnan(origin.value):
+        return None
+    if not source.numel():
+        return Reason("division by zero", f"the {name} of no element: of {list(source.shape)}")
+    if name == "mean" or bool((source == -math.inf).any()) or _largest(origin) > HUGE:
+        return None
+    return Reason("division by zero", f"the {name} of one element, divided by their number less 1")
+
+
+def _normalisation(origin: Origin) -> Reason | None:
+    if _largest(origin) > HUGE or not any(part in origin.operation for part in NORMALISATIONS):
+        return None
+    epsilon = f"a variance of 0 with an epsilon of {origin.constants.get('eps', 0.0):g}"
+    return Reason("vanishing norm", f"{origin.operation} of {epsilon} is {origin.value:g}")
+
+
+def _hidden_branch(origin: Origin) -> Reason | None:
+    met = [_at(origin, t) for t in _floats(origin).values()]
+    if not math.isnan(origin.value) or 0.0 not in met:
+        return None
+    cause = "masked gradient" if origin.phase == "backward" else "masked arithmetic"
+    return Reason(cause, "0 was multiplied by an infinity")
+
+
+def _mask_arithmetic(origin: Origin) -> Reason | None:
+    if not any(bool((t == -math.inf).any()) for t in _floats(origin).values()):
+        return None
+    numbers = f"{origin.operation} of numbers with -Inf among them is {origin.value:g}"
+    return Reason("masked arithmetic", numbers)
+
+
+def _low_precision(origin: Origin) -> Reason | None:
+    if origin.dtype != torch.float16:
+        return None
+    left = f"{origin.operation} of {_given(origin)} left float16, which ends at 65504"
+    return Reason("low-precision overflow", left)
+
+
+def _product(origin: Origin) -> Reason | None:
+    """Recognise infinity out of finite numbers, or NaN out of huge ones."""
+    sizes = {label: absmax(t) for label, t in _floats(origin).items()}
+    label = max(sizes, key=lambda name: sizes[name], default="")
+    largest, external = sizes.get(label, 0.0), origin.externals.get(label)
+    if largest > HUGE and external is not None:
+        size = f"{external.name} is up to {largest:g} in size, no trained one's is"
+        return Reason(_corrupt(external), size)
+    # an infinity of moderate numbers has another reason, unless there are many factors
+    if largest <= HUGE and not (math.isinf(origin.value) and origin.operation in LONG_PRODUCTS):
+        return None
+    dtype = origin.dtype
+    ends = f", which ends at {torch.finfo(dtype).max:g}" if dtype.is_floating_point else ""
+    cause = "exploding gradient" if origin.phase == "backward" else "exploding product"
+    return Reason(cause, f"{origin.operation} of {_given(origin)} left {dtype_name(dtype)}{ends}")
+
+
+_RULES: tuple[tuple[frozenset[str] | None, Callable[[Origin], Reason | None]], ...] = (
+    (None, _beyond),
+    (None, _constant),
+    (None, _labels),
+    (CASTS, _cast),
+    (SOFTMAXES, _mask),
+    (WRITTEN, _written),
+    (None, _slope),
+    (POWERS, _power),
+    (DIVISIONS, _division),
+    (EXPONENTIALS, _exponential),
+    (DOMAINS, _domain),
+    (AVERAGES, _average),
+    (None, _normalisation),
+    (PRODUCTS, _hidden_branch),
+    (None, _mask_arithmetic),
+    (None, _low_precision),
+    (None, _product),
+)
+"""The operations that a rule is for, None for all, and the rule."""

@@ -1,0 +1,237 @@
+"""The place of an operation: its module, the source line that ran it, the token of an element.
+
+Read off the Python frames at the moment of the operation. Nothing is installed in the model, and
+code between modules, such as a residual sum, is attributed as exactly as code inside one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import Tensor
+
+from npt.data.batch import Batch
+
+
+def _folder(file: str) -> str:
+    return os.path.dirname(os.path.abspath(file)) + os.sep
+
+
+_HERE = _folder(__file__)
+_OBSERVERS = tuple(
+    f"{_HERE}{name}.py" for name in ("ledger", "operations", "tensors", "source_location")
+)
+# Frames above the trace say nothing about what runs in it.
+_TRACER = (f"{_HERE}trace.py", f"{_HERE}passes.py")
+_LIBRARIES = tuple(_folder(str(package.__file__)) for package in (torch, bitsandbytes))
+# Between an operation and the mode that sees it.
+_DISPATCH = tuple(
+    os.path.join(_LIBRARIES[0], name)
+    for name in ("_dynamo", "_compile.py", "_ops.py", "utils" + os.sep + "_python_dispatch")
+)
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
+_ENGINE = "_engine_run_backward"
+"""The function of torch that enters the autograd engine: frames below it run in backward, those
+above only started it.
+"""
+
+_TEXT_MAX = 160
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of Python and the dotted name of the module that it worked for, empty if unknown."""
+
+    module: str = ""
+    source: str = ""
+
+
+def layer_of(name: str) -> int | None:
+    """Return the index of the decoder layer in a dotted name: the first whole number in it."""
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(number[1]) if number else None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The Python frames that an operation runs in.
+
+    Attributes:
+        place: the first line that is not a library's, and the first module.
+        user_code: there is such a line before the engine: in backward a hook or custom function.
+        recomputing: a checkpoint runs its forward again.
+        nested: the engine was entered from Python on this thread.
+    """
+
+    place: Place
+    user_code: bool
+    recomputing: bool
+    nested: bool
+
+
+def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
+    """Walk outwards from `frame` to the entry of the engine or the trace."""
+    module: str | None = None
+    source = fallback = ""
+    user_code = recomputing = False
+    while (
+        frame is not None
+        and frame.f_code.co_name != _ENGINE
+        and frame.f_code.co_filename not in _TRACER
+    ):
+        file = frame.f_code.co_filename
+        if not file.startswith(_OBSERVERS):
+            if not file.startswith(_LIBRARIES):
+                user_code, source = True, source or _line(frame)
+            if not file.startswith(_DISPATCH):
+                fallback = fallback or _line(frame)
+            recomputing |= file.endswith(_CHECKPOINT)
+            module = _module(frame, names) if module is None else module
+        frame = frame.f_back
+    nested = frame is not None and frame.f_code.co_name == _ENGINE
+    return Stack(Place(module or "", source or fallback), user_code, recomputing, nested)
+
+
+def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
+    """Return the module that a frame works for: its `self`, or the function's first argument, as in
+    a hook or an attention function.
+
+    If that is the whole model, the variable of a loop around the line says more. No other local
+    does: after a loop over layers the last one is still among the locals.
+    """
+    code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
+
+    def first(among: Iterable[str]) -> str | None:
+        modules = (names.get(id(variables.get(variable))) for variable in among)
+        return next((name for name in modules if name is not None), None)
+
+    module = first(("self", *code.co_varnames[: min(code.co_argcount, 1)]))
+    if module:
+        return module
+    around = sorted(loop for loop in _loops(code.co_filename) if loop[0] <= line <= loop[1])
+    looped = first(name for _, _, name in reversed(around))  # the innermost first
+    return module if looped is None else looped
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(file: str) -> tuple[tuple[int, int, str], ...]:
+    """Return first line, last line and variable of every loop's body in a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(
+        (node.body[0].lineno, node.body[-1].end_lineno or 0, name.id)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.AsyncFor)
+        for name in ast.walk(node.target)
+        if isinstance(name, ast.Name)
+    )
+
+
+def _line(frame: FrameType) -> str:
+    """Return `file.py:12 in function: expression`, as exactly as the interpreter knows it."""
+    code, line = frame.f_code, frame.f_lineno
+    text = _expression(code, frame.f_lasti) or linecache.getline(code.co_filename, line)
+    text = " ".join(text.split())
+    text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
+    folder, name = os.path.split(code.co_filename)
+    if os.path.basename(folder).startswith("ipykernel_"):  # a notebook's; its name is a number
+        name = "cell"
+    return f"{name}:{line} in {code.co_qualname}: {text}"
+
+
+def _expression(code: CodeType, instruction: int) -> str:
+    """Return the source text of one instruction, if the interpreter kept columns for it."""
+    positions = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    line, end_line, column, end_column = positions
+    if line is None or end_line is None or column is None or end_column is None:
+        return ""
+    # columns are counted in bytes of UTF-8
+    lines = linecache.getlines(code.co_filename)[line - 1 : end_line]
+    pieces = [text.encode() for text in lines] or [b""]
+    pieces[-1] = pieces[-1][:end_column]
+    pieces[0] = pieces[0][column:]
+    return b" ".join(pieces).decode(errors="replace")
+
+
+class Tokens:
+    """Tells which token of which sample an element of a tensor belongs to, from the tensor's shape.
+
+    A shape that can be read in two ways tells nothing: no token is better than a wrong one.
+
+    Args:
+        others: shapes of tensors that are of no token, such as weights and their gradients.
+    """
+
+    def __init__(self, batch: Any = None, others: Collection[tuple[int, ...]] = ()):
+        self.shape: tuple[int, int] | None = None
+        self.rows: list[int] = []
+        self.scored: list[int] = []
+        self.samples: tuple[str, ...] = ()
+        self.others = {*others, *(tuple(reversed(shape)) for shape in others)}
+        if isinstance(batch, Batch):
+            shape = batch.input_ids.shape
+            self.shape = (shape[0], shape[1]) if len(shape) == 2 else None
+            self.rows, self.samples = batch.valid_index.tolist(), batch.sample_ids
+            parts = batch.labels, batch.attention_mask, batch.position_ids
+            if all(shape == part.shape for part in parts):
+                self.scored = batch.scored_index.tolist()
+        elif isinstance(batch, Mapping):
+            for name, states in (("input_ids", 2), ("inputs_embeds", 3)):
+                value = batch.get(name)
+                if isinstance(value, Tensor) and value.ndim == states:
+                    self.shape = (value.shape[0], value.shape[1])
+                    break
+
+    def locate(
+        self, shape: tuple[int, ...], index: tuple[int, ...]
+    ) -> tuple[int | None, int | None, str | None]:
+        """Return (row, token, sample) of an element; None for what the shape does not tell.
+
+        Known are [B, T, ...], attention's [B, heads, T, ...] and [B * heads, T, ...], flattened
+        [B * T, ...] and, of a batch that gathers them, the valid tokens' rows [N, ...], teacher's
+        and student's rows stacked [2N, ...], or the rows [S, ...] of the positions whose next token
+        is predicted. Of [B, ...] the row is known.
+        """
+        if self.shape is None or not index or shape in self.others:
+            return None, None, None
+        readings = set(self._readings(shape, index))
+        rows, tokens = {row for row, _ in readings}, {token for _, token in readings}
+        if not readings and shape[0] == self.shape[0] != self.shape[1]:
+            rows = {index[0]}
+        row = rows.pop() if len(rows) == 1 else None
+        token = tokens.pop() if len(tokens) == 1 and row is not None else None
+        sample = self.samples[row] if row is not None and row < len(self.samples) else None
+        return row, token, sample
+
+    def _readings(
+        self, shape: tuple[int, ...], index: tuple[int, ...]
+    ) -> Iterator[tuple[int, int]]:
+        assert self.shape is not None
+        (b, t), n = self.shape, len(self.rows)
+        if len(shape) > 1 and shape[:2] == (b, t):
+            yield index[0], index[1]
+        if len(shape) == 4 and shape[0] == b and shape[2] == t:
+            yield index[0], index[2]
+        if len(shape) == 3 and shape[0] > b and shape[0] % b == 0 and shape[1] == t:
+            yield index[0] // (shape[0] // b), index[1]
+        flat = []
+        if n and shape[0] in (n, 2 * n):
+            flat.append(self.rows[index[0] % n])
+        if self.scored and shape[0] == len(self.scored):
+            flat.append(self.scored[index[0]])
+        if shape[0] == b * t:
+            flat.append(index[0])
+        yield from (divmod(position, t) for position in flat)

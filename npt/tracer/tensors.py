@@ -1,0 +1,247 @@
+"""Tensors among other values, how bad their numbers are, and notes on the memory that they lie in.
+
+One storage may hold several tensors: rows of a buffer, all weights of a recurrent network. So a
+note holds for a stretch of a storage, every view of it finds the note, and it ends when the stretch
+is overwritten or freed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+N = TypeVar("N")
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_FP16_LOWEST = torch.finfo(torch.float16).min
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every tensor in nested tuples, lists, mappings and dataclasses, and
+    the parts of a tensor made of tensors, but not those of caches and the like.
+    """
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        items = ((part, getattr(value, part)) for part in value.__tensor_flatten__()[0])
+    elif isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+    for key, item in items:
+        yield from tensors_in(item, f"{name}.{key}" if name else str(key))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32`, without torch's prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Badness(IntEnum):
+    """How bad a tensor is.
+
+    Attributes:
+        SOFT: it has -Inf or numbers below the limit, perhaps as a mask.
+        HARD: it has NaN, +Inf or numbers above the limit.
+    """
+
+    FINE = 0
+    SOFT = 1
+    HARD = 2
+
+
+def numbers(tensor: Tensor) -> Tensor | None:
+    """Return the strided floating-point or complex numbers of a tensor as a view (the values of a
+    sparse one), or None if it has none or only pretends to hold memory.
+    """
+    # packed 4-bit floats have no NaN
+    if not (tensor.is_floating_point() or tensor.is_complex()) or "x2" in str(tensor.dtype):
+        return None
+    pretends = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    if pretends or tensor.is_meta or tensor._is_zerotensor():
+        return None
+    values = _values(tensor).detach()
+    if values.layout in _COMPRESSED:
+        values = values.values()
+    return values if values.layout == torch.strided and values.numel() else None
+
+
+def extent(values: Tensor) -> tuple[float, float]:
+    """Return the lowest and highest of `numbers`, both NaN if one is NaN. Waits for the device."""
+    low, high = torch.stack(torch.aminmax(_reals(values))).tolist()
+    return low, high
+
+
+def judge(tensor: Tensor, limit: float = math.inf) -> Badness:
+    """Judge a tensor of any dtype and layout; a finite number beyond `limit` is bad."""
+    values = numbers(tensor)
+    if values is None:
+        return Badness.FINE
+    low, high = extent(values)
+    if math.isnan(low) or high > limit or high == math.inf:
+        return Badness.HARD
+    return Badness.SOFT if low < -limit or low == -math.inf else Badness.FINE
+
+
+def first_bad(tensor: Tensor, limit: float = math.inf, soft: bool = True) -> tuple[int, ...]:
+    """Return the index of the first bad element, if any; `soft` ones may be a mask."""
+    values = numbers(tensor)
+    if values is None:
+        return ()
+    parts = _reals(values)
+    bad = torch.isnan(parts) | (parts == math.inf) | (parts > limit)
+    if soft:
+        bad |= (parts == -math.inf) | (parts < -limit)
+    indices = (bad.any(dim=-1) if values.is_complex() else bad).nonzero()
+    if not len(indices):
+        return ()
+    index = tuple(indices[0].tolist())
+    if tensor.layout == torch.sparse_coo:
+        return (*tensor.detach()._indices()[:, index[0]].tolist(), *index[1:])
+    return index
+
+
+def element(tensor: Tensor, index: tuple[int, ...]) -> float:
+    """Return one number; the larger part of a complex one."""
+    value = tensor.detach()[index]
+    return float(_reals(value).abs().max() if value.is_complex() else value)
+
+
+def absmax(tensor: Tensor) -> float:
+    """Return the size of the largest finite element, 0 if there is none."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        plain = tensor.numel() and not tensor.is_quantized and not tensor.is_meta
+        return float(tensor.detach().to(torch.float64).abs().max()) if plain else 0.0
+    values = numbers(tensor)
+    if values is None:
+        return 0.0
+    return float(torch.nan_to_num(_reals(values), 0.0, 0.0, 0.0).abs().max())
+
+
+def count(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of NaN and of infinities."""
+    values = numbers(tensor)
+    if values is None:
+        return 0, 0
+    parts = _reals(values)
+    return int(torch.isnan(parts).sum()), int(torch.isinf(parts).sum())
+
+
+def looks_like_a_mask(tensor: Tensor) -> bool:
+    """Tell if the lowest number is one that masks are written with: -Inf, the end of a dtype, or
+    the only one except 0.
+    """
+    values = numbers(tensor)
+    if values is None:
+        return False
+    low, _ = extent(values)
+    if low <= -1e37 or low in (_FP16_LOWEST, _FP16_LOWEST / 2):
+        return True
+    return bool(((values == low) | (values == 0)).all())
+
+
+def _reals(values: Tensor) -> Tensor:
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    # 8-bit floats have no reductions
+    return values.to(torch.float32) if values.dtype.itemsize == 1 else values
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.detach()._values() if tensor.layout == torch.sparse_coo else tensor
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The bytes of a storage from a tensor's first element to the end of its last.
+
+    Attributes:
+        key: identity of the storage.
+        layout: first byte, shape and strides.
+        dense: the tensor fills all of the bytes.
+    """
+
+    key: int
+    start: int
+    end: int
+    layout: tuple[int, ...]
+    dense: bool
+
+    def overlaps(self, other: Stretch) -> bool:
+        """Tell if another one of the same storage shares bytes."""
+        return self.start < other.end and other.start < self.end
+
+    def covers(self, other: Stretch) -> bool:
+        """Tell if writing here leaves nothing of another one of the same storage."""
+        inside = self.dense and self.start <= other.start and other.end <= self.end
+        return inside or self.layout == other.layout
+
+
+def stretch_of(tensor: Tensor) -> Stretch | None:
+    """Return a tensor's stretch (of a sparse one, that of its values); None if it has no memory."""
+    tensor = _values(tensor)
+    try:
+        key = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+    if tensor.numel() == 0:
+        return None
+    size = tensor.dtype.itemsize
+    shape, strides = tuple(tensor.shape), [int(stride) for stride in tensor.stride()]
+    start = int(tensor.storage_offset()) * size
+    end = start + (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * size
+    return Stretch(key, start, end, (start, *shape, *strides), tensor.numel() * size == end - start)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 if it has no memory."""
+    stretch = stretch_of(tensor)
+    return 0 if stretch is None else stretch.key
+
+
+class Memory(Generic[N]):
+    """Notes by stretch of storage. The weak references keep a storage's identity from being given
+    to another one while it is noted.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, list[tuple[StorageWeakRef, Stretch, N]]] = {}
+
+    def of(self, tensor: Tensor) -> list[N]:
+        """Return the notes on memory that the tensor shares, the oldest first."""
+        here = stretch_of(tensor)
+        if here is None:
+            return []
+        return [note for _, stretch, note in self._live(here.key) if stretch.overlaps(here)]
+
+    def add(self, tensor: Tensor, note: N) -> None:
+        here = stretch_of(tensor)
+        if here is None:
+            return
+        notes = self._live(here.key)
+        if not any(other == note and stretch.covers(here) for _, stretch, other in notes):
+            storage = StorageWeakRef(_values(tensor).untyped_storage())
+            self._notes[here.key] = [*notes, (storage, here, note)]
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the notes on what writing to the tensor replaces."""
+        here = stretch_of(tensor)
+        if here is not None and here.key in self._notes:
+            notes = [entry for entry in self._live(here.key) if not here.covers(entry[1])]
+            self._notes[here.key] = notes
+
+    def _live(self, key: int) -> list[tuple[StorageWeakRef, Stretch, N]]:
+        notes = self._notes.get(key, [])
+        return [] if notes and notes[0][0].expired() else notes

@@ -1,0 +1,194 @@
+"""The picture of recorded tensor health and its page: what is drawn, and what a page may not do."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image
+
+from npt.recorder import picture
+from npt.recorder.picture import write_pictures
+from npt.recorder.record import Record, Row, short_names
+
+BAD = (208, 28, 44)  # the colour of a non-finite cell
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "a\"b'c&amp;d",
+    "{{data}}",
+    r"$\frac{1}$",
+    "日本",
+    "\ud800 half",
+    "two\nlines\x00",
+    "x" * 300,
+]
+
+
+def row(
+    module: str, layer: int | None = None, stage: str = "out", rms: float | None = 1.0, **more: Any
+) -> Row:
+    """A row of [2, 8] elements whose other statistics follow from the RMS."""
+    values: dict[str, Any] = {"direction": "forward", "shape": (2, 8), "dtype": "bfloat16"}
+    values |= {"count": 16, "nan": 0, "pos_inf": 0, "neg_inf": 0, "finite_share": 1.0}
+    values |= dict.fromkeys(("min", "max", "mean", "std", "absmax"), rms)
+    return Row(module=module, layer=layer, stage=stage, rms=rms, **values | more)
+
+
+def record(step: int, nan: int = 0) -> Record:
+    """Three layers, forward and backward; `nan` of each tensor from layer 1 on."""
+    rows = [row("model.embed", rms=0.02)]
+    for i in range(3):
+        bad = nan if i else 0
+        rows += [
+            row(f"model.layers.{i}", i, "in", 1.0),
+            row(f"model.layers.{i}.mlp", i, rms=4e3, nan=bad, source=len(rows)),
+        ]
+    backward = [replace(r, direction="gradient", source=None) for r in reversed(rows)]
+    return Record(step, (*rows, *backward))
+
+
+def drawn(records: list[Record], folder) -> tuple[np.ndarray, str]:
+    png, html = write_pictures(records, folder)
+    pixels = np.asarray(Image.open(io.BytesIO(png.read_bytes())).convert("RGB")).astype(int)
+    return pixels, html.read_text(encoding="utf-8")
+
+
+def red(pixels: np.ndarray) -> int:
+    return int((np.abs(pixels - BAD).sum(-1) == 0).sum())
+
+
+def tags(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    reader, seen = HTMLParser(), []
+    reader.handle_starttag = lambda tag, attributes: seen.append((tag, dict(attributes)))
+    reader.feed(text)
+    return seen
+
+
+def test_a_row_has_a_line_by_its_layer_and_a_column_by_the_rest_of_its_name() -> None:
+    assert row("model.layers.3.mlp.up", 3, "in").cell == ("model.layers.3", "mlp.up in")
+    assert row("model.layers.3", 3).cell == ("model.layers.3", "out")
+    assert row("model.norm").cell == ("model.norm", "out") and row("").cell == ("", "out")
+    names = short_names(["", "model.norm", "a.layers.0", "a.layers.1", "b.layers.0"])
+    assert list(names.values()) == ["model", "norm", "a.layers.0", "1", "b.layers.0"]
+
+
+def test_what_is_not_finite_is_red_and_named(tmp_path) -> None:
+    clean, page = drawn([record(1)], tmp_path)
+    assert "None: all 14 recorded tensors are finite." in page and red(clean) == 0
+    assert 500 < clean.shape[0] < 4000 and 500 < clean.shape[1] < 4000
+    bad, page = drawn([record(1), record(7, nan=4)], tmp_path)
+    assert red(bad) > 1000
+    assert '<span class="alarm">4</span> of 28 recorded tensors' in page
+    assert page.index("<td>7</td>") < page.index("model.layers.1.mlp out")
+    assert page.index("model.layers.1.mlp out") < page.index("model.layers.2.mlp out")
+
+
+def test_one_ranking_tells_what_grew_from_what(tmp_path) -> None:
+    _, page = drawn([record(1)], tmp_path)
+    assert "3 grew more than 1000 times." in page
+    grown = page[page.index("Largest growth</caption>") :]
+    assert grown.index("model.layers.0.mlp out") < grown.index("model.layers.0 in")
+    assert "× 4e+03" in grown
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 6])
+def test_every_step_has_a_map_with_the_numbers_of_its_tensors(steps, monkeypatch, tmp_path) -> None:
+    images = []
+    original = picture._paint
+    monkeypatch.setattr(
+        picture, "_paint", lambda *args: images.append((args, original(*args))) or images[-1][1]
+    )
+    write_pictures([record(step) for step in range(steps)], tmp_path)
+    assert len(images) == 2 * steps
+    (_, shown, direction, lines, columns, _), image = images[0]
+    sizes = np.full((len(lines), len(columns)), np.nan)
+    for r in shown.rows:
+        if r.direction == direction:
+            sizes[lines.index(r.cell[0]), columns.index(r.cell[1])] = math.log10(r.rms)
+    np.testing.assert_allclose(np.ma.filled(image.get_array(), np.nan), sizes)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param((row("", rms=None, count=0, shape=(0,)),), id="one empty tensor"),
+        pytest.param(
+            (row("a", rms=None, nan=16), row("b", rms=math.nan), row("c", rms=math.inf)),
+            id="no number at all",
+        ),
+        pytest.param((row("a", rms=0.0), row("b", rms=0.0)), id="only zeros"),
+        pytest.param((row("a", dtype="int64", rms=3.0), row("b")), id="integers"),
+        pytest.param((row("a", direction="gradient"),), id="gradients alone"),
+        pytest.param((row("a", rms=1e-45), row("b", rms=3e38)), id="the ends of fp32"),
+        pytest.param(
+            tuple(row(f"layers.{i}", i, stage=f"s{k}") for i in range(200) for k in range(99)),
+            id="very many",
+        ),
+        pytest.param(tuple(row(name, stage=name, nan=1) for name in HOSTILE), id="hostile names"),
+    ],
+)
+def test_any_record_can_be_drawn_without_a_warning(rows, tmp_path, recwarn) -> None:
+    pixels, page = drawn([Record(1, rows)], tmp_path)
+    assert min(pixels.shape[:2]) > 200 and max(pixels.shape[:2]) < 4000
+    assert sum(tag in ("script", "img") for tag, _ in tags(page)) == 1
+    assert not recwarn.list
+
+
+def test_a_page_loads_nothing(tmp_path) -> None:
+    _, text = drawn([record(1), record(2, nan=1)], tmp_path)
+    assert "://" not in text and "url(" not in text and "@import" not in text
+    for _, attributes in tags(text):
+        assert (attributes.get("src") or "data:image/png").startswith("data:image/png")
+        assert (attributes.get("href") or "#").startswith(("#", "data:,"))
+
+
+def test_the_same_records_give_the_same_bytes_whatever_the_users_settings(tmp_path) -> None:
+    records = [record(1), record(2, nan=1)]
+    first = [path.read_bytes() for path in write_pictures(records, tmp_path / "new" / "one")]
+    settings = {"axes.facecolor": "red", "font.size": 30, "text.parse_math": True}
+    with matplotlib.rc_context(settings):
+        paths = write_pictures(records[::-1], tmp_path / "two")  # in any order
+        assert matplotlib.rcParams["font.size"] == 30
+    assert paths == [tmp_path / "two" / "health.png", tmp_path / "two" / "health.html"]
+    assert [path.read_bytes() for path in paths] == first
+    assert sorted(tmp_path.joinpath("two").iterdir()) == sorted(paths)
+
+
+@pytest.mark.parametrize("rows", [None, (), (row("ids", dtype="int64"),)])
+def test_nothing_to_draw_is_refused_and_writes_nothing(rows, tmp_path) -> None:
+    records = [] if rows is None else [Record(1, rows)]
+    with pytest.raises(ValueError, match="nothing to draw; record a step first"):
+        write_pictures(records, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_picture_that_fails_leaves_the_old_files(tmp_path, monkeypatch) -> None:
+    before = [path.read_bytes() for path in write_pictures([record(1)], tmp_path)]
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(picture, "_page", fail)
+    with pytest.raises(MemoryError):
+        write_pictures([record(2)], tmp_path)
+    assert [(tmp_path / name).read_bytes() for name in ("health.png", "health.html")] == before
+
+
+def test_matplotlib_is_loaded_for_drawing_only_and_pyplot_never(tmp_path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from npt.recorder.picture import"
+        " write_pictures; from npt.recorder.record import Record, Row\nassert"
+        " 'matplotlib' not in sys.modules\nrow = Row('a', None, 'out', 'forward', (1,), 'float32',"
+        " 1, 1.0, 0, 0, 0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0)\nwrite_pictures([Record(1, (row,))],"
+        f" Path({str(tmp_path)!r}))\nassert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,101 @@
+"""Verdicts: the text says everything that is known and nothing that is not, and the JSON has a word
+for every number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from npt.tracer.verdict import CAUSES, OUTSIDE, Operand, Verdict
+
+VERDICT = Verdict(
+    cause="division by zero",
+    phase="forward",
+    layer=5,
+    module="model.layers.5.mlp",
+    operation="div",
+    source="model.py:12 in MLP.forward: x / y",
+    tensor="output of div [2, 3] float32",
+    index=(1, 2),
+    value=math.nan,
+    reached="loss",
+    explanation="0 / 0 is nan",
+    operands=(
+        Operand("self", "float32", (2, 3), 1, 0, 4.0, 0.0),
+        Operand("other", "constant", (), 0, 0, 0.0, 0.0),
+    ),
+    row=1,
+    token=2,
+    sample="s7",
+)
+
+
+def test_the_text_says_everything_in_order() -> None:
+    assert str(replace(VERDICT, grew="first past 10 in mul")).splitlines() == [
+        "division by zero: 0 / 0 is nan",
+        "  forward: div in model.layers.5.mlp",
+        (
+            "  first bad: output of div [2, 3] float32 at [1, 2]: nan, row 1, token 2 of sample s7;"
+            " it reached loss"
+        ),
+        "  line: model.py:12 in MLP.forward: x / y",
+        "  went in: self [2, 3] float32 up to 4 in size, 1 NaN, there 0",
+        "  went in: other = 0",
+        "  grew: first past 10 in mul",
+        f"  remedy: {CAUSES['division by zero']}",
+    ]
+
+
+def test_what_is_not_known_is_not_mentioned() -> None:
+    bare = replace(
+        VERDICT,
+        module="",
+        operation="",
+        source="",
+        index=(),
+        operands=(),
+        row=None,
+        token=None,
+        sample=None,
+    )
+    assert str(bare).splitlines() == [
+        "division by zero: 0 / 0 is nan",
+        f"  forward: no operation in {OUTSIDE}",
+        "  first bad: output of div [2, 3] float32: nan; it reached loss",
+        f"  remedy: {CAUSES['division by zero']}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token": None}, ": nan, row 1 of sample s7; it"),
+        ({"sample": None}, ": nan, row 1, token 2; it"),
+        ({"row": None}, ": nan; it"),
+        ({"phase": "state"}, ": nan, first in row 1, token 2 of sample s7; it"),
+    ],
+)
+def test_a_token_is_told_as_far_as_it_is_known(changes, words) -> None:
+    assert words in str(replace(VERDICT, **changes))
+
+
+def test_an_operand_tells_its_bad_numbers_and_no_size_of_truth_values() -> None:
+    assert str(Operand("mask", "bool", (3,), 0, 0, 1.0)) == "mask [3] bool"
+    assert str(Operand("x", "float16", (), 0, 2, 7.5)) == "x [] float16 up to 7.5 in size, 2 Inf"
+    assert str(Operand("value", "constant", (), 1, 0, math.nan, math.nan)) == "value = nan"
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1.5, 1.5)]
+)
+def test_json_has_a_word_for_every_number(value, word) -> None:
+    verdict = replace(
+        VERDICT, value=value, operands=(Operand("self", "float32", (2,), 0, 0, 1.0, value),)
+    )
+    read = json.loads(json.dumps(verdict.as_dict(), allow_nan=False))
+    assert read["value"] == read["operands"][0]["value"] == word
+    assert read["index"] == [1, 2] and read["layer"] == 5 and read["row"] == 1
