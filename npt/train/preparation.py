@@ -232,8 +232,8 @@ def run_record(
     plan: MemoryPlan | None,
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.recipe import ORIGIN_ENTRY, origin_of
     from npt.base.quantization_error import product_errors
+    from npt.base.recipe import ORIGIN_ENTRY, origin_of
 
     model = setup.model
 

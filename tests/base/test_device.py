@@ -34,10 +34,6 @@ def test_tests_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     assert workload.device.type == "cpu"
 
 
-
-
-
-
 def test_a_test_marked_gpu_gets_the_gpu(gpu: None, request: pytest.FixtureRequest) -> None:
     root = str(request.config.rootpath / "tests" / "conftest.py")
     (conftest,) = [

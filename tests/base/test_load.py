@@ -98,8 +98,6 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
 
 
-
-
 class TestPackedCheckpoint:
     """A checkpoint that was saved in 4 bit."""
 
@@ -229,7 +227,6 @@ class TestBaseHash:
         assert npt.base_hash(model) != before
         first_byte ^= 1
         assert npt.base_hash(model) == before
-
 
 
 class TestNothingOfACheckpointIsRun:

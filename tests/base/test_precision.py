@@ -73,7 +73,6 @@ class TestAudit:
         with pytest.raises(PrecisionError, match=message):
             audit_precision(model)
 
-
     @pytest.mark.parametrize(
         ("name", "plain"), [("model.embed_tokens", nn.Embedding), ("lm_head", nn.Linear)]
     )

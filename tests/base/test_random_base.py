@@ -84,8 +84,6 @@ def test_the_weights_are_of_a_size_that_keeps_states_finite():
     assert torch.isfinite(model(input_ids=torch.arange(90)[None]).logits).all()
 
 
-
-
 def test_tied_embeddings_are_one_tensor():
     model = random_base(small(tie_word_embeddings=True), device="cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -123,5 +121,3 @@ def test_what_cannot_be_made_is_refused_and_the_configuration_stays_as_it_was():
         random_base(small(), quantization="int3", device="cpu")
     with pytest.raises(ModelError, match="gpt2"):
         random_base(GPT2Config(n_layer=1), device="cpu")
-
-

@@ -45,8 +45,6 @@ def test_taking_the_rows_away_gives_the_layer_back_bit_for_bit(load_model, batch
     assert torch.equal(model(batch.input_ids).logits, output)
 
 
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_16_bit_layer_keeps_its_dtype(dtype):

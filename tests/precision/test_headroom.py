@@ -223,8 +223,6 @@ def test_what_stands_at_padding_changes_no_bit(load_model, batch) -> None:
     assert all_figures(other, load_model) == all_figures(batch, load_model)
 
 
-
-
 def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
     return [
@@ -248,8 +246,6 @@ def test_where_and_how_much_padding_there_is_does_not_matter(load_model, side, l
     assert one.figures.kl == pytest.approx(two.figures.kl, rel=1e-3)
 
 
-
-
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
     return compare_precision("tiny", SHORT, count=2, batch_size=2, device="cpu")
@@ -268,8 +264,6 @@ def test_variants_are_measured_on_the_same_tokens_in_their_formats(comparison) -
     assert_exact(comparison.variants[0])
     means = {v.name: v.layers[-1].residual.mean for v in comparison.variants}
     assert 0 < means["fp16"] < means["bf16"] < means["nf4"]  # 11, 8 and about 3 bits of precision
-
-
 
 
 def test_one_variant_is_in_memory_at_a_time(monkeypatch) -> None:
