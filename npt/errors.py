@@ -132,12 +132,6 @@ class TooManyRefusalsError(NPTError, RuntimeError):
     exit_status = 3
 
 
-class DivergedError(NPTError, RuntimeError):
-    """Training stopped, as `stop_on_divergence` asks: all is finite, but the run is ruined."""
-
-    exit_status = 3
-
-
 class SmokeTestError(NPTError, RuntimeError):
     """The one-batch test before the loop failed."""
 

@@ -114,8 +114,8 @@ def packed_bytes(setting: Setting) -> Verdict:
 def clean(setting: Setting) -> Verdict:
     """Every refusal is a false alarm."""
     _, outcome = run(setting)
-    said = "; ".join(str(r) for _, r in outcome.refusals[:3])
-    return _unharmed(outcome, setting, len(outcome.refusals), said)
+    detail = "; ".join(str(r) for _, r in outcome.refusals[:3])
+    return _unharmed(outcome, setting, len(outcome.refusals), detail)
 
 
 def _unharmed(outcome: Outcome, setting: Setting, alarms: int, detail: str) -> Verdict:
@@ -163,8 +163,8 @@ def overflowing_rate(setting: Setting) -> Verdict:
     kept: list[Outcome] = []
     before = {1: lambda made: kept.append(made.outcome())}
     _, outcome = run(replace(setting, rates=(rate, 3e38, rate)), before=before)
-    said = ("was not finite after the step",)
-    expected: list[Expected] = [(window, "update", None, said) for window in (1, 2)]
+    says = ("was not finite after the step",)
+    expected: list[Expected] = [(window, "update", None, says) for window in (1, 2)]
     return judge(outcome, kept[0], expected, "stopped")
 
 

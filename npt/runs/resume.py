@@ -42,6 +42,7 @@ _RETIRED = {
     "layer_weights": "uniform",
     "token_weighting": "none",
     "padding_side": "right",
+    "logit_temperature": 1.0,
 }
 """Settings of earlier versions that decided what was trained, with the only value that is left."""
 

@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """How bad a tensor is.
+    """The degree to which a tensor is bad.
 
     Attributes:
         SOFT: it has -Inf or numbers below the limit, perhaps as a mask.

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from npt.data.report import no_sample
 from npt.data.source import Record
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen, student_guard
-from npt.distill.strategies import strategy_of
+from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError, StoppedError
@@ -135,7 +136,7 @@ class Trainer:
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
         self.report, self._any_base, self._trackers = report, any_base, trackers
-        processes = processes_of(model) or processes or join_processes(config.rank_timeout)
+        processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
@@ -154,7 +155,9 @@ class Trainer:
             self.setup = setup = checked(setup, started_in)
             self.data = RunData(setup, data, eval_data, replay_data)
             self._memory = MemoryFit(setup)
-        self.strategy = strategy_of(config, teacher)
+        self.strategy: Strategy = STRATEGIES[config.strategy]
+        if teacher is not None:
+            self.strategy = partial(self.strategy, teacher=teacher)
         self.evaluate = evaluator(setup, self.data, self._memory)
         self.calibration: Calibration | None = None
         self._state: State | None = None  # that is resumed
@@ -177,7 +180,7 @@ class Trainer:
         Raises:
             NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one
                 batch shows that training cannot work; before anything is written.
-            TooManyRefusalsError, DivergedError: with a post-mortem; as `stop_on_divergence` asks.
+            TooManyRefusalsError: with a post-mortem.
             ConfigError: the run folder cannot be written, or the processes of the run differ in
                 something.
             ProcessError: another process failed or was lost.
@@ -202,7 +205,7 @@ class Trainer:
                 )
                 trackers = stack.enter_context(started)
             self.initial = self._prepare(base)
-            record = run_record(setup, self.data, base, self.calibration, self._memory.plan)
+            record = run_record(setup, self.data, base, self.calibration)
             record["other_base"] = None
             if setup.checkpoint is not None and self._any_base:
                 record["other_base"] = setup.checkpoint.base_mismatch(base)

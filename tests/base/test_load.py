@@ -15,8 +15,6 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.load import check_placement, read_config
 from npt.errors import ConfigError, ModelError
 
-pytestmark = pytest.mark.usefixtures("real_loads")
-
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
 

@@ -22,8 +22,6 @@ from npt.report.run import RunRecord
 from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
 
-pytestmark = pytest.mark.usefixtures("real_reports")
-
 
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:

@@ -19,7 +19,7 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import PrecisionError, SmokeTestError
 from npt.train.preparation import smoke_test
@@ -161,7 +161,7 @@ def test_a_row_without_a_token_to_predict_is_named(load_model, batch) -> None:
 def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batch, name) -> None:
     model = attached(load_model)
 
-    def uphill(*arguments) -> MicroBatch:
+    def uphill(*arguments) -> BatchSums:
         sums = STRATEGIES[name](*arguments)
         for parameter in adapter_parameters(model).values():
             parameter.grad.neg_()

@@ -26,8 +26,8 @@ from npt.data.batch import Batch, Sample
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
+from npt.evaluation.greedy import compare_prompts
 from npt.evaluation.modulation import measure_modulation
-from npt.tools.collect.collect import compare_prompts
 from npt.tracer.watchdogs import base_fault, tensor_fault
 
 

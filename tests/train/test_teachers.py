@@ -10,7 +10,7 @@ import torch
 from resumed_runs import Runs, lines, records
 
 import npt
-from npt.adapters.consolidate import Update, consolidate, unconsolidate
+from npt.adapters.consolidate import Consolidation, consolidate, unconsolidate
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
@@ -130,7 +130,7 @@ def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_m
 
 def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
     trainer = here.trainer("run")
-    update = Update({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
+    update = Consolidation({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
     consolidate(here.model, update)
     try:
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):

@@ -1,5 +1,4 @@
-"""The shape of a base model: all that its cost depends on, by name, in numbers or of a
-configuration."""
+"""The shape of a base model, by name, in numbers or from a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ class Shape:
     """Sizes of a decoder of a known family; weights are counted without norms and biases.
 
     Attributes:
-        heads, kv_heads: of queries, and of keys and values, each `head_dim` wide.
+        heads: of queries, each `head_dim` wide.
+        kv_heads: of keys and values.
         tied: lm_head is the embedding.
     """
 
@@ -50,17 +50,17 @@ class Shape:
 
     @property
     def mlp_weights(self) -> int:
-        """3 D F: of gate, up and down."""
+        """3 D F: gate, up and down."""
         return 3 * self.hidden * self.ffn
 
     @property
     def layer_weights(self) -> int:
-        """Of the MLP and the four projections of attention."""
+        """The MLP and the four projections of attention."""
         return 2 * self.hidden * (self.query_width + self.key_width) + self.mlp_weights
 
     @property
     def head_weights(self) -> int:
-        """V D: of lm_head, and of the embedding."""
+        """V D: lm_head, and the embedding."""
         return self.vocab * self.hidden
 
     def width(self, target: str) -> int:
@@ -98,11 +98,7 @@ LARGEST = 2**24
 
 
 def parse_shape(text: str) -> Shape:
-    """Return a shape by its name, or from six numbers `D,F,L,heads,kv_heads,V`.
-
-    Raises:
-        ConfigError: neither, or numbers that no model has.
-    """
+    """Return a shape by its name or from six numbers; ConfigError if it is neither."""
     if text in SHAPES:
         return SHAPES[text]
     try:

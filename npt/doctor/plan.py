@@ -11,8 +11,8 @@ Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabu
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from npt.base.load import COMPUTE
 from npt.calibration.plan import plan as plan_start
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
 from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
+from npt.doctor.shape import Shape
 from npt.errors import ConfigError
 from npt.guard.window import IN_FLIGHT
-from npt.planning.shape import Shape
 
 TRAINING = ("micro-batch", "step", "evaluation")
 PHASES = ("start", *TRAINING)
@@ -35,7 +35,7 @@ PHASES = ("start", *TRAINING)
 FP32 = 4
 """Bytes of a number of an adapter, its gradients, its moments and of most activations."""
 
-LOGITS = {"kl": 7.25, "reverse_kl": 7.25, "jsd": 13.0, "cross_entropy": 3.0}
+LOGITS = {"kl": 7.25, "reverse_kl": 7.25, "cross_entropy": 3.0}
 """Tensors of a chunk of logits alive at once, by the loss."""
 
 
@@ -45,6 +45,19 @@ def shown(size: float) -> str:
         if abs(size) >= unit:
             return f"{size / unit:.2f} {name}"
     return f"{size:.0f} bytes"
+
+
+def available(device: torch.device) -> int | None:
+    """Return the bytes that a run on this device could have now; None if nothing says it."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -58,11 +71,9 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of a run with so many samples at once in a micro-batch and in an evaluation."""
+    """The memory of a run, term by term."""
 
     terms: tuple[Term, ...]
-    samples_at_once: int
-    evaluated_at_once: int
 
     def of(self, *phases: str) -> int:
         """Return the bytes at the highest moment of these phases."""
@@ -94,7 +105,6 @@ class Workload:
         quantization: nf4, fp4 or None.
         stored: dtype of what is not packed.
         teacher: dtype of a teacher of its own, None if the base teaches.
-        processes: that share a window.
         eager: attention keeps the scores of every pair of tokens.
         compute_dtype: of products of packed weights.
     """
@@ -107,14 +117,13 @@ class Workload:
     stored: torch.dtype = torch.float32
     teacher: torch.dtype | None = None
     device: torch.device = field(default_factory=default_device)
-    processes: int = 1
     eager: bool = False
     compute_dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(
         cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
-        length: int, device: torch.device | None = None, *, processes: int = 1,
+        length: int, device: torch.device | None = None,
     ) -> Workload:  # fmt: skip
         """Return the run that settings ask for; ConfigError for a base on several devices."""
         for flag in ("device_map", "shard_base"):
@@ -131,7 +140,7 @@ class Workload:
         return cls(
             config, adapter, training, length, quantization, stored,
             None if base.teacher_precision is None else COMPUTE[base.teacher_precision],
-            device or default_device(), processes, base.attn_implementation == "eager",
+            device or default_device(), base.attn_implementation == "eager",
             COMPUTE[base.compute_dtype],
         )  # fmt: skip
 
@@ -141,64 +150,34 @@ class Workload:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Of each converted layer."""
+        """Rank of each converted layer."""
         return self.shape.converted(self.adapter)
 
-    def plan(self, samples: int | None = None, evaluated: int | None = None) -> MemoryPlan:
-        """Return the memory of the run, by default with all samples of a micro-batch at once, and
-        as many evaluated.
-        """
+    def plan(self, samples: int | None = None) -> MemoryPlan:
+        """Return the memory of the run with so many samples at once (default: a micro-batch's)."""
         samples = self.training.batch_size if samples is None else samples
-        evaluated = min(samples if evaluated is None else evaluated, self.training.eval_samples)
+        evaluated = min(samples, self.training.eval_samples)
         terms = [*self._held(), *self._micro_batch(self.training, samples)]
         terms.append(self._evaluation(evaluated))
         if self.adapter.init == "calibrated":  # on a GPU the least of it
-            work = plan_start(
-                self.config, tuple(self.ranks), batch=(self.training.batch_size, self.length)
-            )
+            rows = (self.training.batch_size, self.length)
+            work = plan_start(self.config, tuple(self.ranks), batch=rows)
             size = work.peak(self.device, work.place(self.device, 0))
             terms.append(Term("matrices and graph", size, ("start",)))
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
-        for phase, rows in (("micro-batch", samples), ("evaluation", evaluated)):
-            terms.append(Term("mask of padded rows", 5 * rows * self.length**2, (phase,)))
-        return MemoryPlan(tuple(term for term in terms if term.bytes), samples, evaluated)
-
-    def fitting(self, limit: int) -> MemoryPlan:
-        """Return the plan with the most samples at once whose peak stays below a limit.
-
-        A micro-batch is split evenly, so that the passes are few and none is larger than needed.
-
-        Raises:
-            ConfigError: one sample does not fit; the largest term is named.
-        """
-        batch_size = self.training.batch_size
-
-        def most(*phases: str) -> int:
-            sizes = range(1, batch_size + 1)
-            return bisect_left(sizes, True, key=lambda n: self.plan(n).of(*phases) > limit)
-
-        samples, evaluated = most("micro-batch", "step"), most("evaluation")
-        if not samples or not evaluated:
-            plan = self.plan(1)
-            terms = (term for term in plan.terms if plan.phase in term.phases)
-            largest = max(terms, key=lambda term: term.bytes)
-            raise ConfigError(
-                f"--max_memory is {self.training.max_memory}, but one sample of {self.length}"
-                f" tokens at a time is predicted to take {shown(plan.peak)} (in the {plan.phase}),"
-                f" most of it {largest.name} ({shown(largest.bytes)}); see npt doctor --plan"
-            )
-        samples = -(-batch_size // -(-batch_size // samples))
-        return self.plan(samples, min(samples, evaluated))
+        for phase, rows_at_once in (("micro-batch", samples), ("evaluation", evaluated)):
+            terms.append(Term("mask of padded rows", 5 * rows_at_once * self.length**2, (phase,)))
+        return MemoryPlan(tuple(term for term in terms if term.bytes))
 
     def _held(self) -> list[Term]:
         """Return what a run holds whatever it computes. On a GPU some steps' results are read late
         (npt/guard/window.py), and the state before each is kept.
         """
         s, kind = self.shape, self.quantization
-        size = FP32 * (s.hidden + s.modulated_width(self.adapter)) * sum(self.ranks.values())
+        size = FP32 * s.adapter_numbers(self.adapter)
         late = 0
         if self.device.type == "cuda":
-            late = 1 if self.training.skip_spikes or self.processes > 1 else IN_FLIGHT
+            late = 1 if self.training.skip_spikes else IN_FLIGHT
         teacher = 0 if self.teacher is None else base_bytes(s, None, self.teacher)
         name = "base" if kind is None else f"base, {kind.upper()}"
         return [

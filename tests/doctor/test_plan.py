@@ -1,4 +1,4 @@
-"""Plans: the formula is within 15% of what is measured, and what fits is found."""
+"""Plans: shapes, and formulas that are within 15% of what is measured."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import npt
-from npt.adapters.converted import adapter_parameters
+from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample
+from npt.doctor.measure import measure_window, peak_bytes, storage_bytes, tensors_of
+from npt.doctor.plan import Workload, base_bytes, shown
+from npt.doctor.shape import SHAPES, Shape, llama_config, parse_shape
 from npt.errors import ConfigError
 from npt.evaluation.evaluate import evaluate
 from npt.guard.window import IN_FLIGHT
-from npt.planning.measure import measure_window, peak_bytes, storage_bytes, tensors_of
-from npt.planning.memory import Workload, base_bytes, shown
-from npt.planning.shape import SHAPES, Shape, llama_config, parse_shape
 
 SMALL = "64,160,5,4,2,5000"
 
@@ -48,7 +50,7 @@ CASES: dict[str, Workload] = {
     "local": workload(strategy="local"),
     "local, bf16": replace(workload(layers="all", strategy="local"), compute_dtype=torch.bfloat16),
     "propagated": workload(layers="1,4", strategy="propagated"),
-    "jsd": workload(layers="all", logit_loss="jsd", **KL),
+    "reverse": workload(layers="all", logit_loss="reverse_kl", **KL),
     "cross entropy": workload(layers="3", logit_loss="cross_entropy", **KL),
     "checkpointed": workload(layers="0,3", gradient_checkpointing=True, **KL),
     "logits alone": workload(layers="0,3", hidden_weight=0.0, **KL),
@@ -107,11 +109,14 @@ def test_the_bytes_of_a_base_are_those_of_its_tensors(quantization: str | None) 
         model = random_base(
             llama_config(parse_shape(name)), quantization=quantization, device="cpu"
         )
-        found = base_bytes(Shape.of(model.config), quantization, stored)
-        assert found == pytest.approx(storage_bytes(tensors_of(model)), rel=0.1)
+        size = base_bytes(Shape.of(model.config), quantization, stored)
+        assert size == pytest.approx(storage_bytes(tensors_of(model)), rel=0.1)
 
 
-def test_the_named_shapes_have_the_sizes_in_their_names() -> None:
+def test_named_shapes_have_the_sizes_in_their_names_and_make_models_of_that_shape() -> None:
+    for name, shape in SHAPES.items():
+        config = llama_config(parse_shape(name), 4096)
+        assert Shape.of(config) == shape and config.max_position_embeddings == 4096
     for name, numbers in {
         "llama-3.1-8b": 8.03e9,
         "llama-3.2-1b": 1.236e9,
@@ -119,8 +124,67 @@ def test_the_named_shapes_have_the_sizes_in_their_names() -> None:
         "mistral-7b": 7.248e9,
         "smollm2-135m": 134.5e6,
     }.items():
-        found = base_bytes(SHAPES[name], None, torch.float32) / 4
-        assert found == pytest.approx(numbers, rel=1e-3), name
+        size = base_bytes(SHAPES[name], None, torch.float32) / 4
+        assert size == pytest.approx(numbers, rel=1e-3), name
+
+
+def weights(module: nn.Module) -> int:
+    """The weights of linear layers and embeddings, tied ones once."""
+    parts = [part for part in module.modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    return sum({id(part.weight): part.weight.numel() for part in parts}.values())
+
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, num_key_value_heads=2),
+        # heads together are wider than the model
+        Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=24),
+    ],
+    ids=["grouped", "wide heads"],
+)
+def test_the_weights_of_a_shape_are_those_of_its_model(config: Any, tied: bool) -> None:
+    config.tie_word_embeddings = tied
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape, layer = Shape.of(config), decoder_layers(model)[0]
+    assert shape.mlp_weights == weights(layer.mlp)
+    assert shape.layer_weights == weights(layer)
+    assert shape.head_weights == weights(model.lm_head)
+    assert [shape.width(t) for t in ("gate", "up", "down")] == [80, 80, 32]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"targets": "up,down", "modulation": "additive"},
+        {"modulation": "multiplicative", "layers": "0,2-3"},
+        {"layers": "all", "ranks": (1, 2, 3, 4)},
+    ],
+    ids=str,
+)
+def test_trainable_numbers_are_those_that_attach_makes(load_model: Any, settings: Any) -> None:
+    model = load_model(None)
+    config = NPTConfig(**{"rank": 3, **settings})
+    npt.attach(model, config)
+    trainable = sum(p.numel() for p in adapter_parameters(model).values())
+    assert Shape.of(model.config).adapter_numbers(config) == trainable
+
+
+def test_a_shape_is_given_in_numbers_or_refused_in_one_line() -> None:
+    assert parse_shape("256,512,8,4,2,1000") == Shape(8, 256, 512, 4, 2, 64, 1000)
+    odd = ["llama", "1,2,3", "256,512,8,4,2,x", "256,512,8,0,2,1000", "100,512,8,8,2,1000"]
+    for text in (*odd, "256,512,8,4,3,1000", f"256,512,{10**30},4,2,1000"):
+        with pytest.raises(ConfigError, match=r"^--shape is .*$"):
+            parse_shape(text)
 
 
 @pytest.mark.parametrize(
@@ -138,38 +202,12 @@ def test_a_teacher_of_its_own_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "training", "processes", "late"),
-    [
-        ("cpu", {}, 1, 0),
-        ("cuda", {}, 1, IN_FLIGHT),
-        ("cuda", {"skip_spikes": True}, 1, 1),
-        ("cuda", {}, 2, 1),
-    ],
+    ("device", "training", "late"),
+    [("cpu", {}, 0), ("cuda", {}, IN_FLIGHT), ("cuda", {"skip_spikes": True}, 1)],
 )
 def test_states_are_counted_of_as_many_steps_as_may_be_in_flight(
-    device: str, training: dict[str, Any], processes: int, late: int
+    device: str, training: dict[str, Any], late: int
 ) -> None:
-    planned = replace(workload(**training), device=torch.device(device), processes=processes)
+    planned = replace(workload(**training), device=torch.device(device))
     sizes = {term.name: term.bytes for term in planned.plan().terms}
     assert sizes.get("states of steps in flight", 0) == late * 3 * sizes["adapters"]
-
-
-def test_what_fits_is_the_most_that_does_and_parts_are_even() -> None:
-    planned = workload(
-        "64,160,5,4,2,200", layers="all", batch_size=5, max_memory="1GiB", strategy="end_to_end"
-    )
-    peaks = {samples: planned.plan(samples).peak for samples in (1, 2, 4, 5)}
-    assert sorted(peaks.values()) == list(peaks.values())
-    for samples, peak in peaks.items():
-        found = planned.fitting(peak)
-        assert found.samples_at_once == -(-5 // -(-5 // samples)) and found.peak <= peak
-        assert found.evaluated_at_once <= found.samples_at_once
-
-
-def test_if_one_sample_does_not_fit_the_largest_term_is_named() -> None:
-    planned = workload(batch_size=2, max_memory="100KB")
-    with pytest.raises(
-        ConfigError, match=r"--max_memory is 100KB, but one sample of 48 tokens .*most of it"
-    ) as caught:
-        planned.fitting(100_000)
-    assert "\n" not in str(caught.value)

@@ -16,8 +16,8 @@ from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import RecordCounts
 from npt.data.samples import cut
 from npt.data.source import open_source
+from npt.doctor.data import CLOSE, OPEN, DataReport, examine, print_report, show
 from npt.files import to_json
-from npt.tools.data_doctor.report import CLOSE, OPEN, DataReport, examine, print_report, show
 
 VOCAB = 2048
 
@@ -44,17 +44,11 @@ def printed(report: DataReport, encoding: str = "utf-8") -> str:
     return stream.buffer.getvalue().decode(encoding)
 
 
-# --- counts
-# --------------------------------------------------------------------------------------------------
-
-
 def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
+    pairs = [("def f(x):" * (1 + i), "return x\n" * (i % 9)) for i in range(40)]
     config = write(
         tmp_path / "data.jsonl",
-        *(
-            {"prompt": "def f(x):" * (1 + i), "completion": "return x\n" * (i % 9)}
-            for i in range(40)
-        ),
+        *({"prompt": prompt, "completion": completion} for prompt, completion in pairs),
         {"prompt": "p", "completion": "long " * 40},
         {"text": ""},
         {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, -100]},
@@ -63,7 +57,7 @@ def test_the_counts_are_those_of_cutting(tmp_path, tokenizer):
     counts = RecordCounts()
     samples = list(cut(open_source(config), tokenizer, config, counts))
     report = examine(config, tokenizer, VOCAB)
-    assert report.counts == counts and report.complete and report.trainable
+    assert report.counts == counts and report.complete and not report.problems
     assert counts.skipped == Counter({"empty completion": 5, "empty text": 1, "no target": 1})
     assert counts.cut_prompts > 0 < counts.cut_completions
     lengths = sorted(len(s.input_ids) for s in samples)
@@ -84,10 +78,6 @@ def test_the_first_records_alone_can_be_looked_at(tmp_path, tokenizer):
     assert whole.counts.records == 79 and whole.complete
 
 
-# --- problems
-# --------------------------------------------------------------------------------------------------
-
-
 def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     path.write_bytes(
@@ -106,7 +96,6 @@ def test_records_that_cannot_be_encoded_are_located(tmp_path, tokenizer):
     assert "has no 'text' (it has: body" in report.broken[1].problem
     assert "2 input_ids but labels of 1" in report.broken[3].problem
     assert (report.counts.records, report.counts.samples, report.broken_total) == (2, 2, 5)
-    assert not report.trainable
     assert (
         f"error: 5 broken places, the first at {path}, line 2: mend or remove what is"
         " listed" in printed(report)
@@ -136,66 +125,47 @@ def test_ids_outside_the_vocabulary_are_counted_and_one_named(
     report = examine(write(tmp_path / "data.jsonl", {"text": "fine"}, bad, bad), tokenizer, VOCAB)
     assert (report.outside, report.outside_first) == (2 * outside, "bad one@0")
     assert "outside the vocabulary [0, 2048), the first in sample bad one@0" in problems(report)
-    assert not report.trainable
 
 
 def test_data_without_a_sample_are_an_error(tmp_path, tokenizer):
     report = examine(
         write(tmp_path / "data.jsonl", {"text": ""}, {"input_ids": [5]}), tokenizer, VOCAB
     )
-    assert "no sample of two tokens or more" in problems(report) and not report.trainable
+    assert "no sample of two tokens or more" in problems(report)
     assert (report.shortest, report.longest, report.id_min) == (0, 0, None)
     assert "no sample of two tokens or more" in printed(report)
 
 
-# --- samples for reading
-# ----------------------------------------------------------------------------------------------
-
-
-def test_the_mask_is_seen_without_colour(tmp_path, tokenizer):
-    report = examine(
-        write(tmp_path / "data.jsonl", {"prompt": "def f", "completion": "(x):\n"}),
-        tokenizer,
-        VOCAB,
-    )
-    assert (
-        f"data.jsonl:1@0, {report.counts.tokens} tokens: {OPEN}<s>def f{CLOSE}(x):\\n</s>"
-        in printed(report)
-    )
-
-
-def test_what_a_terminal_would_obey_is_escaped(tmp_path, tokenizer):
-    write(tmp_path / "data.jsonl", {"text": "a\x1b[31m\r\x00é\n[red]"})
+@pytest.mark.parametrize(
+    ("record", "encoding", "words"),
+    [
+        # the mask is seen without colour
+        ({"prompt": "def f", "completion": "(x):\n"}, "utf-8", f"{OPEN}<s>def f{CLOSE}(x):\\n</s>"),
+        # what a terminal would obey is escaped, and what a console lacks
+        ({"text": "a\x1b[31m\r\x00é\n[red]"}, "utf-8", "<s>a\\x1b[31m\\r\\x00é\\n[red]</s>"),
+        ({"prompt": "é€", "completion": "x"}, "ascii", "\\u27e6<s>"),
+        ({"prompt": "é€", "completion": "x"}, "latin-1", "\\u27e6<s>"),
+    ],
+)
+def test_a_sample_is_printed_on_any_console(tmp_path, tokenizer, record, encoding, words):
+    write(tmp_path / "data.jsonl", record)
     config = DataConfig(dataset_name=str(tmp_path / "data.jsonl"), max_length=99)
-    out = printed(examine(config, tokenizer, VOCAB))
-    assert "<s>a\\x1b[31m\\r\\x00é\\n[red]</s>" in out
+    assert words in printed(examine(config, tokenizer, VOCAB), encoding)
 
 
 def test_a_long_sample_loses_its_middle_and_keeps_its_masks_edge(tokenizer):
     ids = tokenizer("one two three four five six seven " * 40)["input_ids"]
     labels = (IGNORE_INDEX,) * 100 + tuple(ids[100:])
-    masked, target = show(Sample("x", tuple(ids), labels), tokenizer, VOCAB).stretches
-    assert (masked.target, masked.tokens) == (False, 100)
-    assert (target.target, target.tokens) == (True, len(ids) - 100)
-    assert " … 52 tokens … " in masked.text and masked.text.endswith(tokenizer.decode(ids[76:100]))
-    assert target.text.startswith(tokenizer.decode(ids[100:124]))
+    text = show(Sample("x", tuple(ids), labels), tokenizer, VOCAB)
+    assert text.startswith(f"x, {len(ids):,} tokens: {OPEN}") and text.count(" tokens … ") == 2
+    masked, target = text.removeprefix(f"x, {len(ids):,} tokens: {OPEN}").split(CLOSE)
+    assert " … 52 tokens … " in masked and masked.endswith(tokenizer.decode(ids[76:100]))
+    assert target.startswith(tokenizer.decode(ids[100:124]))
 
 
 def test_ids_outside_the_vocabulary_are_shown_by_number(tokenizer):
-    (stretch,) = show(Sample("x", (0, -3, 99_999, 1)), tokenizer, VOCAB).stretches
-    assert stretch.text == "<s><no token -3><no token 99999></s>"
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_console_that_lacks_characters_gets_escapes(tmp_path, tokenizer, encoding):
-    report = examine(
-        write(tmp_path / "data.jsonl", {"prompt": "é€", "completion": "x"}), tokenizer, VOCAB
-    )
-    assert "\\u27e6<s>" in printed(report, encoding)
-
-
-# --- the record
-# --------------------------------------------------------------------------------------------------
+    text = show(Sample("x", (0, -3, 99_999, 1)), tokenizer, VOCAB)
+    assert text == "x, 4 tokens: <s><no token -3><no token 99999></s>"
 
 
 def test_the_report_is_json(tmp_path, tokenizer):
@@ -209,5 +179,5 @@ def test_the_report_is_json(tmp_path, tokenizer):
         {"where": str(path), "line": 3, "column": 2, "problem": values["broken"][0]["problem"]}
     ]
     assert values["broken"][0]["problem"].startswith("not JSON (Expecting property name")
-    assert [s["target"] for s in values["shown"][0]["stretches"]] == [False, True]
+    assert OPEN in values["shown"][0]
     assert len(values["problems"]) == 1 and values["trainable"] is False
