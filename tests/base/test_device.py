@@ -11,11 +11,7 @@ import npt
 from npt.base.device import default_device
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
-<<<<<<< HEAD
-=======
-from npt.distributed.join import join_processes
 from npt.doctor.plan import Workload
->>>>>>> main
 from npt.errors import ConfigError
 
 

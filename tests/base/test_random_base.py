@@ -8,16 +8,8 @@ import npt
 from npt.base.attention import SDPA
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.random_base import random_base
-<<<<<<< HEAD
-from npt.errors import ConfigError, ModelError
-from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
-=======
-from npt.data.batch import batch_from_tensors
-from npt.distill.strategies import STRATEGIES
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, ModelError
-from npt.train.preparation import smoke_test
->>>>>>> main
 
 FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
 
