@@ -14,8 +14,9 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ MASKED = -1e3
 (in bf16 -9984) in older code."""
 
 
-class MaskFault(NamedTuple):
+@dataclass(frozen=True)
+class MaskFault:
     """The row [b, t] of a mask that no softmax can take, its largest entry, and why it is bad."""
 
     index: tuple[int, int]

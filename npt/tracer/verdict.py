@@ -132,7 +132,7 @@ class Verdict:
 
     @property
     def remedy(self) -> str:
-        """What to do about the cause."""
+        """The advice that fits the cause."""
         return CAUSES[self.cause]
 
     def as_dict(self) -> dict[str, Any]:
