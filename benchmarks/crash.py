@@ -25,6 +25,8 @@ Then single bits are flipped in all files of a finished checkpoint, in turn: `bi
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import multiprocessing
 import random
@@ -131,11 +133,11 @@ class Campaign:
     def _one_process(self, folder: Path, kills: int) -> bool:
         """Start one, and kill it if there are kills left; return False at the run's end."""
         figures = self.figures
-        said = resumptions(folder)
+        before = resumptions(folder)
         kill = figures.kills < kills
         process = started(folder, self.steps)
         status = wait(process, self.source.uniform(0.0, 1.2 * self.seconds) if kill else None)
-        self._check_resumption(folder, said)
+        self._check_resumption(folder, before)
         if status is None:
             figures.kills += 1
             self._check_checkpoints(folder)
@@ -146,10 +148,9 @@ class Campaign:
             return status == -signal.SIGKILL
         return False
 
-    def _check_resumption(self, folder: Path, said: int) -> None:
+    def _check_resumption(self, folder: Path, before: int) -> None:
         """Check which step the process that has just ended resumed from, if it said so."""
-        found = resumptions(folder)
-        if found == said or not self.pending:
+        if resumptions(folder) == before or not self.pending:
             return
         step = events(folder, "resume")[-1]["step"]
         good = sum(step == wanted for wanted in self.pending)
@@ -184,22 +185,17 @@ class Campaign:
             if path.name.startswith("step-")
         )
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-        for number in range(flips):
-            path = files[number % len(files)]
-            content = bytearray(path.read_bytes())
-            bit = self.source.randrange(8 * len(content))
-            content[bit // 8] ^= 1 << bit % 8
+        for path in itertools.islice(itertools.cycle(files), flips):
             original = path.read_bytes()
+            content, bit = bytearray(original), self.source.randrange(8 * len(original))
+            content[bit // 8] ^= 1 << bit % 8
             path.write_bytes(content)
             self.figures.bit_flips += 1
             try:
                 verify_checkpoint(checkpoint)
             except CheckpointError as error:
-                named = (
-                    path.relative_to(checkpoint).as_posix() in str(error)
-                    or path.name == "manifest.json"
-                )
-                self.figures.bit_flips_found += named
+                name = path.relative_to(checkpoint).as_posix()
+                self.figures.bit_flips_found += name in str(error) or name == "manifest.json"
             path.write_bytes(original)
         verify_checkpoint(checkpoint)
 
@@ -230,17 +226,11 @@ def wait(process: BaseProcess, seconds: float | None) -> int | None:
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Return events of a kind; a last line that was cut off is none."""
-    path = folder / "events.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if event["event"] == kind:
-            found.append(event)
-    return found
+    path, records = folder / "events.jsonl", []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if record["event"] == kind]
 
 
 def resumptions(folder: Path) -> int:
@@ -267,14 +257,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(asdict(figures)))
     else:
         print(
-            f"{figures.kills} kills in {figures.runs} runs, {figures.killed_in_a_save} in a save,"
-            f" {figures.killed_before_the_first_checkpoint} before the first checkpoint"
+            "{kills} kills in {runs} runs, {killed_in_a_save} in a save,"
+            " {killed_before_the_first_checkpoint} before the first checkpoint; {resumed} resumed"
+            " from the newest checkpoint, {bit_equal} in runs that ended bit-equal, {lost} lost;"
+            " bit flips found: {bit_flips_found} of {bit_flips}".format_map(asdict(figures))
         )
-        print(
-            f"{figures.resumed} resumed from the newest checkpoint, {figures.bit_equal} in runs"
-            f" that ended bit-equal, {figures.lost} lost"
-        )
-        print(f"bit flips found: {figures.bit_flips_found} of {figures.bit_flips}")
         print("\n".join(figures.problems) or f"no problem in {figures.seconds:.0f} s")
     complete = (
         figures.kills == figures.resumed == figures.bit_equal

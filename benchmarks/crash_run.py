@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import npt
+from npt.console import silent_console
 
 MODEL = "tiny"
 
@@ -30,32 +28,14 @@ def alive(folder: Path) -> Path:
 def run(model: Any, tokenizer: Any, folder: Path, steps: int) -> int:
     """Make the run and return its exit status."""
     npt.attach(model, npt.NPTConfig(rank=2, layers="6,7"))
-    config = npt.TrainConfig(
-        max_steps=steps,
-        num_epochs=99,
-        batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        warmup_steps=4,
-        log_steps=1,
-        save_steps=1,
-        save_total_limit=1,
-        eval_steps=4,
-        smoke_test=False,
-        output_dir=str(folder),
-        resume="auto",
-    )
+    saving = {"save_steps": 1, "save_total_limit": 1, "eval_steps": 4, "log_steps": 1}
+    length = {"max_steps": steps, "num_epochs": 99, "warmup_steps": 4, "batch_size": 1}
+    given: dict[str, Any] = {**saving, **length, "gradient_accumulation_steps": 2}
+    given |= {"output_dir": str(folder), "resume": "auto", "learning_rate": 1e-2}
+    config = npt.TrainConfig(smoke_test=False, **given)
     data = npt.DataConfig(max_length=16, packing=True)
-    console = Console(file=io.StringIO())
-    trainer = npt.Trainer(
-        model,
-        tokenizer,
-        records(30),
-        config,
-        data_config=data,
-        eval_data=records(1, seed=1),
-        console=console,
-    )
+    rest: dict[str, Any] = {"eval_data": records(1, seed=1), "console": silent_console()}
+    trainer = npt.Trainer(model, tokenizer, records(30), config, data_config=data, **rest)
     return trainer.train().exit_status
 
 

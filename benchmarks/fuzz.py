@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import random
 import shutil
@@ -34,31 +33,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.adapters.files.adapter_files import read_adapter
+from npt.console import silent_console
 from npt.errors import NPTError, TooManyRefusalsError
+from npt.forensics.student import StudentState, read_student
 from npt.manifest import MANIFEST, write_manifest
-from npt.postmortem.bundle import read_bundle
 from npt.runs.checkpoint import read_checkpoint
 from npt.runs.resume import changed_settings, check_same_data
 
 SLOW = 5.0
 MODEL = "tiny"
-NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, -0.0, 1e308, 1e-320, 2**31, 2**62, 2**63, 2**64, -(2**63)]
-NUMBERS += [10**30]
+NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, -0.0, 1e308, 1e-320]
+NUMBERS += [2**31, 2**62, 2**63, 2**64, -(2**63), 10**30]
 TEXTS: list[Any] = ["", "x", "0", "nf4", "1,3", "../../etc/passwd", "a\nb", "\ud800", "\x00"]
-TEXTS += [
-    "9" * 5000,
-    "x" * 10_000,
-    "cuda.0",
-    "0-99999999999",
-    "rng.1.cpu",
-    "spikes.x",
-    "__metadata__",
-]
+TEXTS += ["9" * 5000, "x" * 10_000, "cuda.0", "0-99999999999", "rng.1.cpu", "spikes.x"]
+TEXTS += ["__metadata__"]
 OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], [0] * 1000]
 TENSORS: list[Any] = ["F64", "F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F4", "Q4"]
 TENSORS += [[2**40, 2**40], [0], [-1], ["1"], [0, 0], [4, 0], [-1, 3], [0, 2**63], [0.5, 4]]
@@ -110,12 +102,8 @@ class Fuzzer:
 
     def _target(self, name: str, folder: Path, place: Path, read: Callable[[Path], Any]) -> Target:
         copy = Path(shutil.copytree(folder, place / name))
-        files = sorted(
-            path.relative_to(copy).as_posix()
-            for path in copy.rglob("*")
-            if path.is_file() and path.suffix != ".md"
-        )
-        target = Target(name, copy, read, files)
+        paths = [p for p in copy.rglob("*") if p.is_file() and p.suffix != ".md"]
+        target = Target(name, copy, read, sorted(p.relative_to(copy).as_posix() for p in paths))
         target.read(copy)  # valid before it is changed
         return target
 
@@ -129,7 +117,7 @@ class Fuzzer:
         return read.state(self.model, self.base), read.position, read.initial
 
     def _read_bundle(self, folder: Path) -> Any:
-        return read_bundle(folder).snapshot(self.model)
+        return StudentState(read_student(folder), self.model)
 
     def run(self, inputs: int, first: int = 0) -> None:
         """Try inputs by their numbers."""
@@ -193,16 +181,12 @@ def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
         return broken
 
     data = [{"input_ids": [3 + (7 * i + j) % 90 for j in range(5)]} for i in range(6)]
+    folder = str(place / "run")
+    refusing: dict[str, Any] = {"max_consecutive_bad": 2, "skip_spikes": True}
     config = npt.TrainConfig(
-        batch_size=1,
-        save_steps=3,
-        max_consecutive_bad=2,
-        skip_spikes=True,
-        smoke_test=False,
-        output_dir=str(place / "run"),
+        batch_size=1, save_steps=3, smoke_test=False, output_dir=folder, **refusing
     )
-    settings = npt.DataConfig(max_length=8)
-    console = Console(file=io.StringIO())
+    settings, console = npt.DataConfig(max_length=8), silent_console()
     trainer = npt.Trainer(
         model, tokenizer, data, config, data_config=settings, eval_data=data[:1], console=console
     )
@@ -215,11 +199,8 @@ def make_seeds(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
 
 def right_sums(folder: Path, source: random.Random) -> None:
     """Write sums of the changed files, as somebody would who wants them loaded."""
-    if (
-        source.random() < 0.9
-        and (folder / MANIFEST).is_file()
-        and not any(path.is_dir() and path.name != "adapter" for path in folder.iterdir())
-    ):
+    folders = [p for p in folder.iterdir() if p.is_dir() and p.name != "adapter"]
+    if source.random() < 0.9 and (folder / MANIFEST).is_file() and not folders:
         write_manifest(folder)
 
 
@@ -230,14 +211,11 @@ def change(path: Path, content: bytes, source: random.Random, others: list[bytes
         path.unlink()
         if way < 0.005:
             path.mkdir()
-        return
-    if way < 0.03:
+    elif way < 0.03:
         path.write_bytes(source.choice(others))
-        return
-    if way < 0.35:
+    elif way < 0.35:
         path.write_bytes(changed_bytes(content, source))
-        return
-    if path.suffix == ".json":
+    elif path.suffix == ".json":
         path.write_bytes(changed_json(content, source))
     else:
         path.write_bytes(changed_tensors(content, source))
@@ -319,8 +297,8 @@ def changed_tensors(content: bytes, source: random.Random) -> bytes:
     header, body = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
     way = source.random()
     if way < 0.15:
-        said = source.choice([0, 1, length - 1, length + 1, *LENGTHS])
-        return struct.pack("<Q", said) + content[8:]
+        wrong = source.choice([0, 1, length - 1, length + 1, *LENGTHS])
+        return struct.pack("<Q", wrong) + content[8:]
     if way < 0.35 and len(body) >= 8:  # numbers that are not finite, or far away
         at = source.randrange(len(body) // 4) * 4
         number = source.choice([float("nan"), float("inf"), -float("inf"), 3e38, -1.0, 1e-45])
@@ -339,9 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--inputs", type=int, default=100_000)
-    parser.add_argument(
-        "--first", type=int, default=0, help="number of the first input, to try one again"
-    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     memory = Path("/dev/shm")
@@ -361,10 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(figures))
     else:
         for name, outcomes in fuzzer.by_target.items():
-            said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-            print(f"{name}: {said}")
-        count, seconds, failures = (figures[key] for key in ("inputs", "seconds", "failures"))
-        print(f"{count} inputs in {seconds} s, {failures} failures")
+            print(f"{name}: {', '.join(f'{count} {kind}' for kind, count in outcomes.items())}")
+        print("{inputs} inputs in {seconds} s, {failures} failures".format_map(figures))
     for failure in fuzzer.failures[:20]:
         print(failure, file=sys.stderr)
     return 1 if fuzzer.failures else 0

@@ -64,10 +64,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Section]]:
             parser.error(f"--only names {unknown[0]!r}; choose from {numbers}")
         chosen = [s for s in SECTIONS if str(s.number) in wanted]
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
-            "--device is cuda, but torch finds no GPU here; see nvidia-smi, and whether torch is"
-            " built for this driver"
-        )
+        parser.error("--device is cuda, but torch finds no GPU here; see nvidia-smi")
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.small:

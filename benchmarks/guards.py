@@ -34,18 +34,13 @@ from npt.base.device import wait_for
 from npt.data.batch import Batch, batch_from_tensors, batches
 from npt.data.samples import Samples
 from npt.data.source import open_source
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.step import add_batch, student_guard, summed
 from npt.distill.strategies import STRATEGIES
 
 
 class Bench:
-    """One model and its batches, with a guarded and a plain loop over windows of K micro-batches.
-
-    Args:
-        model: with adapters attached.
-        windows: the micro-batches of each, on the host.
-    """
+    """A model with adapters, and a guarded and a plain loop over windows of micro-batches."""
 
     def __init__(self, model: Any, windows: list[list[Batch]]):
         self.model = model
@@ -56,7 +51,7 @@ class Bench:
         self.config = npt.TrainConfig()
         self.parameters = adapter_parameters(model)
 
-    def strategy(self, batch: Batch) -> MicroBatch:
+    def strategy(self, batch: Batch) -> BatchSums:
         return STRATEGIES["local"](self.model, batch.to(self.device), self.config)
 
     def guarded(
@@ -177,25 +172,18 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40, help="timed pairs of windows")
     args = parser.parse_args()
-    figures = measure(
-        builtin_bench(
-            args.model_name, args.batch_size, args.max_length, args.gradient_accumulation_steps
-        ),
-        args.pairs,
-    )
+    sizes = args.batch_size, args.max_length, args.gradient_accumulation_steps
+    figures = measure(builtin_bench(args.model_name, *sizes), args.pairs)
     if args.json:
         print(json.dumps(figures))
-    else:
-        low, high = figures["ratio_quartiles"]
-        print(
-            f"guarded step / plain step: {figures['ratio']:.3f} (quartiles {low:.3f} to {high:.3f},"
-            f" {args.pairs} pairs)"
-        )
-        print(f"host waits added per step: {figures['added_synchronisations']:g}")
-        print(
-            f"plain step: {figures['plain_step_seconds']:.3f} s on {figures['device']},"
-            f" {figures['threads']} threads"
-        )
+        return
+    low, high = figures["ratio_quartiles"]
+    print("guarded step / plain step: {ratio:.3f}".format_map(figures), end=" ")
+    print(f"(quartiles {low:.3f} to {high:.3f}, {args.pairs} pairs)")
+    print("host waits added per step: {added_synchronisations:g}".format_map(figures))
+    print(
+        "plain step: {plain_step_seconds:.3f} s on {device}, {threads} threads".format_map(figures)
+    )
 
 
 if __name__ == "__main__":

@@ -66,14 +66,8 @@ def _has_mask(indices: Any) -> bool:
 
 @contextmanager
 def no_waits(device: torch.device | str) -> Iterator[None]:
-    """Raise within the context where the host waits for the device; what was set before is set
-    again afterwards.
-
-    Args:
-        device: that computes.
-
-    Raises:
-        HostWaitError: by name, the operation that waits, or would wait if the device were a GPU.
+    """Raise a HostWaitError within the context where the host waits for the device, or would wait
+    if it were a GPU; what was set before is set again afterwards.
     """
     if torch.device(device).type != "cuda":
         with _Reporting(_refuse):
@@ -90,14 +84,8 @@ def no_waits(device: torch.device | str) -> Iterator[None]:
 
 @contextmanager
 def count_waits(device: torch.device | str) -> Iterator[Counter[str]]:
-    """Count within the context how often the host waits for the device.
-
-    Args:
-        device: that computes.
-
-    Yields:
-        By operation, or on CUDA by the line of Python that asked for it, the number of waits;
-        complete after the context.
+    """Count how often the host waits for the device within the context, by operation, or on CUDA by
+    the line of Python that asked for it; complete after the context.
     """
     found: Counter[str] = Counter()
     if torch.device(device).type != "cuda":

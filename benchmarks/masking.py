@@ -65,14 +65,14 @@ def predictions(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, 
     targets = batch.labels[:, 1:]
     scored = (targets != IGNORE_INDEX) & batch.attention_mask[:, :-1].bool()
     inputs = model_inputs(model, batch)
+
+    def logits() -> Tensor:
+        states = model.model(**inputs, use_cache=False).last_hidden_state
+        return model.lm_head(states[:, :-1][scored])
+
     with torch.no_grad(), adapter_mode(model, "teacher"):
-        teacher = model.lm_head(
-            model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][scored]
-        )
-    student = model.lm_head(
-        model.model(**inputs, use_cache=False).last_hidden_state[:, :-1][scored]
-    )
-    return student, teacher, targets[scored]
+        teacher = logits()
+    return logits(), teacher, targets[scored]
 
 
 def kl(model: LlamaForCausalLM, batch: Batch) -> int:
@@ -91,9 +91,7 @@ def cross_entropy(model: LlamaForCausalLM, batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """Data that a mask leaves out, and a loss that counts it regardless. prompt: the
-    kind of it, None of short texts.
-    """
+    """Data that a mask leaves out, and a loss that counts it. prompt: its kind, if there is one."""
 
     left_out: str
     loss: Loss
@@ -141,13 +139,10 @@ class Bench:
         if case.prompt is not None:
             return collate(samples if masked else [replace(s, labels=None) for s in samples])
         batch = collate(samples, side=case.side, length=ROW)
-        return (
-            batch
-            if masked
-            else batch_from_tensors(
-                batch.input_ids, torch.ones_like(batch.attention_mask), batch.sample_ids
-            )
-        )
+        everything = torch.ones_like(batch.attention_mask)
+        if masked:
+            return batch
+        return batch_from_tensors(batch.input_ids, everything, batch.sample_ids)
 
     def arm(self, case: Case, masked: bool) -> dict[str, Any]:
         """Train one arm and measure it, with the floor."""

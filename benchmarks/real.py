@@ -283,23 +283,21 @@ def open_bench(args: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     return Bench(name, model, tokenizer, text, args.tokens, console, args.seed), about
 
 
-def rows_in(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rows that a file has already, by name.
+def rows_in(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that a file has already.
 
     Raises:
-        ConfigError: the file is of something else, or of another model or text.
+        ConfigError: it is of something else, or of other settings than these.
     """
     if not path.exists():
-        return {}
+        return []
     try:
-        figures = json.loads(path.read_text("utf-8"))
-        rows = {row["name"]: row for row in figures["rows"]}
-    except (ValueError, KeyError, TypeError) as error:
+        figures = dict(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"--out {path} is not a file of this benchmark; name another") from error
-    for key in ("model", "sizes", "text"):
-        if figures[key] != about[key]:
-            raise ConfigError(f"--out {path} has rows of another model or text; name another file")
-    return rows
+    if any(figures.get(name) != value for name, value in about.items()):
+        raise ConfigError(f"--out {path} has rows of other settings; remove it, or name another")
+    return figures["rows"]
 
 
 def write(path: Path, about: Mapping[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
@@ -333,7 +331,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--choosing_tokens", type=int, default=4096, help="by which training keeps what is nearest"
     )
-    parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/real.json"))
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -346,11 +343,10 @@ def main(argv: list[str] | None = None) -> int:
         names = args.rows.split(",")
         if unknown := [name for name in names if name not in ROWS]:
             raise ConfigError(f"--rows names {unknown[0]!r}; choose from {', '.join(ROWS)}")
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
         bench, about = open_bench(args)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        rows = rows_in(args.out, about)
+        same = {key: about[key] for key in ("model", "sizes", "text")}
+        rows = {row["name"]: row for row in rows_in(args.out, same)}
         for name in names:
             row = ROWS[name]
             if args.steps is not None and row.training is not None:

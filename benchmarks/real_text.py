@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from npt.config import DataConfig
 from npt.data.batch import Sample
-from npt.data.content import PIECE
 from npt.data.samples import cut, within
-from npt.data.source import Record, open_source, own_heldout
+from npt.data.source import PIECE, Record, open_source, own_heldout
 from npt.errors import DataError, TooLittleTextError
 
 T = TypeVar("T")
@@ -80,18 +79,11 @@ def read_text(
     choosing_tokens: int = 4096,
     seed: int = 0,
 ) -> Text:
-    """Return the samples of a data set, by document.
+    """Return the samples of a data set (a file, a folder, a glob, or a name for --dataset_name).
 
     As many documents are held out as it takes to have one sample of each, or a quarter of all; the
-    ones that choose are an eighth at most.
-
-    Args:
-        name: a file, a folder, a glob, or a name for --dataset_name.
-        tokenizer: of the base model.
-        vocab_size: V; samples with other ids are left out.
-        length: tokens of a sample at most.
-        heldout_tokens, choosing_tokens: of these parts, about.
-        seed: of the split and of the samples' places in their documents.
+    ones that choose are an eighth at most. Samples with ids of V or more are left out. The seed is
+    that of the split and of the samples' places in their documents.
 
     Raises:
         DataError: nothing can be read.
@@ -121,11 +113,13 @@ def read_text(
             for samples in taken
         ]
 
-    own = own_heldout(config)
-    measured = windows(documents_of(own)) if own is not None else []
+    apart = own_heldout(config)
+    measured = windows(documents_of(apart)) if apart is not None else []
     documents = windows(read_documents(config))
     count = len(documents)
-    heldout = take(documents if own is None else measured, heldout_tokens, 4 if own is None else 1)
+    heldout = take(
+        documents if apart is None else measured, heldout_tokens, 4 if apart is None else 1
+    )
     choosing = take(documents, choosing_tokens, 8)
     if min(len(heldout), len(choosing)) < 2 or not documents:
         raise TooLittleTextError(

@@ -16,65 +16,49 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import npt
 from guards import builtin_bench
-from npt.adapters.converted import adapter_parameters
-from npt.base.device import wait_for
 from npt.data.batch import Batch
 from npt.diagnostics import Recorder
-from npt.distill.strategies import STRATEGIES
 from npt.recorder.recording import Recording
-
-
-def plain(model: Any, batch: Batch) -> None:
-    """Make a step without a recorder."""
-    for parameter in adapter_parameters(model).values():
-        parameter.grad = None
-    STRATEGIES["local"](model, batch, npt.TrainConfig())
 
 
 def measure(rounds: int, rows: int, length: int, folder: str) -> dict[str, Any]:
     """Return the figures over so many rounds, after one that is not counted."""
     untouched, watched = (builtin_bench("tiny", rows, length, 1) for _ in range(2))
-    device, recording = untouched.device, Recording(folder)
+    recording = Recording(folder)
 
-    def recorded(batch: Batch) -> None:
+    def plain(window: list[Batch]) -> None:
+        untouched.strategy(window[0])
+
+    def after(window: list[Batch]) -> None:
+        watched.strategy(window[0])
+
+    def recorded(window: list[Batch]) -> None:
         with Recorder(watched.model) as recorder:
-            plain(watched.model, batch)
+            after(window)
         recording.keep(recorder.record())
 
-    def seconds(step: Callable[[Batch], None], batch: Batch) -> float:
-        wait_for(device)
-        started = time.perf_counter()
-        step(batch)
-        wait_for(device)
-        return time.perf_counter() - started
-
-    times: dict[str, list[float]] = {"recorded": [], "after": [], "plain": []}
-    steps = {
-        "recorded": recorded,
-        "after": lambda batch: plain(watched.model, batch),
-        "plain": lambda batch: plain(untouched.model, batch),
-    }
+    seconds: dict[str, list[float]] = {"recorded": [], "after": [], "plain": []}
     for number in range(rounds + 1):
-        batch = untouched.windows[number % len(untouched.windows)][0].to(device)
+        window = untouched.windows[number % len(untouched.windows)]
+        seconds["recorded"].append(watched.time(recorded, window))
         # each of the plain ones as often after the recorded one
-        for name in ("recorded", *(("after", "plain") if number % 2 else ("plain", "after"))):
-            times[name].append(seconds(steps[name], batch))
-    ratios = {
-        name: [x / y for x, y in zip(times[name][1:], times["plain"][1:], strict=True)]
+        for name in ("after", "plain") if number % 2 else ("plain", "after"):
+            bench, step = (watched, after) if name == "after" else (untouched, plain)
+            seconds[name].append(bench.time(step, window))
+    base = seconds["plain"][1:]
+    ratio, ratio_after = (
+        statistics.median(a / b for a, b in zip(seconds[name][1:], base, strict=True))
         for name in ("recorded", "after")
-    }
+    )
     return {
-        "ratio": round(statistics.median(ratios["recorded"]), 4),
-        "ratio_after": round(statistics.median(ratios["after"]), 4),
-        "plain_step_seconds": round(statistics.median(times["plain"][1:]), 4),
+        "ratio": round(ratio, 4),
+        "ratio_after": round(ratio_after, 4),
+        "plain_step_seconds": round(statistics.median(base), 4),
         "rounds": rounds,
     }
 
@@ -92,9 +76,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(figures))
     else:
-        print(f"recorded step / plain step: {figures['ratio']:.3f}")
-        print(f"plain step after a recording / plain step: {figures['ratio_after']:.3f}")
-        print(f"plain step: {figures['plain_step_seconds']:.3f} s")
+        print("recorded / plain {ratio:.3f}, plain after it {ratio_after:.3f}".format_map(figures))
 
 
 if __name__ == "__main__":

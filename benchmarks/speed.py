@@ -1,33 +1,24 @@
 """Speed, memory and arithmetic of a training step against what one would otherwise run, in one
 process.
 
-    python benchmarks/speed.py [--shape cpu-0.2b] [--sweep] [--json] [--output FOLDER]
+    python benchmarks/speed.py [--shape cpu-0.2b] [--json] [--output FOLDER]
 
 Same weights, same tokens, same rank for all; `speed_runs.py` says what each run is. Every run's
-step is first taken twice under instruments, which also warms it up: once with its matrix products
-counted, once with its memory followed. Then all are timed in turn, in reversed order every other
-round, so that a slow moment of the machine hits all of them and none always follows the same
-other.
+step is first taken twice: once with its matrix products counted, once with its memory followed.
+Then all are timed in turn, in reversed order every other round, so that a slow moment of the
+machine hits all of them and none always follows the same other.
 
     tokens_per_second   of a whole step with its optimizer step: the median of the rounds, with the
                         lowest and the highest
     speed_ratio         tokens/s over those of two_model in the same round: likewise
-    peak_bytes          what the run holds before the step (its own models, adapters, gradients,
-                        moments, tokens), and how far live tensor memory rises in the step above
-                        that. The bases of other runs, also in memory, are not counted: this is what
-                        the run would take alone. A base that two of its models share counts once
+    peak_bytes          what the run holds before the step (its own models, adapters, moments,
+                        tokens) and how far live memory rises in the step: what it would take alone
     memory_ratio        peak_bytes over those of two_model
     flops_per_token     counted, not calculated; floor_flops_per_token is the least that our
                         arithmetic needs (flop_formulas.py), low-rank products included,
                         formula_flops_per_token the same without them
     roofline_share      flops_per_token * tokens_per_second over the speed of plain square products,
                         measured before and after the rounds
-
-A step is one row of 1,024 tokens unless told otherwise; the sweep also has the same tokens in
-shorter rows, whose attention is cheaper.
-
-`--sweep` varies the tokens of a batch, the length of its rows and the number of converted layers
-one by one (`speed_sweep.py`).
 
 Run it on a machine that does nothing else.
 """
@@ -46,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,34 +48,28 @@ from flop_formulas import adapter_flops, floor_flops
 from npt.adapters.fit import resolve_layers
 from npt.base.device import default_device, wait_for
 from npt.data.batch import Batch
+from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, NPTError
 from npt.files import write_text
-from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
 from speed_runs import OURS, RUNS, SHAPES, Run, Setting, make_batch, make_runs
-from speed_sweep import sweep
 from tables import speed as markdown
 from this_machine import machine
 
 BASELINE = "two_model"
 
 
-def timed(step: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that a step takes, until the device is done with it."""
-    wait_for(device)
-    started = time.perf_counter()
-    step()
-    wait_for(device)
-    return time.perf_counter() - started
-
-
 def in_turns(
     steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each step in every round; every other round goes through them backwards."""
+    """Return seconds of each step in every round; every other round goes through them backwards."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
-            seconds[name].append(timed(steps[name], device))
+            wait_for(device)
+            started = time.perf_counter()
+            steps[name]()
+            wait_for(device)
+            seconds[name].append(time.perf_counter() - started)
     return seconds
 
 
@@ -133,42 +119,26 @@ def floors(setting: Setting, name: str) -> dict[str, float]:
 def measure(
     setting: Setting, names: tuple[str, ...], rounds: int, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """All figures of one comparison."""
+    """Return all figures of one comparison."""
     device = torch.device(setting.device)
     batch = make_batch(setting)
     runs, missing = make_runs(setting, names)
-    for name, reason in missing.items():
-        note(f"{name} is left out: {reason}")
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for run in runs:
         try:
-            found[run.name] = {
-                "name": run.name,
-                **instrumented(run, batch, note),
-                **(floors(setting, run.name) if run.name in OURS else {}),
-            }
+            floor = floors(setting, run.name) if run.name in OURS else {}
+            rows[run.name] = {"name": run.name, **instrumented(run, batch, note), **floor}
         except torch.OutOfMemoryError:
             run.forget()
-            missing[run.name] = (
-                "it does not fit into the device's memory next to the other runs' bases"
-            )
-            note(f"{run.name} is left out: {missing[run.name]}")
+            missing[run.name] = "it does not fit into memory next to the other runs' bases"
+    for name, reason in missing.items():
+        note(f"{name} is left out: {reason}")
     before = matmul_roofline(device)
-    note(
-        f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds of"
-        f" {len(found)} steps"
-    )
-    seconds = in_turns(
-        {
-            run.name: lambda run=run: run.step(batch)  # type: ignore[misc]
-            for run in runs
-            if run.name in found
-        },
-        rounds,
-        device,
-    )
+    note(f"roofline {before.flops_per_second / 1e9:.0f} GFLOP/s; timing {rounds} rounds")
+    steps = {run.name: partial(run.step, batch) for run in runs if run.name in rows}
+    seconds = in_turns(steps, rounds, device)
     roofline = max(before, matmul_roofline(device), key=lambda r: r.flops_per_second)
-    for name, row in found.items():
+    for name, row in rows.items():
         speeds = spread([batch.tokens / s for s in seconds[name]])
         row["tokens_per_second"] = speeds["median"]
         row["tokens_per_second_range"] = [speeds["low"], speeds["high"]]
@@ -176,18 +146,17 @@ def measure(
         row["roofline_share"] = (
             row["flops_per_token"] * speeds["median"] / roofline.flops_per_second
         )
-        if BASELINE in found:
-            row["speed_ratio"] = spread(
-                [theirs / s for s, theirs in zip(seconds[name], seconds[BASELINE], strict=True)]
-            )
-            row["memory_ratio"] = row["peak_bytes"] / found[BASELINE]["peak_bytes"]
+        if BASELINE in rows:
+            pairs = zip(seconds[name], seconds[BASELINE], strict=True)
+            row["speed_ratio"] = spread([theirs / s for s, theirs in pairs])
+            row["memory_ratio"] = row["peak_bytes"] / rows[BASELINE]["peak_bytes"]
     return {
         "shape": setting.shape,
         "setting": {**asdict(setting), "tokens": setting.tokens, "rounds": rounds},
         "sizes": asdict(SHAPES[setting.shape]),
         "machine": machine(device),
         "roofline": asdict(roofline),
-        "runs": list(found.values()),
+        "runs": list(rows.values()),
         "missing": missing,
     }
 
@@ -211,17 +180,15 @@ def make_setting(args: argparse.Namespace) -> Setting:
         raise ConfigError(
             f"--rank is {args.rank}; it lies between 1 and the hidden size, {shape.hidden}"
         )
-    device = args.device or default_device().type
-    quantization = None if args.quantization == "none" else args.quantization
     return Setting(
         args.shape,
         args.layers,
         args.rank,
-        args.tokens // args.length,
-        args.length,
-        quantization,
-        device,
-        args.seed,
+        batch_size=args.tokens // args.length,
+        length=args.length,
+        quantization=None if args.quantization == "none" else args.quantization,
+        device=args.device or default_device().type,
+        seed=args.seed,
     )
 
 
@@ -245,9 +212,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="of the CPU; default torch's")
     parser.add_argument("--device", help="default the first CUDA device, else the CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--sweep", action="store_true", help="vary tokens, length and converted layers as well"
-    )
     parser.add_argument("--output", type=Path, help="folder for the figures: SHAPE.json")
     return parser
 
@@ -273,8 +237,6 @@ def main(argv: list[str] | None = None) -> int:
         print(line, file=sys.stderr, flush=True)
 
     figures = measure(setting, names, args.repeats, note)
-    if args.sweep:
-        figures["sweep"] = sweep(setting, args.repeats, note, in_turns)
     # first: nothing that fails later loses them
     print(json.dumps(figures) if args.json else markdown(figures), flush=True)
     if args.output is not None:

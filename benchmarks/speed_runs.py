@@ -20,19 +20,12 @@ one backward, and no value read back from the device.
                             `disable_adapter`, KL on the logits
     peft_lora_ce            the same adapters on next-token cross-entropy, without a teacher
 
-Of transformers' hidden states the last comes after the final norm, so that the two-model runs
-compare the last layer there. Its lm_head runs in all of them, as it does for everybody who calls a
-causal language model.
-
-LoRA is on the modules that NPT modulates without the target stream, at the same rank. Its tensors
-are not as many: an NPT layer has one A for all targets, and B and M for each, LoRA an A and a B for
-each. They start at random: at LoRA's usual start the student is its teacher, and the gradient is
-zero.
-
-Three bases with the same weights are in memory: the teacher of the two-model runs; one with NPT
-adapters, which is their student and the only base of ours; and one inside PEFT, which puts its
-layers around the base's own. Each kind of step has an optimizer of its own. Steps on the same
-adapters train them in turn, which changes values and no cost.
+Of transformers' hidden states the last comes after the final norm, so the two-model runs compare
+the last layer there. LoRA is on the modules that NPT modulates without the target stream, at the
+same rank, and starts at random: at its usual start the student is its teacher, and the gradient is
+zero. Three bases with the same weights are in memory: the teacher of the two-model runs; one with
+NPT adapters, which is their student and the only base of ours; and one inside PEFT. Each kind of
+step has an optimizer of its own; steps on the same adapters train them in turn.
 """
 
 from __future__ import annotations
@@ -45,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW
 
 import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
@@ -52,8 +46,8 @@ from npt.base.random_base import random_base
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.hidden_losses import nmse_per_token
 from npt.distill.strategies import STRATEGIES
+from npt.doctor.shape import SHAPES, llama_config
 from npt.extras import install_command
-from npt.planning.shape import SHAPES, llama_config
 
 OURS = ("local", "end_to_end", "end_to_end_kl")
 TWO_MODELS = ("two_model", "two_model_hidden", "two_model_checkpointed")
@@ -91,9 +85,11 @@ class Setting:
 class Run:
     """A kind of training step.
 
-    step: forward, backward and the optimizer's step on a batch; gradients are gone after it. It
-    returns the loss, on the device. holds: everything that this kind alone would need in memory,
-    the batch left out. trainable: what its optimizer moves.
+    Attributes:
+        step: forward, backward and the optimizer's step on a batch; gradients are gone after it. It
+            returns the loss, on the device.
+        holds: everything that this kind alone would need in memory, the batch left out.
+        trainable: what its optimizer moves.
     """
 
     name: str
@@ -152,42 +148,28 @@ class Student:
             step = self._checkpointed(step)
         return Run(name, step, (self.model, self.teacher, optimizer), self.parameters)
 
-    def _strategy_step(
-        self, name: str, optimizer: torch.optim.Optimizer
-    ) -> Callable[[Batch], Tensor]:
-        strategy = "local" if name == "local" else "end_to_end"
-        config = npt.TrainConfig(
-            strategy=strategy, logit_kl_weight=1.0 if name == "end_to_end_kl" else 0.0
-        )
+    def _strategy_step(self, name: str, optimizer: AdamW) -> Callable[[Batch], Tensor]:
+        strategy, weight = ("local" if name == "local" else "end_to_end"), float(name[-2:] == "kl")
+        config = npt.TrainConfig(strategy=strategy, logit_kl_weight=weight)
 
         def step(batch: Batch) -> Tensor:
             sums = STRATEGIES[strategy](self.model, batch, config)
-            torch._foreach_div_(
-                [p.grad for p in self.parameters if p.grad is not None], sums.tokens
-            )
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_div_(gradients, sums.tokens)
             return _finish(sums.loss / sums.tokens, self.parameters, optimizer)
 
         return step
 
-    def _two_model_step(
-        self, optimizer: torch.optim.Optimizer, kl: bool
-    ) -> Callable[[Batch], Tensor]:
+    def _two_model_step(self, optimizer: AdamW, kl: bool) -> Callable[[Batch], Tensor]:
         def step(batch: Batch) -> Tensor:
+            wanted = {"use_cache": False, "output_hidden_states": True}
             with torch.no_grad():
-                taught = self.teacher(
-                    input_ids=batch.input_ids, use_cache=False, output_hidden_states=True
-                )
-            learnt = self.model(
-                input_ids=batch.input_ids, use_cache=False, output_hidden_states=True
-            )
-            losses = [
-                nmse_per_token(
-                    learnt.hidden_states[i + 1].flatten(0, 1),
-                    taught.hidden_states[i + 1].flatten(0, 1),
-                ).sum()
-                / batch.tokens
-                for i in self.converted
-            ]
+                taught = self.teacher(batch.input_ids, **wanted)
+            learnt = self.model(batch.input_ids, **wanted)
+            losses = []
+            for i in self.converted:
+                pair = (each.hidden_states[i + 1].flatten(0, 1) for each in (learnt, taught))
+                losses.append(nmse_per_token(*pair).sum() / batch.tokens)
             loss = torch.stack(losses).mean()
             if kl:
                 loss = loss + _kl(learnt.logits, taught.logits)
@@ -197,101 +179,81 @@ class Student:
         return step
 
     def _checkpointed(self, step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """The step with checkpointing on, which transformers does in training mode only."""
-
+        """Return the step with checkpointing, which transformers does in training mode only."""
         # transformers 5.17 knows the second name alone; newer versions call it deprecated.
-        kind = (
-            "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
-        )
+        newer = hasattr(self.model, "activation_checkpointing_enable")
+        name = f"{'activation' if newer else 'gradient'}_checkpointing"
 
         def checkpointed(batch: Batch) -> Tensor:
-            getattr(self.model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+            getattr(self.model, f"{name}_enable")({"use_reentrant": False})
             self.model.train()
             try:
                 return step(batch)
             finally:
                 self.model.eval()
-                getattr(self.model, f"{kind}_checkpointing_disable")()
+                getattr(self.model, f"{name}_disable")()
 
         return checkpointed
 
 
-class LoRA:
-    """A base inside PEFT.
+def lora_runs(setting: Setting, converted: list[int]) -> dict[str, Run]:
+    """Return the runs of a base inside PEFT; an ImportError if it is not installed."""
+    from peft import LoraConfig, get_peft_model
 
-    Raises:
-        ImportError: PEFT is not installed.
-    """
+    config = LoraConfig(
+        r=setting.rank,
+        lora_alpha=setting.rank,
+        init_lora_weights=False,
+        target_modules=["gate_proj", "up_proj", "down_proj"],
+        layers_to_transform=converted,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        # PEFT asks transformers for an old name of checkpointing
+        warnings.simplefilter("ignore", FutureWarning)
+        model = get_peft_model(make_base(setting), config)
+    parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def __init__(self, setting: Setting, converted: list[int]):
-        from peft import LoraConfig, get_peft_model
+    def distilled(batch: Batch) -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            taught = model(input_ids=batch.input_ids, use_cache=False).logits
+        return _kl(model(input_ids=batch.input_ids, use_cache=False).logits, taught)
 
-        config = LoraConfig(
-            r=setting.rank,
-            lora_alpha=setting.rank,
-            lora_dropout=0.0,
-            init_lora_weights=False,
-            target_modules=["gate_proj", "up_proj", "down_proj"],
-            layers_to_transform=converted,
-            task_type="CAUSAL_LM",
-        )
-        with warnings.catch_warnings():
-            # PEFT asks transformers for an old name of checkpointing
-            warnings.simplefilter("ignore", FutureWarning)
-            self.model = get_peft_model(make_base(setting), config)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+    def cross_entropy(batch: Batch) -> Tensor:
+        return model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss
 
-    def run(self, name: str) -> Run:
-        """One of PEFT."""
-        optimizer = _optimizer(self.parameters)
+    def run(name: str, loss_of: Callable[[Batch], Tensor]) -> Run:
+        optimizer = _optimizer(parameters)
 
-        def distill(batch: Batch) -> Tensor:
-            with torch.no_grad(), self.model.disable_adapter():
-                taught = self.model(input_ids=batch.input_ids, use_cache=False).logits
-            loss = _kl(self.model(input_ids=batch.input_ids, use_cache=False).logits, taught)
+        def step(batch: Batch) -> Tensor:
+            loss = loss_of(batch)
             loss.backward()
-            return _finish(loss.detach(), self.parameters, optimizer)
+            return _finish(loss.detach(), parameters, optimizer)
 
-        def cross_entropy(batch: Batch) -> Tensor:
-            loss = self.model(
-                input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False
-            ).loss
-            loss.backward()
-            return _finish(loss.detach(), self.parameters, optimizer)
+        return Run(name, step, (model, optimizer), parameters)
 
-        return Run(
-            name,
-            distill if name == "peft_lora_distill" else cross_entropy,
-            (self.model, optimizer),
-            self.parameters,
-        )
+    return dict(zip(PEFT, map(run, PEFT, (distilled, cross_entropy)), strict=True))
 
 
 def make_runs(setting: Setting, names: tuple[str, ...] = RUNS) -> tuple[list[Run], dict[str, str]]:
-    """The runs of these names in their order, and of those that cannot be made, why not."""
+    """Return the runs of these names in their order, and of those that cannot be made, why not."""
     student = Student(setting, make_base(setting) if set(names) & set(TWO_MODELS) else None)
     runs = {name: student.run(name) for name in names if name not in PEFT}
     missing: dict[str, str] = {}
-    if set(names) & set(PEFT):
+    if wanted := [name for name in names if name in PEFT]:
         try:
-            lora = LoRA(setting, student.converted)
-            runs |= {name: lora.run(name) for name in names if name in PEFT}
+            runs |= lora_runs(setting, student.converted)
         except ImportError:
-            missing = {
-                name: f"PEFT is not installed: {install_command('peft')}"
-                for name in names
-                if name in PEFT
-            }
+            reason = f"PEFT is not installed: {install_command('peft')}"
+            missing = dict.fromkeys(wanted, reason)
     return [runs[name] for name in names if name in runs], missing
 
 
-def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+def _optimizer(parameters: list[nn.Parameter]) -> AdamW:
+    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
-def _finish(
-    loss: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
-) -> Tensor:
+def _finish(loss: Tensor, parameters: list[nn.Parameter], optimizer: AdamW) -> Tensor:
     nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()

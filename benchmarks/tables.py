@@ -140,48 +140,6 @@ def forms(figures: Json) -> str:
     )
 
 
-LIMITS = {
-    "limit": "random start, alpha 0.1",
-    "limit, alpha 1": "random start, alpha 1",
-    "limit, calibrated": "closed-form start",
-}
-"""Parts of the study of `widths.py` that seek a limit."""
-
-
-def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of log y over log x, by least squares."""
-    xs, ys = ([math.log(value) for value in column] for column in zip(*points, strict=True))
-    return statistics.linear_regression(xs, ys).slope
-
-
-def widths(trials: Sequence[Json]) -> str:
-    """Return the largest rates that train, from the table of `widths.py`."""
-    sizes = list(dict.fromkeys(trial["arms"] for trial in trials))
-    limits = {
-        (trial["parts"], trial["arms"]): (float(trial["limit_low"]), float(trial["limit_high"]))
-        for trial in trials
-        if trial["parts"] in LIMITS and trial["limit_low"] and trial["limit_high"]
-    }
-
-    def between(size: str, row: Json) -> str:
-        if (row["part"], size) not in limits:
-            return ""
-        low, high = limits[row["part"], size]
-        digits = 3 if low >= 0.01 else 4
-        return f"{low:.{digits}f}, {high:.{digits}f}"
-
-    def power(row: Json) -> str:
-        lows = [
-            (float(s[2:]), low) for (part, s), (low, _) in limits.items() if part == row["part"]
-        ]
-        return f"D^{exponent(lows):.2f}" if len(lows) > 1 else ""
-
-    columns: dict[str, Cell] = {"trains up to, not at": "{words}"}
-    columns |= {size: partial(between, size) for size in sizes}
-    rows = ({"part": part, "words": words} for part, words in LIMITS.items())
-    return table({**columns, "goes as": power}, rows)
-
-
 def guards(npt_step: Json, lora: Json) -> str:
     """Return what `guards.py --json` and `guard_lora.py --json` print."""
     columns = {
@@ -224,13 +182,6 @@ def totals(figures: Json) -> str:
         f"{figures['passed']} of {figures['total']} cases passed, {figures['false_alarms']} false"
         " alarms."
     )
-
-
-def compared(rows: Sequence[Json]) -> str:
-    """Return what `inject_fault.py --compare --json` prints."""
-    heads = {"name": "planted", "ours": "NPT"}
-    names = [name for name in rows[0] if name != "id"]
-    return table({heads.get(n, n.replace("_", " ")): f"{{{n}}}" for n in names}, rows)
 
 
 TRAINERS = ("loop", "accelerate", "hf", "trl")
@@ -354,28 +305,7 @@ def speed(figures: Json) -> str:
         f" {count} row{'' if count == 1 else 's'} of {setting['length']:,} tokens a step,"
         f" {setting['rounds']} rounds.\n\n"
         f"{table(columns, figures['runs'], words=1)}{left_out(figures['missing'])}"
-    ) + (f"\n{sweep(figures['sweep'])}" if "sweep" in figures else "")
-
-
-def sweep(figures: Json) -> str:
-    """Return the table of `speed.py --sweep`, and how straight its curves against tokens are."""
-    columns: dict[str, Cell] = {
-        "converted layers": "{converted}",
-        "rows": "{batch_size}",
-        "length": "{length}",
-        "tokens": "{tokens}",
-        "local, s": "{local_seconds:.3g}",
-        "two_model, s": "{two_model_seconds:.3g}",
-        "ratio": lambda point: f"{point['two_model_seconds'] / point['local_seconds']:.2f}",
-    }
-    lines = [
-        f"\n`{kind}` against tokens: {1e3 * line['seconds_per_token']:.3g} ms a token and"
-        f" {line['fixed_seconds']:.2g} s a step; points lie within"
-        f" {100 * line['largest_deviation']:.0f}% of that line, and the upper part of the curve is"
-        f" {line['slope_ratio']:.2f} times as steep as the lower one.\n"
-        for kind, line in figures["linearity"].items()
-    ]
-    return table(columns, figures["points"], words=1) + "".join(lines)
+    )
 
 
 def gpu_check(figures: Json) -> str:

@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 from transformers.utils import logging
 
-from clean_runs.examples import EXAMPLES
+from clean_runs import EXAMPLES
 from clean_runs.watched import compared
 from npt.console import make_console
 from npt.files import to_json
@@ -37,12 +37,12 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="print all differences as JSON instead of a table"
     )
-    given = parser.parse_args()
-    names = [each.id for each in EXAMPLES] if given.only is None else given.only.split(",")
+    args = parser.parse_args()
+    names = [each.id for each in EXAMPLES] if args.only is None else args.only.split(",")
     unknown = next((name for name in names if name not in [e.id for e in EXAMPLES]), None)
     if unknown is not None:
-        known = ", ".join(each.id for each in EXAMPLES)
-        parser.error(f"there is no example {unknown!r}; choose from {known}")
+        every = ", ".join(each.id for each in EXAMPLES)
+        parser.error(f"there is no example {unknown!r}; choose from {every}")
     torch.set_num_threads(1)  # at these sizes the fastest
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -63,7 +63,7 @@ def main() -> int:
         table.add_row(example.id, example.group, result)
         figures.append({"id": example.id, "of": example.group, "differences": differences})
     equal = sum(not figure["differences"] for figure in figures)
-    if given.json:
+    if args.json:
         print(to_json({"examples": figures, "equal": equal, "total": len(figures)}, indent=2))
     else:
         console.print(table)

@@ -41,27 +41,27 @@ def main() -> int:
         "--bundle", metavar="FOLDER", help="a post-mortem bundle to replay and trace"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    given, others = parser.parse_known_args()
-    as_json = ["--json"] if given.json else []
-    if given.bundle is not None:
-        return npt(["replay", given.bundle, *others, *as_json], prog="debug_nan.py")
-    if not given.demo and given.case is None:
+    args, others = parser.parse_known_args()
+    as_json = ["--json"] if args.json else []
+    if args.bundle is not None:
+        return npt(["replay", args.bundle, *others, *as_json], prog="debug_nan.py")
+    if not args.demo and args.case is None:
         return npt(["trace", *others, *as_json], prog="debug_nan.py")
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     torch.set_num_threads(1)  # at these sizes the fastest
-    cases = [case for case in all_cases() if given.case in (None, case.id)]
+    cases = [case for case in all_cases() if args.case in (None, case.id)]
     if not cases:
         parser.error(
-            f"there is no case {given.case!r}; choose from"
+            f"there is no case {args.case!r}; choose from"
             f" {', '.join(case.id for case in all_cases())}"
         )
     lines = [find_fault(case) for case in cases]
-    alarms = false_alarms() if given.case is None else 0
+    alarms = false_alarms() if args.case is None else 0
     figures = summary(lines, alarms)
-    if given.json:
+    if args.json:
         print(to_json(figures, indent=2))
-    elif given.case is not None:
+    elif args.case is not None:
         print(
             f"planted: {lines[0].case.name}\n "
             f" {lines[0].truth}\nfound:\n{lines[0].verdict or lines[0].error}"

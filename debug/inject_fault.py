@@ -5,7 +5,6 @@ went wrong?
     python debug/inject_fault.py --list               the cases and their ground truth
     python debug/inject_fault.py --case gradient-nan  one of them
     python debug/inject_fault.py --all                all of them and 1,000 clean steps
-    python debug/inject_fault.py --compare            the same faults in plain loops
     python debug/inject_fault.py --trainer hf --all   transformers' Trainer under npt.guard; also
                                                       loop, accelerate, trl. hf and accelerate with
                                                       two processes too
@@ -17,22 +16,16 @@ case passed, else 1.
 import argparse
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from faults.campaign import (
-    Line,
-    campaign,
-    comparison,
-    every_case,
-    find,
-    print_comparison,
-    print_scorecard,
-    summary,
-)
-from faults.row_cases import cases_of
+from faults import row_runs
+from faults.campaign import Judged, every_case, judged, print_scorecard, summary
+from faults.patterns import Case
+from faults.row_cases import RowCase, cases_of
 from faults.row_pairs import judged_by_processes
-from faults.row_runs import judged, print_lines
 from faults.row_trainers import TRAINERS
 from npt.console import make_console
 from npt.files import to_json
@@ -46,11 +39,6 @@ def main() -> int:
     what.add_argument("--list", action="store_true", help="the cases and their ground truth")
     what.add_argument("--case", metavar="ID", help="run one case")
     what.add_argument("--all", action="store_true", help="run every case and the clean steps")
-    what.add_argument(
-        "--compare",
-        action="store_true",
-        help="run the faults that plain loops can meet against them",
-    )
     parser.add_argument(
         "--trainer",
         choices=("npt", *TRAINERS),
@@ -59,74 +47,47 @@ def main() -> int:
         " transformers' Trainer, or TRL's SFTTrainer",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)  # at these sizes the fastest, and one order of summation
-    if given.trainer != "npt":
-        return of_rows(parser, given)
-    console, cases = make_console(), every_case()
-    if given.list:
-        if given.json:
-            print(
-                to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2)
-            )
-        else:
-            for c in cases:
-                console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
-        return 0
-    if given.compare:
-        rows = comparison()
-        if given.json:
-            print(to_json(rows, indent=2))
-        else:
-            print_comparison(console, rows)
-        return 0 if all(row["ours"] == "survives" for row in rows) else 1
-    if given.case is not None:
-        chosen = find(cases, given.case)
-        if chosen is None:
-            parser.error(f"there is no case {given.case!r}; --list names them")
-        cases = [chosen]
-    progress = make_console(stderr=True)
-
-    def watch(line: Line) -> None:
-        if progress.is_terminal:
-            progress.print(f"{line.case.id}: {line.verdict.verdict}")
-
-    lines = campaign(cases, watch)
-    figures = summary(lines)
-    if given.json:
-        print(to_json(figures, indent=2))
-    else:
-        print_scorecard(console, lines)
-    return 0 if figures["passed"] == figures["total"] else 1
-
-
-def of_rows(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    """Run, or list, the cases of other people's trainers."""
-    console, cases = make_console(), cases_of(given.trainer)
-    if given.compare:
-        parser.error("--compare is part of --trainer loop --all: its last column")
-    if given.case is not None:
-        cases = [case for case in cases if case.id == given.case]
+    console, ours = make_console(), args.trainer == "npt"
+    cases: list[Any] = [*every_case()] if ours else cases_of(args.trainer)
+    if args.case is not None:
+        cases = [case for case in cases if case.id == args.case]
         if not cases:
-            parser.error(f"there is no case {given.case!r}; --list names them")
-    if given.list:
-        if given.json:
-            entries = [{"id": c.id, "name": c.name, "truth": c.truth} for c in cases]
-            print(to_json(entries, indent=2))
-        else:
-            for c in cases:
-                console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
+            parser.error(f"there is no case {args.case!r}; --list names them")
+    if args.list and args.json:
+        print(to_json([{"id": c.id, "name": c.name, "truth": c.truth} for c in cases], indent=2))
         return 0
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    lines = [judged(case, given.trainer) for case in cases if case.processes == 1]
-    shared = [case for case in cases if case.processes > 1]
-    lines += judged_by_processes(shared, given.trainer)
+    if args.list:
+        for c in cases:
+            console.print(f"{c.id:24} {c.name}\n{'':24} -> {c.truth}", soft_wrap=True)
+        return 0
+    lines = [*(of_ours(cases) if ours else of_rows(cases, args.trainer))]
     figures = summary(lines)
-    if given.json:
+    if args.json:
         print(to_json(figures, indent=2))
+    elif ours:
+        print_scorecard(console, lines)
     else:
-        print_lines(console, lines, given.trainer)
+        print_scorecard(console, lines, f"faults under npt.guard: {args.trainer}", "unguarded")
     return 0 if figures["passed"] == figures["total"] else 1
+
+
+def of_ours(cases: Sequence[Case]) -> Iterator[Judged]:
+    """Judge cases of NPT's own training, and show progress on a terminal."""
+    progress = make_console(stderr=True)
+    for case in cases:
+        line = judged(case)
+        if progress.is_terminal:
+            progress.print(f"{case.id}: {line.verdict.verdict}")
+        yield line
+
+
+def of_rows(cases: Sequence[RowCase], trainer: str) -> Iterator[Judged]:
+    """Judge cases of other people's trainers, those of several processes last."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
+    yield from (row_runs.judged(case, trainer) for case in cases if case.processes == 1)
+    yield from judged_by_processes([case for case in cases if case.processes > 1], trainer)
 
 
 if __name__ == "__main__":

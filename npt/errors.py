@@ -37,7 +37,7 @@ def printable(text: str, one_line: bool = False) -> str:
     Args:
         one_line: newlines are written out too.
     """
-    text = _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    text = _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
     return text.replace("\n", "\\n") if one_line else text
 
 
@@ -128,12 +128,6 @@ class ProcessError(NPTError, RuntimeError):
 
 class TooManyRefusalsError(NPTError, RuntimeError):
     """Training stopped after too many refusals in a row; runs of NPT have written a post-mortem."""
-
-    exit_status = 3
-
-
-class DivergedError(NPTError, RuntimeError):
-    """Training stopped, as `stop_on_divergence` asks: all is finite, but the run is ruined."""
 
     exit_status = 3
 

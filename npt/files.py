@@ -198,9 +198,9 @@ def _make_parents(folder: Path) -> list[Path]:
     """Make a folder and those above it; return those in which one was made, which must be
     synced.
     """
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    return [place.parent for place in missing]
+    return [path.parent for path in missing]
 
 
 def _sync(path: Path) -> None:

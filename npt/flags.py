@@ -55,15 +55,23 @@ RETIRED = {
         ("dataset_mix", "--replay_dataset mixes in a second data set; join more into one file"),
         ("stages", "a run has one --strategy; a second run continues with another by --adapter"),
         ("layer_weights token_weighting", "every layer and every token counts alike"),
-        ("smooth_l1_beta", "the loss smooth_l1 is squared up to 1"),
+        ("smooth_l1_beta", "npt.distill.hidden_losses.register_loss adds losses of your own"),
         ("cosine_weight", "the loss cosine is half NMSE, half 1 - cos"),
-        ("jsd_weight", "the loss jsd is of the even mixture"),
+        ("jsd_weight", "--logit_loss has kl, reverse_kl and cross_entropy"),
         ("init_a init_std_a", "a random A is normal, with standard deviation 0.02"),
         ("init_std_b init_std_m", "a random B has standard deviation 0.001, and M starts at 0"),
         ("rank_budget", "--adapter_rank is the mean of the ranks that a calibrated start gives"),
         ("padding_side", "rows are padded on the right; the side changes nothing"),
         ("max_refused_share", "a run stops when a fifth of its micro-batches was refused"),
+        ("max_memory", "a window that does not fit is computed again in halves; npt doctor --plan"),
+        ("logit_temperature", "the losses on the logits have temperature 1"),
+        ("rank_timeout", "a process waits 600 seconds for the others"),
+        ("stop_on_divergence", "a ruined run is warned of, and its report says so"),
+        ("trace_every", "--trace_steps /100 records every hundredth step"),
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
+        ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
+        ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
+        ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()
@@ -75,9 +83,8 @@ _RARE = "npt_rare"
 
 
 def canonical(name: str, known: Collection[str]) -> str:
-    """Return the known flag that a name means (without leading dashes), else the name itself.
-
-    Dashes within a name mean underscores, and a leading `no_` negates.
+    """Return the known flag that a name means, with dashes for underscores or a leading `no_`; else
+    the name itself.
     """
     plain = name.replace("-", "_")
     for prefix in ("", "no_"):
@@ -132,11 +139,8 @@ class OneLineParser(argparse.ArgumentParser):
         return f"--{canonical(name, self._flags())}{equals}{value}"
 
     def format_help(self, *, rare_too: bool = False) -> str:
-        rare = [
-            action
-            for action in self._actions
-            if getattr(action, _RARE, False) and action.help != argparse.SUPPRESS
-        ]
+        marked = [action for action in self._actions if getattr(action, _RARE, False)]
+        rare = [action for action in marked if action.help != argparse.SUPPRESS]
         if not rare or rare_too:
             return super().format_help()
         helps, epilog = [action.help for action in rare], self.epilog
@@ -204,10 +208,8 @@ def read_yaml(
 
     Args:
         path: the file, or the name of a preset (npt/presets).
-        classes, extra: whose flags are allowed, and further flags with their types.
-
-    Raises:
-        ConfigError: no such file, or as `yaml_content` and `checked_settings`.
+        classes: whose flags are allowed.
+        extra: further flags with their types.
     """
     where, file = f"--config {path}", settings_file(path)
     if not file.exists():
@@ -221,11 +223,7 @@ def read_yaml(
 
 
 def yaml_content(path: str, where: str) -> Any:
-    """Return the content of a YAML file, which messages call `where`.
-
-    Raises:
-        ConfigError: unreadable, not YAML, or a key twice in one mapping.
-    """
+    """Return the content of a YAML file; ConfigError, by the name `where`, if it cannot be read."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     except yaml.YAMLError as error:
@@ -261,11 +259,8 @@ def checked_settings(
     classes: Iterable[type],
     extra: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings written in `content` by flag name, each known and of its type; messages
-    call the place `where`. classes, extra: as for `read_yaml`.
-
-    Raises:
-        ConfigError: an unknown name, a name twice, or a value of another type.
+    """Return the settings written in `content` by flag name, each known (see `read_yaml`) and of
+    its type; else ConfigError, by the name `where`.
     """
     kinds: dict[str, type] = dict(extra or {})
     for cls in classes:
@@ -307,8 +302,7 @@ def _typed(where: str, name: str, value: Any, kind: type) -> Any:
 
 def _reader(kind: type) -> Callable[[str], Any]:
     """Return the function that reads a flag's value; a list stays text, which its setting reads."""
-    readers: dict[type, Callable[[str], Any]] = {bool: _boolean, tuple: str}
-    return readers.get(kind, kind)
+    return _boolean if kind is bool else str if kind is tuple else kind
 
 
 def _boolean(text: str) -> bool:
@@ -330,9 +324,7 @@ def shown_default(value: Any) -> str:
 
 
 def with_safe_mode(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by flag name, with `safe_mode` replaced by the form that it means; raise
-    ConfigError if another form is asked for too.
-    """
+    """Return values by flag name, with `safe_mode` replaced by the form that it means."""
     plain = {name: value for name, value in given.items() if name != "safe_mode"}
     if not given.get("safe_mode", False):
         return plain

@@ -15,7 +15,6 @@ from npt.stored import read_json, shown
 
 MANIFEST = "manifest.json"
 POSTMORTEM = "postmortem.json"
-"""Left out of the manifest: findings are added to it later."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -56,16 +55,16 @@ def verify_checkpoint(folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the files below the folder by relative path; CheckpointError for links and such."""
-    found: dict[str, Path] = {}
-    for place, folders, names in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *names)):
+    files: dict[str, Path] = {}
+    for parent, folders, names in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *names)):
             mode = path.lstat().st_mode
             if stat.S_ISREG(mode):
-                found[path.relative_to(folder).as_posix()] = path
+                files[path.relative_to(folder).as_posix()] = path
             elif not stat.S_ISDIR(mode):
                 what = "link" if stat.S_ISLNK(mode) else "special file"
                 raise CheckpointError(f"{path} is a {what}; a checkpoint holds plain files only")
-    return {name: found[name] for name in sorted(set(found) - {MANIFEST, POSTMORTEM})}
+    return {name: files[name] for name in sorted(set(files) - {MANIFEST})}
 
 
 def _sums(path: Path) -> dict[str, Any]:

@@ -41,12 +41,12 @@ def read_json(path: Path, error: type[NPTError]) -> dict[str, Any]:
         return int(digits)
 
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no file")
-        if found.st_size > JSON_BYTES:
+        if status.st_size > JSON_BYTES:
             raise ValueError(
-                f"{found.st_size} bytes are more than the {JSON_BYTES} that it may have"
+                f"{status.st_size} bytes are more than the {JSON_BYTES} that it may have"
             )
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse, parse_int=whole)
     except (OSError, ValueError, RecursionError) as problem:
@@ -70,7 +70,7 @@ def require_file(path: Path, remedy: str, error: type[NPTError]) -> None:
 def check_entries(
     path: Path,
     prefix: str,
-    found: Mapping[str, Any],
+    entries: Mapping[str, Any],
     wanted: Mapping[str, tuple[type, ...]],
     error: type[NPTError],
     exact: bool = True,
@@ -79,34 +79,33 @@ def check_entries(
 
     Args:
         path, prefix: the name of an entry in the message.
-        found: the object.
+        entries: the object.
         wanted: by entry, the types that it may have; `bool` is no `int` here.
         error: the type that is raised.
         exact: refuse other entries as well.
     """
-    odd = sorted(set(wanted) - set(found)) or (sorted(set(found) - set(wanted)) if exact else [])
+    extra = sorted(set(entries) - set(wanted)) if exact else []
+    odd = sorted(set(wanted) - set(entries)) or extra
     if odd:
         kind = "missing" if odd[0] in wanted else "unknown"
         raise error(
             f"{path}: the entry {prefix}{shown(odd[0])} is {kind} ({len(odd)} such); copy it again"
         )
     for key, kinds in wanted.items():
-        value = found[key]
+        value = entries[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise error(f"{path}: {prefix}{key} is {shown(value)}, expected {names}; copy it again")
 
 
 def check_names(
-    path: Path, found: Iterable[str], wanted: Iterable[str], error: type[NPTError]
+    path: Path, names: Iterable[str], wanted: Iterable[str], error: type[NPTError]
 ) -> None:
     """Check that a file holds exactly the wanted tensors; the first that differs is named."""
-    have, need = set(found), set(wanted)
-    for kind, names in (("lacks the", need - have), ("has the extra", have - need)):
-        if names:
-            raise error(
-                f"{path} {kind} tensor {shown(min(names))} ({len(names)} such); copy it again"
-            )
+    have, need = set(names), set(wanted)
+    for kind, odd in (("lacks the", need - have), ("has the extra", have - need)):
+        if odd:
+            raise error(f"{path} {kind} tensor {shown(min(odd))} ({len(odd)} such); copy it again")
 
 
 def check_tensors(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 VOCAB = 128
 
+gc.disable()  # until all is collected, which stays: searches for garbage would take seconds
+
 
 def _pool_made_anew() -> None:
     """Make torch's pool of threads anew in a fork: threads that load weights would otherwise do it
@@ -105,6 +107,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -158,60 +161,18 @@ def obeyed_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _loads() -> Iterator[None]:
-    """Read and pack a checkpoint once, and give copies: in `npt.load_base`, whoever calls it."""
-    from copies import Loads
-
-    from npt.base import load as loading
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_read_weights", Loads(loading._read_weights))
-        yield
-
-
-@pytest.fixture
-def real_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads and packs at every load, for tests that are about that."""
-    from npt.base import load as loading
-
-    monkeypatch.setattr(loading, "_read_weights", loading._read_weights.read)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _plain_reports() -> Iterator[None]:
-    """Leave the charts of a run's page undrawn, half a second each time: tests of the page draw
-    them.
+@pytest.fixture(scope="module")
+def copied_bases() -> Iterator[None]:
+    """Read and pack a checkpoint once, and give copies: in `npt.load_base`, whoever calls it, for
+    folders of tests in which most load the same base.
     """
-    from npt.train import run_report
+    from copies import LOADS
+
+    from npt.base import load as loading
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_report, "page", lambda record, place: f"<title>{record.name}</title>")
+        patch.setattr(loading, "_read_weights", LOADS)
         yield
-
-
-@pytest.fixture
-def real_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write whole pages, for tests that are about them."""
-    from npt.report.page import page
-    from npt.train import run_report
-
-    monkeypatch.setattr(run_report, "page", page)
-
-
-@pytest.fixture
-def drawn() -> None:
-    """Asked for by tests that look into charts where `plain_charts` is used."""
-
-
-@pytest.fixture
-def plain_charts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give charts their words and no content, which takes most of their time."""
-    if "drawn" not in request.fixturenames:
-        from matplotlib.figure import Figure
-
-        empty = '<svg xmlns="http://www.w3.org/2000/svg"><g/></svg>'
-        monkeypatch.setattr(Figure, "savefig", lambda self, stream, **more: stream.write(empty))
 
 
 @pytest.fixture(scope="session")
@@ -223,43 +184,27 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        # large enough that attention and MLP matter next to the residual stream
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
+    size = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128}
+    size |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    # large enough that attention and MLP matter next to the residual stream
+    more = {"initializer_range": 0.15, "tie_word_embeddings": False}
+    config = LlamaConfig(max_position_embeddings=128, **size, **special, **more)
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
 class FakeTokenizer:
-    """Characters as tokens, folded into the small vocabulary: the few members that the package asks
-    a tokenizer for.
-    """
+    """Characters as tokens, folded into the small vocabulary."""
 
     bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
 
-    def __call__(
-        self, texts: str | list[str], add_special_tokens: bool = True, **_: Any
-    ) -> dict[str, list]:
-        def encode(text: str) -> list[int]:
-            start = [self.bos_token_id] if add_special_tokens else []
-            return [*start, *(3 + ord(c) % (VOCAB - 3) for c in text)]
-
-        return {
-            "input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]
-        }
+    def __call__(self, texts: Any, add_special_tokens: bool = True, **_: Any) -> dict[str, list]:
+        start = [self.bos_token_id] if add_special_tokens else []
+        each = [texts] if isinstance(texts, str) else texts
+        ids = [[*start, *(3 + ord(c) % (VOCAB - 3) for c in text)] for text in each]
+        return {"input_ids": ids[0] if isinstance(texts, str) else ids}
 
 
 @pytest.fixture
@@ -343,19 +288,6 @@ def batch() -> Batch:
     return batch_from_tensors(ids * mask + 2 * (1 - mask), mask)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _unsynced(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leaves what is written to the kernel, which no test outlives: not a killed process but a lost
-    machine would need it on the disk.
-
-    To wait for that is a quarter of a short run.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.name != "test_files.py":  # which is about that
-            patch.setattr(os, "fsync", lambda file: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(llama_folder: Path, load_model: Any) -> Path:
     """The random Llama's folder, with a tokenizer."""
@@ -384,14 +316,9 @@ def trainer(tmp_path: Path) -> Callable[..., Any]:
 def _made_once(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from stopped_runs import BAD, good, make_trainer, stop
 
-    return stop(
-        make_trainer(
-            poisoned_folder,
-            [*good(15), BAD],
-            tmp_path_factory.mktemp("made") / "run",
-            gradient_accumulation_steps=2,
-        )
-    )
+    run = tmp_path_factory.mktemp("made") / "run"
+    data = [*good(15), BAD]
+    return stop(make_trainer(poisoned_folder, data, run, gradient_accumulation_steps=2))
 
 
 @pytest.fixture

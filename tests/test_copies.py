@@ -80,8 +80,9 @@ def test_is_what_another_load_would_be(
     }
     if quantization:
         arguments["quantization_config"] = loading.packing_config(quantization)
-    real: Loads = loading._read_weights  # type: ignore[assignment]
-    first, second = (real.read(name, loading._locate(name), arguments) for _ in range(2))
+    first, second = (
+        loading._read_weights(name, loading._locate(name), arguments) for _ in range(2)
+    )
     copy = copied(first)
     assert described(copy) == described(second)
     assert all(map(torch.equal, tensors(copy), tensors(second)))

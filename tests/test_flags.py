@@ -24,7 +24,7 @@ PROMISED = """
     gradient_accumulation_steps learning_rate weight_decay regularization_lambda num_epochs
     max_steps warmup_steps scheduler_type max_grad_norm max_consecutive_bad seed output_dir
     log_steps eval_steps save_steps save_total_limit resume use_wandb use_tensorboard run_name
-    smoke_test trace_steps trace_every
+    smoke_test trace_steps
 """
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import npt
 from npt.cli.main import VERBS
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.train.loop import Loop
 
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
@@ -27,10 +29,12 @@ TEST_LINES = 52_300
 IMPORTED = {"from npt import Trainer": 20_600, "import npt.guard": 3_800}
 """Lines of npt that a statement reads."""
 
-PATH = {"files": 28, "lines": 6_300, "depth": 12}
-"""Of the way of a batch to its update (`benchmarks/reading_path.py`)."""
+WAY = (28, 6_300, 12)
+"""Files, their lines, and the depth of calls on the way of a batch to its update."""
+AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
+"""Functions of the loop that are not on it: counting, logging."""
 
-VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 70
+VERBS_AT_MOST, SETTINGS_AT_MOST = 14, 65
 
 
 def files(folder: str) -> list[Path]:
@@ -58,16 +62,52 @@ print(sum(open(name, encoding="utf-8").read().count("\\n") for name in names if 
     assert int(ended.stdout) <= IMPORTED[statement], ended.stderr
 
 
-def test_the_way_of_a_batch_is_short(capsys, monkeypatch) -> None:
-    script = ROOT / "benchmarks" / "reading_path.py"
-    monkeypatch.setattr(sys, "argv", [script.name, "--json"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert not ended.value.code
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {name: figures[name] for name in PATH} == {
-        name: min(figures[name], most) for name, most in PATH.items()
-    }
+def test_the_way_of_a_batch_is_short(tmp_path, monkeypatch) -> None:
+    """Watch two steps of the embedded model from the request for their first window on. A file is
+    on the way if a function of it is called; the depth is that of npt's own functions.
+    """
+    package, read, depth, run = str(Path(npt.__file__).parent), set(), 0, Loop.run
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        nonlocal depth
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event != "call" or not file.startswith(package) or name == "<module>":
+            return
+        names = []
+        while frame is not None and run.__code__ not in names:
+            code, frame = frame.f_code, frame.f_back
+            if code.co_filename.startswith(package) and not code.co_name.startswith("<"):
+                names.append(code)
+        if not AFTER_A_STEP & {code.co_name for code in names}:
+            read.add(file)
+            depth = max(depth, len(names))
+
+    def watched(*arguments: Any) -> None:
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            run(*arguments)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    monkeypatch.setattr(Loop, "run", watched)
+    data = tmp_path / "data.jsonl"
+    data.write_text((json.dumps({"text": "A sentence that is a sample. " * 16}) + "\n") * 16)
+    model, tokenizer = npt.load_base("tiny")
+    npt.attach(model, NPTConfig(rank=4, layers="upper_half"))
+    config = TrainConfig(
+        output_dir=str(tmp_path / "run"),
+        max_steps=2,
+        eval_samples=1,
+        smoke_test=False,
+        batch_size=2,
+    )
+    source = DataConfig(dataset_name=str(data), max_length=64)
+    npt.Trainer(model, tokenizer, None, config, data_config=source).train()
+    lines = sum(Path(file).read_text("utf-8").count("\n") for file in read)
+    for number, most in zip((len(read), lines, depth), WAY, strict=True):
+        assert number <= most, sorted(read)
 
 
 def test_verbs_and_settings_are_few() -> None:

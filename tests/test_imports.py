@@ -29,22 +29,24 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("report",),
     ("runs",),
-    ("diagnostics",),
     ("tracer",),
     ("recorder",),
-    ("postmortem",),
-    ("planning",),
+    ("diagnostics",),
+    ("forensics",),
     ("train",),
-    ("tools",),
+    ("tools", "doctor"),
     ("__init__",),
     ("cli", "demo"),
     ("__main__",),
 )
 
-LATE = {("guard", "recorder"), ("guard", "tracer"), ("diagnostics", "recorder")}
+LATE = {
+    ("guard", "forensics"),
+    ("guard", "recorder"),
+    ("guard", "tracer"),
+}
 """Imports from above that are made when they are first needed, within a function: the guard loads
-tracer and recorder at the first refusal that is traced, and `npt.diagnostics` is a lazy door to the
-recorder.
+tracer and recorder at the first refusal that is traced.
 """
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
@@ -117,7 +119,7 @@ def test_every_module_has_a_level() -> None:
         ("data/batch.py", "import npt"),
         ("files.py", "from npt.config import NPTConfig"),
         ("distill/hidden_losses.py", "from ..evaluation import metrics"),
-        ("distill/step.py", "from npt.diagnostics import guards"),
+        ("distill/step.py", "from npt.tracer import watchdogs"),
         ("train/loop.py", "from npt.tools.sweep.run import run"),
         ("train/trainer.py", "from npt.demo.build import main"),
         ("errors.py", "from . import config"),
@@ -131,7 +133,7 @@ def test_the_check_finds_what_is_forbidden(path, source) -> None:
     ("path", "source"),
     [
         ("adapters/layer.py", "from npt.base.linear import dense_weight\nfrom .adapter import X"),
-        ("train/trainer.py", "from npt.diagnostics import guards"),
+        ("train/trainer.py", "from npt.tracer import watchdogs"),
         ("tracer/trace.py", "from npt.evaluation.metrics import figures"),
         ("cli/main.py", "import npt"),
         ("demo/build.py", "from npt.data.readers import builtin_files"),

@@ -4,15 +4,14 @@ first.
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import npt
 from npt.config import PRODUCTS, TARGETS
+from npt.console import silent_console
 
 TEXT = Path(__file__).parent / "assets" / "inventory.txt"
 
@@ -48,9 +47,8 @@ def curve(name: str, folder: Path) -> list[float]:
     )
     data = [{"text": TEXT.read_text(encoding="utf-8")}]
     settings = npt.DataConfig(max_length=64)
-    npt.Trainer(
-        model, tokenizer, data, config, data_config=settings, console=Console(file=io.StringIO())
-    ).train()
+    rest = {"data_config": settings, "console": silent_console(), "report": False}
+    npt.Trainer(model, tokenizer, data, config, **rest).train()
     return [
         json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]

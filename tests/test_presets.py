@@ -11,10 +11,10 @@ import pytest
 
 from npt.cli.main import main
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.doctor.plan import shown
+from npt.doctor.shape import SHAPES
 from npt.errors import ConfigError
 from npt.flags import build, read_yaml, with_safe_mode
-from npt.planning.memory import shown
-from npt.planning.shape import SHAPES
 from npt.presets import presets, settings_file
 
 
@@ -111,7 +111,7 @@ def test_the_command_in_a_comment_says_the_memory_next_to_it(name, monkeypatch, 
     found = PLANNED.search(about(presets()[name]))
     assert found is not None
     # room enough, whatever is free here
-    monkeypatch.setattr("npt.cli.planning.available", lambda device: 40 * 2**30)
+    monkeypatch.setattr("npt.doctor.plan.available", lambda device: 40 * 2**30)
     status = main([*found[3].split(), "--json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert status == 0 and plan["fits"] and plan["name"] == name

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from npt.errors import BundleError
-from npt.guard.postmortem import read_postmortem
-from npt.postmortem.bundle import read_bundle
+from npt.forensics.bundle import read_postmortem
 from npt.stored import (
     check_entries,
     check_names,
@@ -159,11 +158,12 @@ def test_a_header_is_described_by_dtype_and_shape() -> None:
     assert described(("F32", (2, 3))) == "F32 [2, 3]" and described(("X\n", ())) == "X\\n []"
 
 
-@pytest.mark.parametrize("read", [read_bundle, read_postmortem], ids=["run", "guard"])
-def test_a_folder_that_is_missing_is_not_said_to_lack_a_file(tmp_path, read) -> None:
+def test_a_folder_that_is_missing_is_not_said_to_lack_a_file(tmp_path) -> None:
     (tmp_path / "file").touch()
     for name, words in (("gone", "there is no folder {}"), ("file", "{} is no folder")):
         path = tmp_path / name
-        message = refused(path, lambda where, _: read(where))
+        message = refused(path, lambda where, _: read_postmortem(where))
         assert message.startswith(f"{words.format(path)}; name a ")
-    assert refused(tmp_path, lambda where, _: read(where)).startswith(f"{tmp_path} holds no post")
+    assert refused(tmp_path, lambda where, _: read_postmortem(where)).startswith(
+        f"{tmp_path} holds no post"
+    )

@@ -15,21 +15,9 @@ from tiers import listed, slow
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 
-GPU_MACHINE = {
-    *(
-        "accelerate",
-        "bitsandbytes",
-        "datasets",
-        "huggingface_hub",
-        "matplotlib",
-        "numpy",
-        "peft",
-        "pyarrow",
-        "pytest",
-        "rich",
-    ),
-    *("safetensors", "tensorboard", "tokenizers", "torch", "transformers", "yaml"),
-}
+GPU_MACHINE = {"accelerate", "bitsandbytes", "datasets", "huggingface_hub", "matplotlib", "numpy"}
+GPU_MACHINE |= {"peft", "pyarrow", "pytest", "rich", "safetensors", "tensorboard", "tokenizers"}
+GPU_MACHINE |= {"torch", "transformers", "yaml"}
 """Packages that tests on a GPU may import. Others do not come with an environment for training."""
 
 
@@ -84,21 +72,11 @@ def test_the_tests_on_a_gpu_start_without_plugins() -> None:
     """A machine without the index has pytest and no plugin of it, and the settings in
     pyproject.toml are strict.
     """
-    command = [
-        sys.executable,
-        "-c",
-        ALONE,
-        "tests/gpu",
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
+    flags = ["tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", ALONE, *flags]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment
-    )
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
+    ran = subprocess.run(command, env=environment, **how)
     # 0: run on a GPU. 5: everything was deselected, or there is nothing to collect.
     assert ran.returncode in (0, 5), ran.stdout + ran.stderr
     assert "error" not in ran.stdout.lower() + ran.stderr.lower()
@@ -134,13 +112,9 @@ class TestTiers:
                 parsed[path] = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
             inside = parsed[path]
             for name in names:
-                found = [
-                    node
-                    for node in inside
-                    if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
-                ]
-                assert found, f"slow.txt: {path} has no {'::'.join(names)}"
-                inside = found[0].body
+                named = [node for node in inside if getattr(node, "name", None) == name]
+                assert named, f"slow.txt: {path} has no {'::'.join(names)}"
+                inside = named[0].body
 
     def test_every_file_has_a_fast_test(self) -> None:
         """A fault that breaks a whole module is seen at once. Files for a browser or a card are not
@@ -166,8 +140,7 @@ class TestTiers:
         worker = SimpleNamespace(workeroutput={})
         for count in (2, 3):  # by a rule of the suite, and by -k
             own.pytest_deselected([SimpleNamespace(config=worker)] * count)
+        node = SimpleNamespace(config=config, workeroutput=worker.workeroutput)
         for _ in range(2):
-            own.pytest_testnodedown(
-                SimpleNamespace(config=config, workeroutput=worker.workeroutput)
-            )
+            own.pytest_testnodedown(node)
         assert counted == [5]

@@ -8,16 +8,5 @@ from gpu_sections.runner import Section
 from gpu_sections.steps import BITS
 from gpu_sections.tests import TESTS
 
-SECTIONS: tuple[Section, ...] = (
-    MACHINE,
-    GRADIENTS,
-    BITS,
-    PRODUCTS,
-    ATTENTION,
-    MEMORY,
-    GUARDS,
-    SPEED,
-    GENERATION,
-    CALIBRATION,
-    TESTS,
-)
+SECTIONS: tuple[Section, ...] = (MACHINE, GRADIENTS, BITS, PRODUCTS, ATTENTION, MEMORY, GUARDS)
+SECTIONS += (SPEED, GENERATION, CALIBRATION, TESTS)

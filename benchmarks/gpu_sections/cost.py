@@ -5,7 +5,6 @@ evaluation and generation.
 from __future__ import annotations
 
 import gc
-import io
 import json
 import math
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import npt
 from faults.runs import NoTokenizer
@@ -25,14 +23,15 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
 from npt.calibration.placement import free_bytes
 from npt.calibration.plan import plan
+from npt.console import silent_console
 from npt.data.batch import Batch, Sample
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
+from npt.doctor.measure import measure_window
+from npt.doctor.plan import Workload, shown
+from npt.doctor.shape import SHAPES, llama_config
 from npt.errors import is_out_of_memory
 from npt.evaluation.greedy import continue_greedily
-from npt.planning.measure import measure_window
-from npt.planning.memory import Workload, shown
-from npt.planning.shape import SHAPES, llama_config
 
 PLAN_TOLERANCE = 0.15
 """Of a predicted peak, as in the tests on the CPU: what a kernel takes past its operands is not in
@@ -40,15 +39,15 @@ the plan.
 """
 
 
-def check_memory(bench: Bench, found: Findings) -> None:
+def check_memory(bench: Bench, findings: Findings) -> None:
     """The plan of a run against what it takes, and a run that outlives memory that does not do for
     its micro-batches.
     """
-    _against_plan(bench, found)
-    _out_of_memory(bench, found)
+    _against_plan(bench, findings)
+    _out_of_memory(bench, findings)
 
 
-def _against_plan(bench: Bench, found: Findings) -> None:
+def _against_plan(bench: Bench, findings: Findings) -> None:
     length = bench.pick(64, 1024)
     config = llama_config(SHAPES[bench.pick("embedded", "llama-3.2-1b")], length)
     lines = ["| strategy | predicted | measured | error |", "|---|---|---|---|"]
@@ -66,13 +65,13 @@ def _against_plan(bench: Bench, found: Findings) -> None:
         sizes = shown(predicted), shown(measured)
         lines.append(f"| {strategy} | {' | '.join(sizes)} | {error:+.1%} |")
         told = f"{sizes[0]} predicted, {sizes[1]} measured, {error:+.1%}"
-        found.check(f"{strategy}: plan", abs(error) <= PLAN_TOLERANCE, told)
-        found.figures[f"{strategy}: plan error"] = error
+        findings.check(f"{strategy}: plan", abs(error) <= PLAN_TOLERANCE, told)
+        findings.figures[f"{strategy}: plan error"] = error
         del model
-    found.tables.append("\n".join(lines))
+    findings.tables.append("\n".join(lines))
 
 
-def _out_of_memory(bench: Bench, found: Findings) -> None:
+def _out_of_memory(bench: Bench, findings: Findings) -> None:
     """Eight samples at once do not fit, four do: forced on a GPU by a limit for this process,
     elsewhere by a strategy that says so.
     """
@@ -94,7 +93,7 @@ def _out_of_memory(bench: Bench, found: Findings) -> None:
             peaks[count] = torch.cuda.max_memory_allocated(bench.device)
         for parameter in adapter_parameters(model).values():
             parameter.grad = None
-        found.figures["allocated bytes by samples at once"] = peaks
+        findings.figures["allocated bytes by samples at once"] = peaks
         limit = (peaks[rows // 2] + peaks[rows]) // 2
     with _little_memory(bench, limit):
         folder = _trained(model, bench, rows, length)
@@ -105,14 +104,16 @@ def _out_of_memory(bench: Bench, found: Findings) -> None:
     lacking = [
         event for event in events if event["event"] == "out_of_memory" and "samples" in event
     ]
-    found.check("memory ran out", bool(lacking), "" if lacking else f"at a limit of {limit}")
+    findings.check("memory ran out", bool(lacking), "" if lacking else f"at a limit of {limit}")
     if lacking:
         last = lacking[-1]["samples_at_once"]
-        found.check("halved until it fits", last < rows, f"{rows} samples, at last {last} at once")
+        findings.check(
+            "halved until it fits", last < rows, f"{rows} samples, at last {last} at once"
+        )
     steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found.check("all steps made", len(steps) == 3, f"{len(steps)} of 3")
+    findings.check("all steps made", len(steps) == 3, f"{len(steps)} of 3")
     if not bench.cuda:
-        found.notes.append("memory that runs out is simulated without CUDA")
+        findings.notes.append("memory that runs out is simulated without CUDA")
 
 
 @contextmanager
@@ -151,12 +152,12 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
         config,
         data_config=npt.DataConfig(max_length=length),
         eval_data=[{"input_ids": ids[0][:32]}],
-        console=Console(file=io.StringIO()),
+        console=silent_console(),
     )
     if not bench.cuda:
         plain = trainer.strategy
 
-        def lacking(model: Any, batch: Batch, config: Any) -> MicroBatch:
+        def lacking(model: Any, batch: Batch, config: Any) -> BatchSums:
             if len(batch.input_ids) > rows // 2:
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 2.00 GiB. (said by gpu_check.py)"
@@ -167,7 +168,7 @@ def _trained(model: Any, bench: Bench, rows: int, length: int) -> Path:
     return trainer.train().folder
 
 
-def measure_guards(bench: Bench, found: Findings) -> None:
+def measure_guards(bench: Bench, findings: Findings) -> None:
     """`benchmarks/guards.py` on the embedded model, and on one whose steps are not too short to be
     measured.
     """
@@ -182,12 +183,12 @@ def measure_guards(bench: Bench, found: Findings) -> None:
         )
     for name, make in benches.items():
         figures = guards.measure(make(), bench.pick(4, 16))
-        found.figures[name] = figures
+        findings.figures[name] = figures
         added = figures["added_synchronisations"]
-        found.check(f"{name}: no host wait added", added == 0, f"{added:g} a step")
-        found.notes.append(f"{name}: guarded / plain step {figures['ratio']:.3f}")
+        findings.check(f"{name}: no host wait added", added == 0, f"{added:g} a step")
+        findings.notes.append(f"{name}: guarded / plain step {figures['ratio']:.3f}")
         if name != "embedded":
-            found.target(
+            findings.target(
                 "guarded / plain step",
                 figures["ratio"] <= 1.005,
                 f"{figures['ratio']:.4f}, at most 1.005",
@@ -197,7 +198,7 @@ def measure_guards(bench: Bench, found: Findings) -> None:
 NAMES = ("local", "end_to_end", "two_model", "peft_lora_distill", "peft_lora_ce")
 
 
-def measure_speed(bench: Bench, found: Findings) -> None:
+def measure_speed(bench: Bench, findings: Findings) -> None:
     """`benchmarks/speed.py` on the shapes that are trained, at both precisions of matrix
     products.
     """
@@ -221,68 +222,47 @@ def measure_speed(bench: Bench, found: Findings) -> None:
             if figures is None:
                 gc.collect()
                 torch.cuda.empty_cache()
-                found.notes.append(f"{shape}, {precision}: no memory for the bases of the others")
+                findings.notes.append(f"{shape}, {precision}: no memory for the others' bases")
                 figures = speed.measure(setting, NAMES[:2], 2, lambda line: None)
-            found.figures[f"{shape}, {precision}"] = figures
-            found.tables.append(
+            findings.figures[f"{shape}, {precision}"] = figures
+            findings.tables.append(
                 f"{shape}, layers {layers}, {length:,} tokens, `--matmul_precision"
                 f" {precision}`:\n\n{markdown(figures)}"
             )
-            rows = {row["name"]: row for row in figures["runs"]}
-            found.check(
-                f"{shape}, {precision}: finite losses",
-                all(math.isfinite(row["loss"]) for row in rows.values()),
-            )
-            _judge_speed(bench, found, f"{shape}, {precision}", figures, rows)
+            losses = [row["loss"] for row in figures["runs"]]
+            findings.check(f"{shape}, {precision}: finite losses", all(map(math.isfinite, losses)))
+            _judge_speed(findings, f"{shape}, {precision}", figures)
 
 
-def _judge_speed(
-    bench: Bench, found: Findings, name: str, figures: dict[str, Any], rows: dict[str, Any]
-) -> None:
+def _judge_speed(findings: Findings, name: str, figures: dict[str, Any]) -> None:
     """The targets, which are the 8 B shape's with TF32; of the others the same figures are told."""
-    ours = rows.get("local")
+    ours = next((row for row in figures["runs"] if row["name"] == "local"), None)
     if ours is None:
-        found.target(f"{name}: local", False, "it does not fit")
+        findings.target(f"{name}: local", False, "it does not fit")
         return
-    share = (
-        ours["floor_flops_per_token"]
-        * ours["tokens_per_second"]
-        / figures["roofline"]["flops_per_second"]
-    )
-    found.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
-    told = (
-        f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {shown(ours['peak_bytes'])},"
-        f" {share:.0%} of the roofline"
-    )
-    against = "speed_ratio" in ours
-    if against:
-        told += (
-            f", {ours['speed_ratio']['median']:.2f}x two_model in {ours['memory_ratio']:.2f} of its"
-            " memory"
-        )
-    found.notes.append(told)
-    if bench.small or not name.startswith("llama-3.1-8b, high") or name.endswith("highest"):
-        return
-    found.target(
-        "memory", ours["peak_bytes"] <= 10 * 2**30, f"{shown(ours['peak_bytes'])}, at most 10 GiB"
-    )
-    found.target(
-        "roofline", share >= 0.6, f"{share:.0%}, at least 60% of the measured TF32 products"
-    )
-    if against:
-        found.target(
-            "speed",
-            ours["speed_ratio"]["median"] >= 1.8,
-            f"{ours['speed_ratio']['median']:.2f}x two_model, at least 1.8x",
-        )
-        found.target(
-            "memory of two_model",
-            ours["memory_ratio"] <= 0.55,
-            f"{ours['memory_ratio']:.2f} of it, at most 0.55",
-        )
+    arithmetic = ours["floor_flops_per_token"] * ours["tokens_per_second"]
+    share = arithmetic / figures["roofline"]["flops_per_second"]
+    findings.figures[f"{name}: share of the roofline at the floor's arithmetic"] = share
+    peak = shown(ours["peak_bytes"])
+    note = f"{name}: {ours['tokens_per_second']:,.0f} tokens/s, {peak}, {share:.0%} of the roofline"
+    targets = [
+        ("memory", ours["peak_bytes"] <= 10 * 2**30, f"{peak}, at most 10 GiB"),
+        ("roofline", share >= 0.6, f"{share:.0%}, at least 60% of the measured TF32 products"),
+    ]
+    if "speed_ratio" in ours:
+        ratio, memory = ours["speed_ratio"]["median"], ours["memory_ratio"]
+        note += f", {ratio:.2f}x two_model in {memory:.2f} of its memory"
+        targets += [
+            ("speed", ratio >= 1.8, f"{ratio:.2f}x two_model, at least 1.8x"),
+            ("memory of two_model", memory <= 0.55, f"{memory:.2f} of it, at most 0.55"),
+        ]
+    findings.notes.append(note)
+    if name == "llama-3.1-8b, high":
+        for target in targets:
+            findings.target(*target)
 
 
-def measure_calibration(bench: Bench, found: Findings) -> None:
+def measure_calibration(bench: Bench, findings: Findings) -> None:
     """The start of a base of one layer, of D = 4,096 unless all is small, against its forecast."""
     length, tokens = 256, bench.pick(2048, 16384)
     model = base_of(bench, "llama-3.1-8b", length, layers=1, vocab=512)
@@ -298,8 +278,8 @@ def measure_calibration(bench: Bench, found: Findings) -> None:
     calibration = npt.calibrate(model, None, samples, tokens)
     (layer,) = calibration.layers.values()
     # random tokens use every direction, so a cut to a quarter of them loses something
-    found.check("a part of attention is kept", 0 < layer.nmse < 1, f"NMSE {layer.nmse:.3g}")
-    found.figures |= {
+    findings.check("a part of attention is kept", 0 < layer.nmse < 1, f"NMSE {layer.nmse:.3g}")
+    findings.figures |= {
         "rank": layer.rank,
         "tokens": calibration.tokens,
         "nmse": layer.nmse,
@@ -307,17 +287,17 @@ def measure_calibration(bench: Bench, found: Findings) -> None:
         "seconds": calibration.seconds,
     }
     if bench.cuda:
-        found.figures |= {
+        findings.figures |= {
             "peak_bytes": torch.cuda.max_memory_allocated(bench.device) - before,
             "forecast_peak_bytes": work.peak(bench.device, placement),
         }
-    found.notes.append(
+    findings.notes.append(
         f"rank {layer.rank}, {calibration.tokens:,} tokens: {calibration.seconds:.1f} s,"
         f" {placement}"
     )
 
 
-def measure_generation(bench: Bench, found: Findings) -> None:
+def measure_generation(bench: Bench, findings: Findings) -> None:
     """Evaluation and greedy continuation, in tokens a second."""
     length, count, new = bench.pick(48, 512), bench.pick(4, 16), bench.pick(8, 64)
     model = base_of(bench, "llama-3.2-1b", length + new)
@@ -330,7 +310,7 @@ def measure_generation(bench: Bench, found: Findings) -> None:
     fidelity = npt.evaluate(model, None, samples, batch_size=4)
     wait_for(bench.device)
     evaluated = count * length / (time.perf_counter() - started)
-    found.check(
+    findings.check(
         "finite figures",
         math.isfinite(fidelity.student.kl) and abs(fidelity.teacher.kl) <= 1e-4,
         f"KL of the teacher {fidelity.teacher.kl:.2g}",
@@ -341,12 +321,12 @@ def measure_generation(bench: Bench, found: Findings) -> None:
     started = time.perf_counter()
     written = continue_greedily(model, prompts, [new] * len(prompts), (), names)
     generated = len(prompts) * new / (time.perf_counter() - started)
-    found.check("all tokens written", [len(row) for row in written] == [new] * len(prompts))
-    found.figures |= {
+    findings.check("all tokens written", [len(row) for row in written] == [new] * len(prompts))
+    findings.figures |= {
         "evaluated_tokens_per_second": evaluated,
         "generated_tokens_per_second": generated,
     }
-    found.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} written")
+    findings.notes.append(f"{evaluated:,.0f} tokens/s evaluated, {generated:,.0f} written")
 
 
 MEMORY = Section(8, "memory: plan, and too little of it", check_memory)

@@ -11,7 +11,7 @@ from gpu_sections.runner import Bench
 from npt.base.random_base import random_base
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.planning.shape import SHAPES, Shape, llama_config
+from npt.doctor.shape import SHAPES, Shape, llama_config
 
 PAD_ID = 2
 
@@ -48,13 +48,8 @@ def full_batch(rows: int, length: int, vocab: int, device: torch.device, seed: i
 def base_of(
     bench: Bench, large: str, length: int, layers: int | None = None, vocab: int | None = None
 ) -> Any:
-    """A random base of a named shape, or of the embedded model's in a small check.
-
-    Args:
-        bench: where.
-        large: name of the shape.
-        length: of its rows.
-        layers, vocab: in place of the shape's.
+    """A random base of the shape `large`, or of the embedded model's in a small check, for rows of
+    `length`; `layers` and `vocab` in place of the shape's.
     """
     shape: Shape = SHAPES[bench.pick("embedded", large)]
     config = llama_config(shape, length)

@@ -28,18 +28,18 @@ from npt.base.linear import dense_weight, multiply, multiply_backward
 from npt.base.random_base import STD
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import STRATEGIES
-from npt.planning.measure import peak_bytes
-from npt.planning.memory import shown
+from npt.doctor.measure import peak_bytes
+from npt.doctor.plan import shown
 
 SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return what the results are of: the card and the libraries."""
-    found: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
+    about: dict[str, Any] = {"device": "cpu", "cuda": torch.version.cuda}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        about |= {
             "device": properties.name,
             "memory": shown(properties.total_memory),
             "capability": f"{properties.major}.{properties.minor}",
@@ -47,10 +47,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         }
     for name in ("torch", "transformers", "bitsandbytes", "accelerate", "peft", "triton"):
         try:
-            found[name] = version(name)
+            about[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            about[name] = None
+    return about
 
 
 def _smi() -> dict[str, str]:
@@ -67,47 +67,36 @@ def _smi() -> dict[str, str]:
     )
 
 
-def describe_machine(bench: Bench, found: Findings) -> None:
+def describe_machine(bench: Bench, findings: Findings) -> None:
     """A card that torch does not see, and a bitsandbytes without CUDA, are failures: both are
     silent elsewhere.
     """
     smi = _smi()
-    found.figures |= machine(bench.device) | {f"smi {name}": value for name, value in smi.items()}
-    found.check(
+    findings.figures |= machine(bench.device) | {
+        f"smi {name}": value for name, value in smi.items()
+    }
+    findings.check(
         "torch sees the card that nvidia-smi sees",
         bench.cuda or not smi,
         "torch.cuda.is_available() is False" if smi else "",
     )
     if bench.cuda:
-        found.check(
+        findings.check(
             "bitsandbytes is built for CUDA",
             getattr(native, "compiled_with_cuda", False),
             type(native).__name__,
         )
         total = torch.ones(1000, device=bench.device).sum()
-        found.check("the card adds", total.item() == 1000.0)
-    names = (
-        "device",
-        "memory",
-        "smi driver_version",
-        "torch",
-        "cuda",
-        "transformers",
-        "bitsandbytes",
-    )
-    found.notes.append(
-        ", ".join(
-            f"{name.removeprefix('smi ')} {found.figures[name]}"
-            for name in names
-            if found.figures.get(name)
-        )
-    )
+        findings.check("the card adds", total.item() == 1000.0)
+    names = ("device", "memory", "smi driver_version", "torch", "cuda", "transformers")
+    shown = {name: findings.figures.get(name) for name in (*names, "bitsandbytes")}
+    findings.notes.append(", ".join(f"{n.removeprefix('smi ')} {v}" for n, v in shown.items() if v))
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def _relative(value: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of what is expected."""
     return float(
-        torch.linalg.vector_norm(found.double() - expected.double())
+        torch.linalg.vector_norm(value.double() - expected.double())
         / torch.linalg.vector_norm(expected.double())
     )
 
@@ -128,7 +117,7 @@ def _packed_layer(shape: tuple[int, int], device: torch.device) -> Any:
     return layer.eval()
 
 
-def check_products(bench: Bench, found: Findings) -> None:
+def check_products(bench: Bench, findings: Findings) -> None:
     """`Linear4bit` and the products that training makes, against fp64 products of the same
     dequantised weight.
     """
@@ -139,58 +128,40 @@ def check_products(bench: Bench, found: Findings) -> None:
     rows = (1, 4, 8, 64, bench.pick(256, 2048))
     # fp32 and TF32: eps 6e-8 and 5e-4 of each product, errors of thousands of which average out
     limits = {"highest": 2e-5, "high": 2e-3}
-    lines = [
-        (
-            "| out x in | rows | precision | Linear4bit error | its TFLOP/s | product error | its"
-            " TFLOP/s |"
-        ),
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = "out x in | rows | precision | Linear4bit error | its TFLOP/s | product error"
+    lines = [f"| {heads} | its TFLOP/s |", "|---|---|---|---|---|---|---|"]
     worst: dict[tuple[str, str], float] = {}
-    for shape in shapes:
-        layer = _packed_layer(shape, bench.device)
-        weight = dense_weight(layer)
+    layers = {shape: _packed_layer(shape, bench.device) for shape in shapes}
+    for shape, count in product(shapes, rows):
+        layer, weight = layers[shape], dense_weight(layers[shape])
         exact = weight.double()
-        for count in rows:
-            x = torch.randn(count, shape[1], device=bench.device)
-            expected, grad = (
-                x.double() @ exact.t(),
-                torch.randn(count, shape[0], device=bench.device),
-            )
-            expected_back = grad.double() @ exact
-            for precision, limit in limits.items():
-                torch.set_float32_matmul_precision(precision)
-                with torch.no_grad():
-                    acts: dict[str, Callable[[], Tensor]] = {
-                        "Linear4bit": partial(layer, x),
-                        "product": partial(multiply, layer, weight, x),
-                    }
-                    errors = {name: _relative(act(), expected) for name, act in acts.items()}
-                    errors["backward"] = _relative(
-                        multiply_backward(layer, weight, grad), expected_back
-                    )
-                    seconds = {name: bench.seconds(act) for name, act in acts.items()}
-                speeds = {
-                    name: 2 * count * shape[0] * shape[1] / spent / 1e12
-                    for name, spent in seconds.items()
+        x = torch.randn(count, shape[1], device=bench.device)
+        grad = torch.randn(count, shape[0], device=bench.device)
+        expected, expected_back = x.double() @ exact.t(), grad.double() @ exact
+        for precision, limit in limits.items():
+            torch.set_float32_matmul_precision(precision)
+            with torch.no_grad():
+                acts: dict[str, Callable[[], Tensor]] = {
+                    "Linear4bit": partial(layer, x),
+                    "product": partial(multiply, layer, weight, x),
                 }
-                for name, error in errors.items():
-                    key = (name, precision)
-                    worst[key] = max(worst.get(key, 0.0), error)
-                    if not error <= limit:
-                        found.check(
-                            f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}",
-                            False,
-                            f"error {error:.2g} > {limit:.0e}",
-                        )
-                cells = [f"{errors[name]:.1e} | {speeds[name]:.3g}" for name in acts]
-                lines.append(
-                    f"| {shape[0]} x {shape[1]} | {count} | {precision} | {' | '.join(cells)} |"
-                )
+                errors = {name: _relative(act(), expected) for name, act in acts.items()}
+                back = multiply_backward(layer, weight, grad)
+                errors["backward"] = _relative(back, expected_back)
+                seconds = {name: bench.seconds(act) for name, act in acts.items()}
+            for name, error in errors.items():
+                worst[name, precision] = max(worst.get((name, precision), 0.0), error)
+                if not error <= limit:
+                    case = f"{name}, {count} rows, {shape[0]}x{shape[1]}, {precision}"
+                    findings.check(case, False, f"error {error:.2g} > {limit:.0e}")
+            operations = 2 * count * shape[0] * shape[1] / 1e12
+            cells = [f"{errors[name]:.1e} | {operations / seconds[name]:.3g}" for name in acts]
+            start = f"{shape[0]} x {shape[1]} | {count} | {precision}"
+            lines.append(f"| {start} | {' | '.join(cells)} |")
     for (name, precision), error in worst.items():
-        found.below(f"{name}, {precision}, largest relative error", error, limits[precision])
-        found.figures[f"{name} error, {precision}"] = error
-    found.tables.append("\n".join(lines))
+        findings.below(f"{name}, {precision}, largest relative error", error, limits[precision])
+        findings.figures[f"{name} error, {precision}"] = error
+    findings.tables.append("\n".join(lines))
 
 
 KINDS = ("no mask", "padded right", "padded left", "packed")
@@ -217,23 +188,17 @@ def _attention_batch(kind: str, length: int, vocab: int) -> Batch:
     return replace(batch, documents=documents, position_ids=positions)
 
 
-def check_attention(bench: Bench, found: Findings) -> None:
+def check_attention(bench: Bench, findings: Findings) -> None:
     """A layer's attention, forward and backward: which kernel, how much memory, how long; padding
     changes no valid token.
     """
     lengths = bench.pick((64, 256), (2048, 8192))
     model = base_of(bench, "llama-3.1-8b", lengths[-1], layers=1, vocab=512)
-    layer, heads = model.model.layers[0], model.config.num_attention_heads
-    lines = [
-        (
-            "| tokens | mask | kernel | forward, ms | forward and backward, ms | peak of both | the"
-            " scores alone |"
-        ),
-        "|---|---|---|---|---|---|---|",
-    ]
+    layer, kernels = model.model.layers[0], set[str]()
+    heads = "tokens | mask | kernel | forward, ms | forward and backward, ms | peak of both"
+    lines = [f"| {heads} | the scores alone |", "|---|---|---|---|---|---|---|"]
     for length in lengths:
-        scores = 4 * heads * length**2
-        alone: dict[int, Tensor] = {}
+        scores = 4 * model.config.num_attention_heads * length**2
         for kind in KINDS:
             batch = _attention_batch(kind, length, 512).to(bench.device)
             with torch.no_grad():
@@ -250,44 +215,32 @@ def check_attention(bench: Bench, found: Findings) -> None:
                 assert own.grad is not None
                 return own.grad
 
-            states, gradient = forward(), both()
-            valid = stream.rows(states)
+            valid, gradient = stream.rows(forward()), stream.rows(both())
             name = f"{length} tokens, {kind}"
-            found.check(
-                f"{name}: finite",
-                bool(torch.isfinite(valid).all())
-                and bool(torch.isfinite(stream.rows(gradient)).all()),
-            )
+            finite = torch.isfinite(valid).all() and torch.isfinite(gradient).all()
+            findings.check(f"{name}: finite", bool(finite))
             # causal: what comes after the valid tokens changes none of them
             if kind == "padded right":
-                alone[length] = attention_of_valid(model, layer, batch)
+                alone = attention_of_valid(model, layer, batch)
                 # fp32 sums over as many keys, in blocks of another size
-                found.below(f"{name}: as without padding", _relative(valid, alone[length]), 1e-5)
+                findings.below(f"{name}: as without padding", _relative(valid, alone), 1e-5)
             kernel = _kernel(both)
-            found.figures[f"{name}: kernel"] = kernel
+            kernels.add(kernel)
             times = bench.seconds(forward), bench.seconds(both)
             peak = peak_bytes(both, bench.device) if bench.cuda else None
-            found.figures[f"{name}: seconds"], found.figures[f"{name}: peak"] = times, peak
+            findings.figures[f"{name}: kernel"] = kernel
+            findings.figures[f"{name}: seconds"], findings.figures[f"{name}: peak"] = times, peak
+            of_both = "" if peak is None else shown(peak)
             if peak is not None and length == lengths[-1]:
                 # The math kernel holds at least the scores and their gradient, fp32 for every head.
-                found.check(
-                    f"{name}: memory",
-                    peak < scores / 2,
-                    f"peak {shown(peak)} by {kernel}, the scores alone are {shown(scores)}",
-                )
-            told = [f"{1000 * spent:.3g}" for spent in times]
-            lines.append(
-                f"| {length} | {kind} | {kernel} | {told[0]} | {told[1]} |"
-                f" {'' if peak is None else shown(peak)} | {shown(scores)} |"
-            )
-    found.tables.append("\n".join(lines))
-    kernels = sorted(
-        {
-            found.figures[f"{length} tokens, {kind}: kernel"]
-            for length, kind in product(lengths, KINDS)
-        }
+                detail = f"peak {of_both} by {kernel}, the scores alone are {shown(scores)}"
+                findings.check(f"{name}: memory", peak < scores / 2, detail)
+            cells = [kernel, *(f"{1000 * spent:.3g}" for spent in times), of_both, shown(scores)]
+            lines.append(f"| {length} | {kind} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    findings.tables.append("\n".join(lines))
+    findings.notes.append(
+        " and ".join(sorted(kernels)) + ("" if bench.cuda else "; memory needs CUDA")
     )
-    found.notes.append(" and ".join(kernels) + ("" if bench.cuda else "; memory needs CUDA"))
 
 
 def attention_of_valid(model: Any, layer: Any, batch: Batch) -> Tensor:
@@ -314,7 +267,7 @@ def _kernel(act: Any) -> str:
     return ", ".join(forward) or "none of torch's"
 
 
-def compare_gradients(bench: Bench, found: Findings) -> None:
+def compare_gradients(bench: Bench, findings: Findings) -> None:
     """Loss and gradients of every strategy on the GPU against those on the CPU, from the same
     codes.
     """
@@ -336,15 +289,17 @@ def compare_gradients(bench: Bench, found: Findings) -> None:
         (loss, expected), (other, gradients) = results
         name = f"{strategy}, {kind}"
         # fp32 on both, by kernels that sum some hundred terms in other orders, through eight layers
-        found.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
-        found.check(f"{name}: the same tensors have gradients", gradients.keys() == expected.keys())
+        findings.below(f"{name}: loss", abs(other / loss - 1), 1e-4)
+        findings.check(
+            f"{name}: the same tensors have gradients", gradients.keys() == expected.keys()
+        )
         apart = max(
             float((gradients[n] - g).abs().max() / g.abs().max())
             for n, g in expected.items()
             if n in gradients
         )
-        found.below(f"{name}: gradients", apart, 1e-3)
-        found.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
+        findings.below(f"{name}: gradients", apart, 1e-3)
+        findings.figures[name] = {"loss": abs(other / loss - 1), "gradients": apart}
 
 
 MACHINE = Section(1, "driver, card, libraries", describe_machine)

@@ -263,17 +263,8 @@ def run_sections(
     minutes: float,
     say: Callable[[str], None],
 ) -> int:
-    """Run sections in their order until the time is over.
-
-    Args:
-        sections: to run.
-        bench: where.
-        report: told of each as it ends.
-        minutes: for all of them.
-        say: told each one's line.
-
-    Returns:
-        The exit status.
+    """Run sections in their order until the minutes are over, telling `report` and `say` of each;
+    return the exit status.
     """
     until = time.perf_counter() + 60 * minutes
     verdicts = []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from safetensors.torch import load_file
 
 import npt
@@ -17,8 +15,9 @@ from faults.bench import Base, Fill, Setting, Student, difference, run
 from faults.runs import NoTokenizer
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
+from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 
 FIRST = 3
@@ -29,7 +28,7 @@ FIRST = 3
 def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
     """A micro-batch one of whose gradients is not a number."""
 
-    def fill() -> MicroBatch:
+    def fill() -> BatchSums:
         sums = student.fill(batch)
         gradient = next(p.grad for p in student.parameters.values() if p.grad is not None)
         gradient.view(-1)[0] = float("nan")
@@ -38,7 +37,7 @@ def _bad_gradient(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill 
     yield batch, fill
 
 
-def check_bits(bench: Bench, found: Findings) -> None:
+def check_bits(bench: Bench, findings: Findings) -> None:
     """Weights, moments and counts, bit for bit, of equal runs, of flags read late and at once, with
     a micro-batch refused and without it, and of a run that is resumed."""
     model = npt.load_base("tiny", quantization="nf4", device=bench.device)[0]
@@ -54,19 +53,19 @@ def check_bits(bench: Bench, found: Findings) -> None:
             "without the refused one": run(late, base, absent=[place])[1],
         }
         refused = [(window, refusal.micro_batch) for window, refusal in runs["late"].refusals]
-        found.check(
+        findings.check(
             f"{strategy}: the bad micro-batch alone is refused",
             refused == [place],
             f"refused {refused}",
         )
         for name, outcome in list(runs.items())[1:]:
             apart = runs["late"].difference(outcome)
-            found.check(
+            findings.check(
                 f"{strategy}: {name}", apart is None, "" if apart is None else f"differs in {apart}"
             )
         npt.detach(model)
         apart = _resumed(model, strategy, bench.folder / strategy)
-        found.check(f"{strategy}: resumed", apart is None, apart or "")
+        findings.check(f"{strategy}: resumed", apart is None, apart or "")
 
 
 def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
@@ -76,37 +75,25 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
 
     def train(name: str, **settings: Any) -> Path:
         npt.attach(model, npt.NPTConfig(rank=4, layers="2,5"), seed=0)
-        config = npt.TrainConfig(
-            strategy=strategy,
-            batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=6,
-            save_steps=3,
-            log_steps=1,
-            learning_rate=1e-2,
-            smoke_test=False,
-            output_dir=str(folder / name),
-            **settings,
-        )
+        length = {"batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 6}
+        usual = {"save_steps": 3, "log_steps": 1, "learning_rate": 1e-2, "smoke_test": False}
+        out: dict[str, Any] = {"output_dir": str(folder / name), **length, **usual, **settings}
         records = [
             {"id": str(i), "input_ids": [FIRST + (7 * i + 11 * j) % 2000 for j in range(9 + i % 7)]}
             for i in range(30)
         ]
-        held_out = [{"input_ids": list(range(5, 15))}]
-        data = npt.DataConfig(max_length=16)
-        console = Console(file=io.StringIO())
         trainer = npt.Trainer(
             model,
             NoTokenizer(),
             records,
-            config,
-            data_config=data,
-            eval_data=held_out,
-            console=console,
+            npt.TrainConfig(strategy=strategy, **out),
+            data_config=npt.DataConfig(max_length=16),
+            eval_data=[{"input_ids": list(range(5, 15))}],
+            console=silent_console(),
         )
         plain = trainer.strategy
 
-        def poisoning(model: Any, batch: Batch, config: Any) -> MicroBatch:
+        def poisoning(model: Any, batch: Batch, config: Any) -> BatchSums:
             sums = plain(model, batch, config)
             # records 4 and 17, wherever they come
             if {FIRST + 7 * 4, FIRST + 7 * 17} & set(batch.input_ids[:, 0].tolist()):
@@ -134,7 +121,7 @@ def _resumed(model: Any, strategy: str, folder: Path) -> str | None:
             load_file(checkpoint / "state.safetensors")
             | load_file(checkpoint / "adapter" / "adapter_model.safetensors")
         )
-    apart = difference(*states)
+    apart = difference(states[0], states[1])
     return None if apart is None else f"differs in {apart}"
 
 

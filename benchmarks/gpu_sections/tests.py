@@ -12,7 +12,7 @@ from gpu_sections.runner import Bench, Findings, Section
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_tests(bench: Bench, found: Findings) -> None:
+def run_tests(bench: Bench, findings: Findings) -> None:
     """`pytest -m gpu tests/gpu`; without a GPU, which deselects them, they are collected."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=", "tests/gpu"]
@@ -28,11 +28,11 @@ def run_tests(bench: Bench, found: Findings) -> None:
         (line.strip("= ") for line in reversed(lines) if line.strip()), answer.stderr[-200:]
     )
     nothing_ran = 5  # pytest's status if all are deselected
-    found.check(
+    findings.check(
         "pytest -m gpu tests/gpu", answer.returncode == (0 if bench.cuda else nothing_ran), closing
     )
-    found.figures["pytest"] = {"status": answer.returncode, "tail": lines[-40:]}
-    found.notes.append(f"tests/gpu: {closing}" + ("" if bench.cuda else " (needs CUDA)"))
+    findings.figures["pytest"] = {"status": answer.returncode, "tail": lines[-40:]}
+    findings.notes.append(f"tests/gpu: {closing}" + ("" if bench.cuda else " (needs CUDA)"))
 
 
 TESTS = Section(13, "tests/gpu", run_tests)

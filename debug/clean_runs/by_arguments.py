@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from clean_runs.parts import Stream, causal, llama
-from clean_runs.watched import Example
+from clean_runs.parts import Stream, called, causal, llama
+from clean_runs.watched import Build, Example, train
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
@@ -106,51 +106,32 @@ class Halving(TrainerCallback):
                 parameter.grad = parameter.grad * 0.5
 
 
-def halved(folder: Path, how: str) -> Any:
-    """Return a Trainer with a callback that halves gradients."""
-    given = {"gradient_accumulation_steps": 2}
-    return causal(folder, arguments=given, callbacks=[Halving(how)])
+def halving(how: str) -> dict[str, Any]:
+    """Return arguments with a callback that halves gradients."""
+    return {"arguments": {"gradient_accumulation_steps": 2}, "callbacks": [Halving(how)]}
 
 
-def with_extras() -> list[Example]:
-    """Return examples whose Trainer is given more than arguments, or is used otherwise."""
-    watched = {**EVALUATED, **SAVED, **BEST}
-    group = "arguments"
-    return [
-        Example(
-            "resumed",
-            group,
-            partial(causal, arguments={**SAVED, "gradient_accumulation_steps": 2}),
-            resumed,
-        ),
-        Example("evaluated", group, partial(causal, compute_metrics=accuracy), evaluated),
-        Example(
-            "stopped-early",
-            group,
-            lambda folder: causal(
-                folder,
-                arguments={**watched, "learning_rate": 1.0, "max_steps": 9},
-                callbacks=[EarlyStoppingCallback(1)],
-            ),
-        ),
-        *(
-            Example(f"gradients-replaced-by-{how}", group, partial(halved, how=how))
-            for how in ("data", "assignment")
-        ),
-        Example("model-init", group, partial(causal, model_init=lambda: llama())),
-        Example("bf16-weights", group, lambda f: causal(f, model=llama().to(torch.bfloat16))),
-        Example("frozen", group, lambda f: causal(f, model=last_layer_alone())),
-        Example(
-            "iterable",
-            group,
-            lambda f: causal(f, train_dataset=Stream(), arguments={"max_steps": 8}),
-        ),
-    ]
+STOPPED = {**EVALUATED, **SAVED, **BEST, "learning_rate": 1.0, "max_steps": 9}
+MORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "resumed": lambda: {"arguments": {**SAVED, "gradient_accumulation_steps": 2}},
+    "evaluated": lambda: {"compute_metrics": accuracy},
+    "stopped-early": lambda: {"arguments": STOPPED, "callbacks": [EarlyStoppingCallback(1)]},
+    "gradients-replaced-by-data": partial(halving, "data"),
+    "gradients-replaced-by-assignment": partial(halving, "assignment"),
+    "model-init": lambda: {"model_init": lambda: llama()},
+    "bf16-weights": lambda: {"model": llama().to(torch.bfloat16)},
+    "frozen": lambda: {"model": last_layer_alone()},
+    "iterable": lambda: {"train_dataset": Stream(), "arguments": {"max_steps": 8}},
+}
+"""What else a Trainer is given."""
+RUNS = {"resumed": resumed, "evaluated": evaluated}
+"""What is done with a Trainer besides training it."""
 
 
 def by_arguments() -> list[Example]:
     """Return the examples."""
-    made = [
-        Example(name, "arguments", partial(causal, arguments=given)) for name, given in SETS.items()
-    ]
-    return made + with_extras()
+    builds: dict[str, Build] = {
+        name: partial(causal, arguments=given) for name, given in SETS.items()
+    }
+    builds |= {name: called(make) for name, make in MORE.items()}
+    return [Example(name, "arguments", builds[name], RUNS.get(name, train)) for name in builds]

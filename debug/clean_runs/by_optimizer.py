@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from clean_runs.parts import causal, llama
-from clean_runs.watched import Example
+from clean_runs.watched import Build, Example
 
 NAMES: dict[str, dict[str, Any]] = {
     "adamw_torch": {},
@@ -73,18 +73,11 @@ def in_two_groups(folder: Path) -> Any:
 
 def by_optimizer() -> list[Example]:
     """Return the examples."""
-    group = "optimizers"
-    named = [
-        Example(name, group, partial(causal, arguments={"optim": name, **ACCUMULATED, **more}))
+    builds: dict[str, Build] = {
+        name: partial(causal, arguments={"optim": name, **ACCUMULATED, **more})
         for name, more in NAMES.items()
-    ]
-    own = [
-        Example(name, group, partial(given_by_class, kind=kind, settings=settings))
-        for name, (kind, settings) in OWN.items()
-    ]
-    return [
-        *named,
-        *own,
-        Example("Muon-over-matrices", group, over_a_part),
-        Example("AdamW-in-two-groups", group, in_two_groups),
-    ]
+    }
+    for name, (kind, settings) in OWN.items():
+        builds[name] = partial(given_by_class, kind=kind, settings=settings)
+    builds |= {"Muon-over-matrices": over_a_part, "AdamW-in-two-groups": in_two_groups}
+    return [Example(name, "optimizers", build) for name, build in builds.items()]

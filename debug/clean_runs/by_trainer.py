@@ -6,6 +6,7 @@ by a guard; those that need a server of models cannot run here.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -14,121 +15,73 @@ from typing import Any
 
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from clean_runs.parts import ARGUMENTS, Row, causal, llama, sentence, sizes, token_rows, tokenizer
+from clean_runs.parts import ARGUMENTS, Row, called, llama, sentence, sizes, token_rows, tokenizer
 from clean_runs.watched import Example
+from npt.base.random_base import random_base
 
 ROWS = 7
-ACCUMULATED = {"gradient_accumulation_steps": 2, "max_steps": 3}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+SETTINGS: dict[str, Any] = {
+    "gradient_accumulation_steps": 2, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1,
+}  # fmt: skip
+LORA = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
 
 
-def seeded(kind: Any, config: Any) -> nn.Module:
+def seeded(kind: Any, config: Any) -> Any:
     """Return a model of random weights."""
     torch.manual_seed(0)
     return kind(config)
 
 
-def encoder() -> Any:
-    """Return the configuration of a tiny BERT."""
-    return hf.BertConfig(**sizes(attention_probs_dropout_prob=0.2, num_labels=3))
+def on_rows(model: nn.Module, rows: list[Row], **more: Any) -> dict[str, Any]:
+    """Return a Trainer's arguments for a model and its data."""
+    collator = hf.default_data_collator
+    data = {"train_dataset": rows, "eval_dataset": rows[:3], "data_collator": collator}
+    return {"model": model, "arguments": SETTINGS, **data, **more}
 
 
-def classifier(folder: Path) -> Any:
-    """Classify sentences."""
+def classifier() -> dict[str, Any]:
+    """Classify sentences with a BERT."""
     rows = [{"input_ids": row["input_ids"], "labels": i % 3} for i, row in enumerate(token_rows())]
-    return causal(
-        folder,
-        model=seeded(hf.BertForSequenceClassification, encoder()),
-        train_dataset=rows,
-        eval_dataset=rows[:5],
-        data_collator=hf.DataCollatorWithPadding(tokenizer()),
-        arguments={**ACCUMULATED, **EVALUATED},
-    )
+    config = hf.BertConfig(**sizes(attention_probs_dropout_prob=0.2, num_labels=3))
+    model = seeded(hf.BertForSequenceClassification, config)
+    return on_rows(model, rows, data_collator=hf.DataCollatorWithPadding(tokenizer()))
 
 
-def translator(folder: Path) -> Any:
-    """Train a T5 with Seq2SeqTrainer, and generate at evaluations."""
-    config = hf.T5Config(
-        vocab_size=len(tokenizer()),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
-    model = seeded(hf.T5ForConditionalGeneration, config)
-    given = {"predict_with_generate": True, "generation_max_length": 5}
-    arguments = {**ARGUMENTS, **ACCUMULATED, **EVALUATED, **given}
-    return hf.Seq2SeqTrainer(
-        model=model,
-        args=hf.Seq2SeqTrainingArguments(str(folder), **arguments),
-        train_dataset=token_rows(),
-        eval_dataset=token_rows()[:3],
-        data_collator=hf.DataCollatorForSeq2Seq(tokenizer(), model),
-        compute_metrics=lambda guessed: {"sum": int(guessed.predictions.sum())},
-    )
-
-
-def pictures(side: int) -> list[Row]:
-    """Return random pictures with labels."""
+def pictures(model: nn.Module, side: int) -> dict[str, Any]:
+    """Classify random pictures."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        {"pixel_values": torch.randn(3, side, side, generator=generator), "labels": i % 2}
-        for i in range(ROWS)
-    ]
+    made = torch.randn(ROWS, 3, side, side, generator=generator)
+    return on_rows(model, [{"pixel_values": one, "labels": i % 2} for i, one in enumerate(made)])
 
 
-def seen(folder: Path, model: nn.Module, side: int) -> Any:
-    """Classify pictures."""
-    rows = pictures(side)
-    return causal(
-        folder,
-        model=model,
-        train_dataset=rows,
-        eval_dataset=rows[:3],
-        data_collator=hf.default_data_collator,
-        arguments={**ACCUMULATED, **EVALUATED},
-    )
-
-
-def vit(folder: Path) -> Any:
+def vit() -> dict[str, Any]:
     """Train a ViT, which has no token embedding."""
-    config = hf.ViTConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-        hidden_dropout_prob=0.1,
-    )
-    return seen(folder, seeded(hf.ViTForImageClassification, config), 16)
+    size = {"hidden_size": 16, "intermediate_size": 32, "image_size": 16, "patch_size": 8}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_dropout_prob": 0.1}
+    return pictures(seeded(hf.ViTForImageClassification, hf.ViTConfig(**size, **more)), 16)
 
 
-def resnet(folder: Path) -> Any:
+def resnet(width: int = 8, depth: tuple[int, int] = (8, 8)) -> dict[str, Any]:
     """Train a ResNet, whose normalisation has statistics."""
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
-    return seen(folder, seeded(hf.ResNetForImageClassification, config), 32)
+    config = hf.ResNetConfig(embedding_size=width, hidden_sizes=list(depth), depths=[1, 1])
+    return pictures(seeded(hf.ResNetForImageClassification, config), 32)
 
 
-def channels_last(folder: Path) -> Any:
+def channels_last() -> dict[str, Any]:
     """Train a ResNet whose weights, and so gradients, lie in another order than their indices."""
-    config = hf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1])
-    model: Any = seeded(hf.ResNetForImageClassification, config)
-    trainer = seen(folder, model.to(memory_format=torch.channels_last), 32)
-    trainer.args.max_grad_norm = 0.01
-    return trainer
+    given = resnet(16, (16, 32))
+    given["model"] = given["model"].to(memory_format=torch.channels_last)
+    return {**given, "arguments": {**SETTINGS, "max_grad_norm": 0.01}}
 
 
-def experts(folder: Path) -> Any:
+def experts() -> dict[str, Any]:
     """Train a mixture of experts with the loss of its router."""
-    config = hf.MixtralConfig(
-        **sizes(num_key_value_heads=2, num_local_experts=4, output_router_logits=True)
-    )
-    return causal(folder, model=seeded(hf.MixtralForCausalLM, config), arguments=ACCUMULATED)
+    more = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    model = seeded(hf.MixtralForCausalLM, hf.MixtralConfig(**sizes(**more)))
+    return {"model": model, "arguments": SETTINGS}
 
 
 class Points(nn.Module):
@@ -144,18 +97,11 @@ class Points(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
-def of_ones_own(folder: Path) -> Any:
+def of_ones_own() -> dict[str, Any]:
     """Train a module that is none of transformers'."""
     torch.manual_seed(0)
     rows = [{"values": torch.randn(3), "labels": i % 2} for i in range(8)]
-    return causal(
-        folder,
-        model=Points(),
-        train_dataset=rows,
-        eval_dataset=rows[:3],
-        data_collator=hf.default_data_collator,
-        arguments={**ACCUMULATED, **EVALUATED},
-    )
+    return on_rows(Points(), rows)
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -166,76 +112,48 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return loss / num_items_in_batch
 
 
-def lora(model: nn.Module, **more: Any) -> Any:
+def lora(model: Any) -> Any:
     """Return the model with a LoRA that drops out."""
-    from peft import get_peft_model
-
     torch.manual_seed(1)
-    return get_peft_model(model, lora_config(**more))
+    return get_peft_model(model, LORA)
 
 
-def lora_config(**more: Any) -> Any:
-    """Return the settings of a LoRA."""
-    from peft import LoraConfig
-
-    settings = {"r": 2, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], **more}
-    return LoraConfig(**settings)
-
-
-def lora_in_4_bit(folder: Path) -> Any:
+def lora_in_4_bit() -> dict[str, Any]:
     """Train a LoRA on a base in NF4, with checkpointing."""
-    from npt.base.random_base import random_base
-
     model = lora(random_base(hf.LlamaConfig(**sizes(hidden_size=64)), device="cpu"))
     model.enable_input_require_grads()
     saved = {"save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True}
-    return causal(folder, model=model, arguments={**ACCUMULATED, **saved})
+    return {"model": model, "arguments": {**SETTINGS, **saved}}
 
 
-def transformers_own() -> list[Example]:
-    """Return the examples of transformers and PEFT."""
-    builds: dict[str, Any] = {
-        "bert-classifier": classifier,
-        "t5-seq2seq": translator,
-        "vit": vit,
-        "resnet": resnet,
-        "resnet-channels-last": channels_last,
-        "mixtral": experts,
-        "own-module": of_ones_own,
-        "own-loss": partial(causal, compute_loss_func=summed, arguments=ACCUMULATED),
-        "lora": lambda folder: causal(folder, model=lora(llama()), arguments=ACCUMULATED),
-        "lora-4-bit": lora_in_4_bit,
-    }
-    return [Example(name, "trainers", build) for name, build in builds.items()]
+BY_MODEL: dict[str, Callable[[], dict[str, Any]]] = {
+    "bert-classifier": classifier,
+    "vit": vit,
+    "resnet": resnet,
+    "resnet-channels-last": channels_last,
+    "mixtral": experts,
+    "own-module": of_ones_own,
+    "own-loss": lambda: {"compute_loss_func": summed, "arguments": SETTINGS},
+    "lora": lambda: {"model": lora(llama()), "arguments": SETTINGS},
+    "lora-4-bit": lora_in_4_bit,
+}
+"""What transformers' Trainer is given."""
 
 
-def trl_trainer(
-    folder: Path,
-    module: str,
-    name: str,
-    rows: Callable[[], list[Row]],
-    *,
-    model: Callable[[], Any] = llama,
-    arguments: dict[str, Any] | None = None,
-    **rest: Any,
-) -> Any:
-    """Return a Trainer of TRL, called `<name>Trainer` and configured by `<name>Config`."""
-    import importlib
-
-    from datasets import Dataset
-    from datasets.utils.logging import disable_progress_bar
-
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    disable_progress_bar()
-    source = importlib.import_module(module)
-    given = {**ARGUMENTS, "bf16": False, **ACCUMULATED, **EVALUATED, **(arguments or {})}
-    return getattr(source, f"{name}Trainer")(
-        model=model(),
-        args=getattr(source, f"{name}Config")(str(folder), **given),
-        train_dataset=Dataset.from_list(rows()),
-        eval_dataset=Dataset.from_list(rows()[:3]),
-        processing_class=tokenizer(),
-        **rest,
+def translator(folder: Path) -> Any:
+    """Train a T5 with Seq2SeqTrainer, and generate at evaluations."""
+    size = {"vocab_size": len(tokenizer()), "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}
+    config = hf.T5Config(**size, decoder_start_token_id=0)
+    model = seeded(hf.T5ForConditionalGeneration, config)
+    generating = {"predict_with_generate": True, "generation_max_length": 5}
+    rows = token_rows()
+    return hf.Seq2SeqTrainer(
+        model=model,
+        args=hf.Seq2SeqTrainingArguments(str(folder), **{**ARGUMENTS, **SETTINGS, **generating}),
+        train_dataset=rows,
+        eval_dataset=rows[:3],
+        data_collator=hf.DataCollatorForSeq2Seq(tokenizer(), model),
+        compute_metrics=lambda guessed: {"sum": int(guessed.predictions.sum())},
     )
 
 
@@ -246,81 +164,78 @@ def texts() -> list[Row]:
 
 def chats() -> list[Row]:
     """Return chats of a question and an answer."""
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": "tell me"},
-                {"role": "assistant", "content": sentence(i)},
-            ]
-        }
-        for i in range(ROWS)
-    ]
+    asked = {"role": "user", "content": "tell me"}
+    answers = [{"role": "assistant", "content": sentence(i)} for i in range(ROWS)]
+    return [{"messages": [asked, answer]} for answer in answers]
 
 
-def answers() -> list[Row]:
+def judged() -> list[Row]:
     """Return prompts with completions, of which some are unwanted."""
+    rows = [{"completion": sentence(i), "label": i % 2 == 0} for i in range(ROWS)]
+    return [{"prompt": "tell me: ", **row} for row in rows]
+
+
+def pairs(prompt: str = "") -> list[Row]:
+    """Return pairs of a better and a worse text."""
     return [
-        {"prompt": "tell me: ", "completion": sentence(i), "label": i % 2 == 0} for i in range(ROWS)
+        {"chosen": prompt + sentence(i), "rejected": prompt + sentence(i + 1)} for i in range(ROWS)
     ]
 
 
-def pairs() -> list[Row]:
+def prompted_pairs() -> list[Row]:
     """Return prompts with a better and a worse completion."""
-    return [
-        {"prompt": "tell me: ", "chosen": sentence(i), "rejected": sentence(i + 1)}
-        for i in range(ROWS)
-    ]
+    return [{"prompt": "tell me: ", **row} for row in pairs()]
 
 
-def whole_pairs() -> list[Row]:
-    """Return pairs of whole texts."""
-    return [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs()]
-
-
-def judge() -> nn.Module:
+def judge() -> Any:
     """Return a model that gives a text one score."""
     return seeded(hf.LlamaForSequenceClassification, hf.LlamaConfig(**sizes(num_labels=1)))
 
 
-def trls() -> list[Example]:
-    """Return the examples of TRL."""
-    accurate = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_mean_token_accuracy",
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
-    by_lora = {"arguments": {"learning_rate": 0.1}}
-    generating = {"max_new_tokens": 4, "lmbda": 0.5}
-    given: dict[str, tuple[str, str, Callable[[], list[Row]], dict[str, Any]]] = {
-        "sft": ("trl", "SFT", texts, {"arguments": accurate}),
-        "sft-packed": ("trl", "SFT", texts, {"arguments": {"packing": True, "max_length": 24}}),
-        "sft-lora": ("trl", "SFT", texts, {"peft_config": lora_config, **by_lora}),
-        "dpo": ("trl", "DPO", pairs, {"reference": llama}),
-        "dpo-lora": ("trl", "DPO", pairs, {"peft_config": lora_config, **by_lora}),
-        "reward": ("trl", "Reward", whole_pairs, {"model": judge}),
-        "kto": ("trl", "KTO", answers, {"reference": llama}),
-        "gkd": ("trl.experimental.gkd", "GKD", chats, {"teacher": llama, "arguments": generating}),
-    }
-    return [
-        Example(name, "trainers", partial(built, module=module, name=kind, rows=rows, **rest))
-        for name, (module, kind, rows, rest) in given.items()
-    ]
-
-
-def built(
-    folder: Path,
-    peft_config: Callable[[], Any] | None = None,
-    reference: Callable[[], Any] | None = None,
-    teacher: Callable[[], Any] | None = None,
-    **given: Any,
+def of_trl(
+    folder: Path, name: str, rows: list[Row], arguments: dict[str, Any], given: dict[str, Any]
 ) -> Any:
-    """Return a Trainer of TRL, with what is made anew for each run."""
-    made = {"peft_config": peft_config, "ref_model": reference, "teacher_model": teacher}
-    given |= {name: make() for name, make in made.items() if make is not None}
-    return trl_trainer(folder, **given)
+    """Return a Trainer of TRL. given: its arguments, those that are functions to be called."""
+    from datasets import Dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    disable_progress_bar()
+    source = importlib.import_module("trl.experimental.gkd" if name == "GKD" else "trl")
+    settings = {**ARGUMENTS, "bf16": False, **SETTINGS, **arguments}
+    made = {key: value() if callable(value) else value for key, value in given.items()}
+    return getattr(source, f"{name}Trainer")(
+        args=getattr(source, f"{name}Config")(str(folder), **settings),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:3]),
+        processing_class=tokenizer(),
+        **{"model": llama(), **made},
+    )
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_mean_token_accuracy"}
+BEST |= {"save_strategy": "steps", "save_steps": 1}
+BY_LORA = {"peft_config": LORA}
+FAST = {"learning_rate": 0.1}
+BY_TRL: dict[str, tuple[str, Callable[[], list[Row]], dict[str, Any], dict[str, Any]]] = {
+    "sft": ("SFT", texts, BEST, {}),
+    "sft-packed": ("SFT", texts, {"packing": True, "max_length": 24}, {}),
+    "sft-lora": ("SFT", texts, FAST, BY_LORA),
+    "dpo": ("DPO", prompted_pairs, {}, {"ref_model": llama}),
+    "dpo-lora": ("DPO", prompted_pairs, FAST, BY_LORA),
+    "reward": ("Reward", partial(pairs, "tell me: "), {}, {"model": judge}),
+    "kto": ("KTO", judged, {}, {"ref_model": llama}),
+    "gkd": ("GKD", chats, {"max_new_tokens": 4, "lmbda": 0.5}, {"teacher_model": llama}),
+}
+"""Names of TRL's Trainers, their rows, settings, and what else they are given."""
 
 
 def by_trainer() -> list[Example]:
     """Return the examples."""
-    return transformers_own() + trls()
+    builds: dict[str, Any] = {name: called(make) for name, make in BY_MODEL.items()}
+    builds["t5-seq2seq"] = translator
+    for label, (name, rows, arguments, given) in BY_TRL.items():
+        builds[label] = lambda folder, name=name, rows=rows, rest=(arguments, given): of_trl(
+            folder, name, rows(), *rest
+        )
+    return [Example(name, "trainers", build) for name, build in builds.items()]

@@ -3,7 +3,7 @@ tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,3 +110,8 @@ def causal(folder: Path, **given: Any) -> Any:
             **given,
         },
     )
+
+
+def called(make: Callable[[], dict[str, Any]]) -> Callable[[Path], Any]:
+    """Return what makes a Trainer with arguments that are made anew for it."""
+    return lambda folder: causal(folder, **make())

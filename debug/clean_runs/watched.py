@@ -27,17 +27,23 @@ WITH_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end"
 """Events at which the norm of each parameter's `.grad` is noted."""
 
 
+def train(trainer: Any) -> Any:
+    """Train, and return what train() says."""
+    return trainer.train().metrics
+
+
 @dataclass(frozen=True)
 class Example:
     """A small training run.
 
-    run: what to do with the Trainer; returns what the caller of it sees.
+    Attributes:
+        run: what to do with the Trainer; returns what the caller of it sees.
     """
 
     id: str
     group: str
     build: Build
-    run: Callable[[Any], Any] = lambda trainer: trainer.train().metrics
+    run: Callable[[Any], Any] = train
 
 
 class Watching(TrainerCallback):

@@ -1,3 +1,1 @@
-"""The fault campaign: faults are planted in real training, and what becomes of them is judged bit
-for bit.
-"""
+"""Faults planted in real training; what becomes of them is judged bit for bit."""

@@ -34,15 +34,15 @@ def other_attention(setting: Setting) -> Verdict:
     complaints = []
     for strategy in STRATEGIES:
         student = Student(replace(setting, strategy=strategy))
-        found = {}
+        losses = {}
         for attention in ("sdpa", "eager"):
             teacher.set_attn_implementation(attention)
-            found[attention] = float(drive(student.model, batch, student.config, teacher).loss)
+            losses[attention] = float(drive(student.model, batch, student.config, teacher).loss)
         # another order of summation, in states whose difference loses digits
-        if not abs(found["eager"] / found["sdpa"] - 1) < 1e-3:
+        if not abs(losses["eager"] / losses["sdpa"] - 1) < 1e-3:
             complaints.append(
-                f"{strategy}: a loss of {found['eager']:.6g} from an eager teacher,"
-                f" {found['sdpa']:.6g} under SDPA"
+                f"{strategy}: a loss of {losses['eager']:.6g} from an eager teacher,"
+                f" {losses['sdpa']:.6g} under SDPA"
             )
     return verdict_of("unharmed", complaints)
 
@@ -65,8 +65,8 @@ def as_called(setting: Setting) -> Verdict:
         complaints.append(f"a loss of {loss:.6g}, and {called:.6g} from calls")
     wanted = torch.autograd.grad(expected, list(student.parameters.values()))
     for name, gradient in zip(student.parameters, wanted, strict=True):
-        found = gradients[name]
-        if found is None or not float((found - gradient).norm()) <= 1e-3 * float(gradient.norm()):
+        ours = gradients[name]
+        if ours is None or not float((ours - gradient).norm()) <= 1e-3 * float(gradient.norm()):
             complaints.append(f"another gradient of {name}")
             break
     return verdict_of("unharmed", complaints)
@@ -84,13 +84,13 @@ def by_calls(model: PreTrainedModel, batch: Batch, config: TrainConfig) -> Tenso
         with torch.no_grad(), adapters_disabled(model):
             after = stream.clean(layer(taught, **context))
         with adapter_mode(model, "student"):
-            own = stream.clean(layer(hidden, **context))
+            out = stream.clean(layer(hidden, **context))
         if isinstance(layer, NPTLayer):
             losses.append(
-                hidden_loss(config, stream.rows(own), stream.rows(after), stream.rows(taught))
+                hidden_loss(config, stream.rows(out), stream.rows(after), stream.rows(taught))
             )
         taught = after
-        hidden = {"local": after, "propagated": own.detach(), "end_to_end": own}[config.strategy]
+        hidden = {"local": after, "propagated": out.detach(), "end_to_end": out}[config.strategy]
     return torch.stack(losses).sum() / len(losses)
 
 

@@ -26,7 +26,7 @@ from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.base.load import load_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, collate
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.step import ADAM_BETAS, add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import STRATEGIES
 from npt.guard.outcome import Outcome as WindowOutcome
@@ -46,10 +46,16 @@ Place = tuple[int, int]
 class Setting:
     """The subject and the way of a training.
 
-    late: the guarded step reads its flags one window late. layers, targets: of the student. size:
-    K. padding: its side. rates: of the steps; default falling linearly from `learning_rate`.
-    spike_history: accepted steps that the spike guard remembers. vocabulary: V; default the
-    embedded model's. base_layers: of the embedded model. change: done to the copy of it first.
+    Attributes:
+        late: the guarded step reads its flags one window late.
+        layers, targets: of the student.
+        size: K.
+        padding: its side.
+        rates: of the steps; default falling linearly from `learning_rate`.
+        spike_history: accepted steps that the spike guard remembers.
+        vocabulary: V; default the embedded model's.
+        base_layers: of the embedded model.
+        change: done to the copy of the embedded model first.
     """
 
     late: bool = False
@@ -205,7 +211,7 @@ class Student:
             fused=True,
         )
 
-    def fill(self, batch: Batch) -> MicroBatch:
+    def fill(self, batch: Batch) -> BatchSums:
         """Add one micro-batch's gradients to `.grad` and return its sums."""
         strategy = STRATEGIES[self.config.strategy]
         return forward_backward(self.model, strategy, batch, self.config)
@@ -224,7 +230,7 @@ class Student:
         }
 
 
-Fill = Callable[[], MicroBatch]
+Fill = Callable[[], BatchSums]
 Fault = Callable[[Student, Batch], AbstractContextManager[tuple[Batch, Fill | None]]]
 """A transient fault: the context of one micro-batch, which gives the batch to use and, if anything,
 what to fill gradients with instead."""
@@ -237,7 +243,7 @@ def no_fault(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | Non
 
 @dataclass
 class Outcome:
-    """All that a run comes to. rng: the CPU's random state. rates: of the applied windows."""
+    """All that a run comes to. rng: the CPU's random state."""
 
     state: dict[str, Tensor]
     rng: Tensor
@@ -266,11 +272,15 @@ class Outcome:
         return difference(self.state, other.state)
 
 
-def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor in which two states differ, if any does."""
-    if one.keys() != other.keys():
-        return f"the set of tensors: {', '.join(sorted(one.keys() ^ other.keys()))}"
-    return next((name for name, value in one.items() if not torch.equal(value, other[name])), None)
+def difference(one: Any, other: Any, place: str = "") -> str | None:
+    """Return where two nested states first differ in a bit, or None."""
+    if isinstance(one, Mapping):
+        if one.keys() != other.keys():
+            return f"the entries of {place or 'the state'}"
+        places = (difference(one[key], other[key], f"{place} {key}".strip()) for key in one)
+        return next((place for place in places if place is not None), None)
+    same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    return None if same else place
 
 
 class Run(Student):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from rich.text import Text
 
 from faults import scenarios
 from faults.cases import LONG, all_cases
-from faults.loops import OUTCOMES, compare
 from faults.patterns import Case
 from faults.verdict import Verdict, together
 
@@ -21,12 +20,14 @@ CLEAN_STEPS = 1000
 
 
 class Judged(Protocol):
-    """A line of a scorecard, of whatever was judged."""
+    """A line of a scorecard, of whatever was judged. remark: its last column."""
 
     @property
     def case(self) -> Any: ...
     @property
     def verdict(self) -> Verdict: ...
+    @property
+    def remark(self) -> str: ...
     def as_dict(self) -> dict[str, Any]: ...
 
 
@@ -37,6 +38,10 @@ class Line:
     case: Case
     verdict: Verdict
     seconds: float
+
+    @property
+    def remark(self) -> str:
+        return f"{self.seconds:.1f} s"
 
     def as_dict(self) -> dict[str, Any]:
         of_case = {key: getattr(self.case, key) for key in ("id", "name", "group", "truth")}
@@ -54,8 +59,8 @@ def judged(case: Case) -> Line:
             verdicts.append(case.check(replace(case.setting, late=late)))
         except Exception as error:
             reading = "late" if late else "at once"
-            said = f"read {reading}: {type(error).__name__}: {error}"
-            verdicts.append(Verdict("crashed", False, False, detail=said))
+            detail = f"read {reading}: {type(error).__name__}: {error}"
+            verdicts.append(Verdict("crashed", False, False, detail=detail))
     return Line(case, together(verdicts), time.perf_counter() - started)
 
 
@@ -69,22 +74,6 @@ def every_case() -> list[Case]:
     return [*all_cases(), clean_steps()]
 
 
-def find(cases: Iterable[Case], id: str) -> Case | None:
-    return next((case for case in cases if case.id == id), None)
-
-
-def campaign(
-    cases: Iterable[Case] | None = None, watch: Callable[[Line], None] | None = None
-) -> list[Line]:
-    """Judge the cases (default: all, and the clean steps), telling `watch` of each."""
-    lines = []
-    for case in cases if cases is not None else every_case():
-        lines.append(judged(case))
-        if watch is not None:
-            watch(lines[-1])
-    return lines
-
-
 def summary(lines: Sequence[Judged]) -> dict[str, Any]:
     """Return the campaign as JSON. A survived case that is wrongly located has not passed."""
     return {
@@ -95,26 +84,21 @@ def summary(lines: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def print_scorecard(console: Console, lines: list[Line]) -> None:
-    table = Table(title="fault campaign")
-    for heading in ("case", "planted", "verdict", "located", "s"):
-        table.add_column(heading, justify="right" if heading == "s" else "left", overflow="fold")
+def print_scorecard(
+    console: Console, lines: Sequence[Judged], title: str = "fault campaign", remark: str = "time"
+) -> None:
+    """Print the lines, the details of the verdicts that have some, and how many cases passed.
+    remark: heading of the last column.
+    """
+    table = Table(title=title)
+    for heading in ("case", "planted", "verdict", "located", remark):
+        table.add_column(heading, overflow="fold")
     for line in lines:
         v = line.verdict
         verdict = _coloured(v.verdict if v.passed else f"FAILED: {v.verdict}", v.passed)
-        table.add_row(
-            line.case.id,
-            line.case.name,
-            verdict,
-            _coloured("exactly" if v.located else "no", v.located),
-            f"{line.seconds:.1f}",
-        )
+        located = _coloured("exactly" if v.located else "no", v.located)
+        table.add_row(line.case.id, line.case.name, verdict, located, line.remark)
     console.print(table)
-    print_totals(console, lines)
-
-
-def print_totals(console: Console, lines: Sequence[Judged]) -> None:
-    """Print the details of the verdicts that have some, and how many cases passed."""
     for line in lines:
         if line.verdict.detail:
             console.print(f"{line.case.id}: {line.verdict.detail}", soft_wrap=True)
@@ -122,33 +106,6 @@ def print_totals(console: Console, lines: Sequence[Judged]) -> None:
     console.print(
         f"passed {figures['passed']} of {figures['total']}, {figures['false_alarms']} false alarms"
     )
-
-
-def comparison(cases: Iterable[Case] | None = None) -> list[dict[str, str]]:
-    """Return, for each case that plain loops can meet too, the fate of the run under each of them,
-    and under the guarded step.
-    """
-    rows = []
-    for case in cases if cases is not None else all_cases():
-        if case.fault is not None:
-            line = judged(case)
-            ours = "survives" if line.verdict.passed else line.verdict.verdict
-            rows.append({"id": case.id, "name": case.name, "ours": ours, **compare(case)})
-    return rows
-
-
-def print_comparison(console: Console, rows: list[dict[str, str]]) -> None:
-    table = Table(title="the same faults in plain loops")
-    columns = [key for key in rows[0] if key not in ("id", "name")] if rows else []
-    for heading in ("planted", *columns):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(
-            row["name"], *(_coloured(row[column], row[column] == "survives") for column in columns)
-        )
-    console.print(table)
-    for outcome, meaning in OUTCOMES.items():
-        console.print(f"{outcome}: {meaning}", soft_wrap=True)
 
 
 def _coloured(text: str, good: bool) -> Text:

@@ -91,7 +91,7 @@ def data_cases() -> list[Case]:
                      "data", "(2, 16) of ids", "(2, 15) of mask"),
         Case("data-teacher-nan", "NaN among the teacher's logits",
              "micro-batch 1 of window 1: loss; the guard names [b=0, t=5, v=77]",
-             scenarios.teacher_logits, END_TO_END, fault=head_fault((0, 1), True, 5, 77)),
+             scenarios.teacher_logits, END_TO_END),
         costs_nothing("data-padding-inf", "-Inf as the padding token's embedding",
                       padding_embedding(-INF)),
         costs_nothing("data-padding-nan",
@@ -118,7 +118,7 @@ def mask_and_loss_cases() -> list[Case]:
         costs_nothing("loss-labels-unused", "every label -100 under a loss of hidden states",
                       changed_batch(without_labels)),
         costs_itself("loss-labels-mean", "every label -100 under a mean cross-entropy", NAN_LOSS,
-                     "loss", "nan", compare=True),
+                     "loss", "nan"),
         Case("loss-labels-sum", "every label -100 under a summed cross-entropy, a count of 0",
              "no alarm, and the run equals the one without the micro-batch",
              scenarios.empty_sum([1])),
@@ -127,9 +127,9 @@ def mask_and_loss_cases() -> list[Case]:
         costs_nothing("loss-padding-inf", "Inf at padded positions of a layer's output",
                       padding_spoilt("model.layers.0", INF)),
         costs_itself("loss-inf-times-zero", "Inf at a padded position times a mask of 0",
-                     extra_loss(masked_by_multiplication), "loss", "nan", compare=True),
+                     extra_loss(masked_by_multiplication), "loss", "nan"),
         costs_itself("loss-reverse-kl", "reverse KL at T = 0.05: finite loss, NaN gradient",
-                     extra_loss(reverse_kl), "gradient", "nan", compare=True),
+                     extra_loss(reverse_kl), "gradient", "nan"),
     ]
 
 
@@ -165,7 +165,7 @@ def weight_cases() -> list[Case]:
 def activation_cases() -> list[Case]:
     return [
         costs_itself("activation-inf", "Inf in a gate", output_spoilt(GATE, (3, 17), INF),
-                     "loss", "nan", compare=True),
+                     "loss", "nan"),
         costs_nothing("activation-clamped", "Inf in a gate, hidden by a clamp",
                       output_spoilt(GATE, (3, 17), INF, clamp=50.0),
                       instead=output_spoilt(GATE, (3, 17), 50.0, clamp=50.0)),
@@ -176,7 +176,7 @@ def activation_cases() -> list[Case]:
                      in_fp16("model.layers.1.mlp.down_proj", lambda x: x * 1e5), "loss", "nan"),
         costs_itself("activation-recomputed", "NaN in a recomputation only",
                      trained_head(head_fault((1,), False, 5, 77)),
-                     "gradient", "nan", setting=END_TO_END, compare=True),
+                     "gradient", "nan", setting=END_TO_END),
     ]
 
 
@@ -190,12 +190,12 @@ def gradient_cases() -> list[Case]:
     ]
     return [
         *(costs_itself(f"gradient-{id}", name, gradient_spoilt(index, value),
-                       "gradient", f"{TENSOR} has norm {norm} (1 of", compare=True)
+                       "gradient", f"{TENSOR} has norm {norm} (1 of")
           for id, name, index, value, norm in one),
         costs_itself("gradient-backward", "a backward that computes NaN after a finite loss",
                      gradient_hooked(lambda gradient: spoilt(gradient, (5, 2), NAN)),
                      "gradient", f"{TENSOR} has norm nan (1 of",
-                     setting=STUDENT_STREAM, compare=True),
+                     setting=STUDENT_STREAM),
         costs_itself("gradient-two", "two micro-batches of a window", NAN_GRADIENT,
                      "gradient", TENSOR, places=TWO),
         costs_itself("gradient-every", "one micro-batch in every window", NAN_GRADIENT,
@@ -222,7 +222,7 @@ def optimizer_cases() -> list[Case]:
         costs_its_window("optimizer-write-count", "a step that writes NaN into a step count",
                          one_bad_write(count, NAN)),
         costs_itself("optimizer-first", "a fault on step 1", NAN_GRADIENT,
-                     "gradient", TENSOR, places=((0, 1),), compare=True),
+                     "gradient", TENSOR, places=((0, 1),)),
         Case("optimizer-first-all", "nothing but faults before step 1",
              "moments and counts stay at zero, the schedule at its start",
              partial(scenarios.whole_window_refused, 0)),
@@ -304,14 +304,14 @@ def foreign_cases() -> list[Case]:
         ("lora", put_around, "a LoRA around every MLP projection"),
         ("hook", let_change, "hooks that change values"),
     ):
-        own = replace(SMALL, change=change)
+        foreign = replace(SMALL, change=change)
         cases += [
             Case(f"foreign-{id}", name, "loss and gradients are those of whole layers, called",
-                 agreement.as_called, own, AT_ONCE),
+                 agreement.as_called, foreign, AT_ONCE),
             Case(f"foreign-{id}-whole", f"{name}, end to end", "likewise",
                  agreement.as_called, replace(END_TO_END, change=change), AT_ONCE),
             costs_itself(f"foreign-{id}-nan", f"NaN in one tensor under {name}", NAN_GRADIENT,
-                         "gradient", TENSOR, setting=own),
+                         "gradient", TENSOR, setting=foreign),
         ]
     return cases
 

@@ -16,7 +16,7 @@ from faults import runs
 from faults.bench import SMALL, Fault, Outcome, Place, Run, Setting, clean_run, run, whole_window
 from faults.persistent_faults import PersistentFault
 from faults.verdict import Verdict
-from npt.diagnostics.guards import Finding
+from npt.tracer.watchdogs import Finding
 
 Check = Callable[[Setting], Verdict]
 """Judges a case in a setting, which says how the guarded step reads its flags."""
@@ -31,9 +31,10 @@ detail.
 class Case:
     """One fault and its ground truth.
 
-    truth: what must be located or must happen, for people. check: judges it. modes: of reading
-    flags, late or not, that it runs in. fault: itself, for the comparison with plain loops; None if
-    they cannot meet it. places: of the fault.
+    Attributes:
+        truth: what must be located or must happen, for people.
+        check: judges it.
+        modes: of reading flags, late or not, that it runs in.
     """
 
     id: str
@@ -42,8 +43,6 @@ class Case:
     check: Check
     setting: Setting = SMALL
     modes: tuple[bool, ...] = (False, True)
-    fault: Fault | None = None
-    places: tuple[Place, ...] = ((1, 1),)
 
     @property
     def group(self) -> str:
@@ -88,8 +87,8 @@ def judge(
     if different is not None:
         complaints.append(f"differs from the counterfactual in {different}")
     if not found:
-        said = [f"window {window}, {refusal}" for window, refusal in outcome.refusals]
-        complaints.append(f"refused: {'; '.join(said) or 'nothing'}")
+        refused = [f"window {window}, {refusal}" for window, refusal in outcome.refusals]
+        complaints.append(f"refused: {'; '.join(refused) or 'nothing'}")
     survived = different is None and not also
     return Verdict(
         word if survived else "harmed",
@@ -126,20 +125,11 @@ def costs_itself(
     *says: str,
     setting: Setting = SMALL,
     places: Sequence[Place] = ((1, 1),),
-    compare: bool = False,
 ) -> Case:
     """Every place is refused for `kind`, its detail saying `says`; nothing else is."""
     where = " and ".join(f"micro-batch {micro} of window {window}" for window, micro in places)
     truth = f"{where}: {kind}" + (f", saying {', '.join(says)}" if says else "")
-    return Case(
-        id,
-        name,
-        truth,
-        survived(fault, kind, says, places),
-        setting,
-        fault=fault if compare else None,
-        places=tuple(places),
-    )
+    return Case(id, name, truth, survived(fault, kind, says, places), setting)
 
 
 def costs_nothing(
@@ -231,9 +221,9 @@ def found(
     """
 
     def check(setting: Setting) -> Verdict:
-        said, part = look(setting)
-        good = said is not None and part in said
-        detail = "" if good else f"said: {said}; expected: {part}"
+        message, part = look(setting)
+        good = message is not None and part in message
+        detail = "" if good else f"said: {message}; expected: {part}"
         return Verdict("found" if good else "missed", good, good, detail=detail)
 
     return Case(id, name, truth, check, modes=(False,))

@@ -18,11 +18,14 @@ TENSOR = "layers.1."
 class RowCase:
     """A fault and the rows that have it.
 
-    kind: of the refusals. bad: rows in the last window of an epoch, the only one that a Trainer can
-    compute with fewer micro-batches than others. rows: of an epoch, dealt out to the processes in
-    turn. window: micro-batches of a step on each process. steps: windows that the guarded run is
-    given. spoilt_step: of the optimizer, counted from
-    0, that leaves a NaN in `weight` or `moment`.
+    Attributes:
+        kind: of the refusals.
+        bad: rows in the last window of an epoch, the only one that a Trainer can compute with fewer
+            micro-batches than others.
+        rows: of an epoch, dealt out to the processes in turn.
+        window: micro-batches of a step on each process.
+        steps: windows that the guarded run is given.
+        spoilt_step: of the optimizer, counted from 0, that leaves a NaN in `weight` or `moment`.
     """
 
     id: str

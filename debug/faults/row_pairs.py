@@ -35,8 +35,8 @@ def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowL
         pipes, started = [], []
         for process in range(size):
             here, there = context.Pipe()
-            given = (there, process, size, folder, list(cases), trainer)
-            one = context.Process(target=_process, args=given, daemon=True)
+            arguments = (there, process, size, folder, list(cases), trainer)
+            one = context.Process(target=_process, args=arguments, daemon=True)
             one.start()
             there.close()
             pipes.append(here)
@@ -45,13 +45,13 @@ def judged_by_processes(cases: Sequence[RowCase], trainer: str) -> Iterator[RowL
             error = ""
             for case in cases:
                 begun = time.perf_counter()
-                found = [] if error else [_received(pipe) for pipe in pipes]
-                error = error or next((said for said in found if isinstance(said, str)), "")
+                results = [] if error else [_received(pipe) for pipe in pipes]
+                error = error or next((each for each in results if isinstance(each, str)), "")
                 seconds = time.perf_counter() - begun
                 if error:
                     yield RowLine(case, Verdict("crashed", False, False, detail=error), "", seconds)
                 else:
-                    yield line_of(case, [c for c in found if isinstance(c, Compared)], seconds)
+                    yield line_of(case, [c for c in results if isinstance(c, Compared)], seconds)
         finally:
             for one in started:
                 one.join(5.0)
@@ -70,20 +70,11 @@ def _process(
 ) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of transformers, for each run
-    os.environ |= {  # for accelerate, which takes the group that exists
-        "RANK": str(process),
-        "LOCAL_RANK": str(process),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(folder, 'store').absolute()}",
-        rank=process,
-        world_size=size,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
+    # for accelerate, which takes the group that exists
+    os.environ |= {"RANK": f"{process}", "LOCAL_RANK": f"{process}", "WORLD_SIZE": f"{size}"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store, wait = f"file://{Path(folder, 'store').absolute()}", timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store, rank=process, world_size=size, timeout=wait)
     for case in cases:
         try:
             pipe.send(compared(case, trainer))

@@ -5,30 +5,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from faults.campaign import print_totals
+from faults.bench import difference
 from faults.row_cases import TENSOR, RowCase
 from faults.row_trainers import TRAINERS
 from faults.verdict import Verdict, verdict_of
 from npt.guard import Refusal
-
-
-def difference(one: Any, other: Any, place: str = "") -> str | None:
-    """Return where two states differ in a bit, or None."""
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return f"the entries of {place}"
-        found = (difference(one[key], other[key], f"{place} {key}".strip()) for key in one)
-        return next((where for where in found if where is not None), None)
-    same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
-    return None if same else place
 
 
 @dataclass(frozen=True)
@@ -40,21 +27,15 @@ class RowLine:
     unguarded: str
     seconds: float
 
+    @property
+    def remark(self) -> str:
+        return self.unguarded
+
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        v = self.verdict
-        return {
-            "id": self.case.id,
-            "name": self.case.name,
-            "truth": self.case.truth,
-            "verdict": v.verdict,
-            "unguarded": self.unguarded,
-            "located": v.located,
-            "passed": v.passed,
-            "false_alarms": v.false_alarms,
-            "detail": v.detail,
-            "seconds": round(self.seconds, 2),
-        }
+        of_case = {key: getattr(self.case, key) for key in ("id", "name", "truth")}
+        fate = {"unguarded": self.unguarded, "seconds": round(self.seconds, 2)}
+        return {**of_case, **asdict(self.verdict), **fate}
 
 
 @dataclass(frozen=True)
@@ -132,19 +113,5 @@ def _located(case: RowCase, refusals: Sequence[Refusal]) -> tuple[bool, int]:
     one = case.fault is not None and case.fault.startswith("tensor-")
     named = all(TENSOR in (refusal.tensor or "") for refusal in fits) if one else True
     named &= all(r.process == (r.micro_batch or 0) % case.processes for r in fits)
-    said = [refusal.micro_batch for refusal in fits]
-    return named and said == case.refused, len(refusals) - len(fits)
-
-
-def print_lines(console: Console, lines: Sequence[RowLine], trainer: str) -> None:
-    """Print the scorecard."""
-    table = Table(title=f"faults in other people's trainers: {trainer}")
-    for heading in ("case", "planted", "guarded", "located", "unguarded"):
-        table.add_column(heading, overflow="fold")
-    for line in lines:
-        v = line.verdict
-        said = v.verdict if v.passed else f"FAILED: {v.verdict}"
-        located = "exactly" if v.located else "no"
-        table.add_row(line.case.id, line.case.name, said, located, line.unguarded)
-    console.print(table)
-    print_totals(console, lines)
+    places = [refusal.micro_batch for refusal in fits]
+    return named and places == case.refused, len(refusals) - len(fits)

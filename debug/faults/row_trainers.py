@@ -87,8 +87,8 @@ def epoch_of(case: RowCase, faulty: bool, process: int = 0) -> list[list[Row]]:
     for start in range(0, case.rows, case.size):
         every = range(start, min(start + case.size, case.rows))
         if faulty or any(i not in case.bad for i in every):
-            own = every[process :: case.processes]
-            kept = [i for i in own if faulty or i not in case.bad]
+            ours = every[process :: case.processes]
+            kept = [i for i in ours if faulty or i not in case.bad]
             made.append([row(i, case.fault if i in case.bad else None) for i in kept])
     return made
 
@@ -257,7 +257,7 @@ def by_library(
         arguments: makes its arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = arguments(
+        settings = arguments(
             output_dir=folder,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=case.window,
@@ -275,7 +275,7 @@ def by_library(
         )
         trainer: Any = kinds(kind)[guarded](
             model=student(case, faulty),
-            args=given,
+            args=settings,
             train_dataset=data,
             optimizer_cls_and_kwargs=optimizer_of(case, faulty),
             **rest,

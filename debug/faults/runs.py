@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
 import math
@@ -16,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,18 +23,20 @@ from faults.verdict import Verdict, verdict_of
 from npt.adapters.files.adapter_files import WEIGHTS_NAME, save_adapter
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import DataConfig, TrainConfig
+from npt.console import silent_console
 from npt.data.batch import Batch
-from npt.diagnostics.guards import tensor_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json
+from npt.forensics.bundle import MOMENTS
+from npt.forensics.student import batch_of, read_student
 from npt.guard.schedule import rate_table
-from npt.postmortem.bundle import read_bundle
 from npt.runs.run_folder import RunFolder
 from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import tensor_fault
 from npt.train.loop import Loop
 from npt.train.run_context import RunActions, RunContext, Window
 from npt.train.run_setup import RunSetup
@@ -55,8 +55,9 @@ class NoTokenizer:
 def saving_goes_wrong(student: Student, name: str) -> list[str]:
     """Return complaints, unless saving is refused for the tensor `name` and leaves nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        said = error_of(AdapterFileError, save_adapter, student.model, Path(folder) / "adapter")
-        complaints = [] if said is not None and name in said else [f"saving says: {said}"]
+        message = error_of(AdapterFileError, save_adapter, student.model, Path(folder) / "adapter")
+        refused = message is not None and name in message
+        complaints = [] if refused else [f"saving says: {message}"]
         return complaints + [f"saving left {path.name}" for path in Path(folder).iterdir()]
 
 
@@ -77,8 +78,8 @@ def dtype_flipped(setting: Setting) -> tuple[str | None, str]:
     """One 4-bit layer in fp16: the audit, which comes before every save, names it and no other."""
     student, name = Student(setting), "model.layers.3.self_attn.k_proj"
     module_of(student, name).compute_dtype = torch.float16
-    said = audit_message(student.model)
-    return said, f"{name} computes in float16 forward, float32 backward; load"
+    message = audit_message(student.model)
+    return message, f"{name} computes in float16 forward, float32 backward; load"
 
 
 def autocast(setting: Setting) -> Verdict:
@@ -91,10 +92,10 @@ def autocast(setting: Setting) -> Verdict:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             states.append(_looped(setting))
             messages.append(audit_message(embedded(setting.base_layers)))
-    different = difference(*states)
+    different = difference(states[0], states[1])
     complaints = [] if different is None else [f"autocast changed {different}"]
-    said = messages[1]
-    if messages[0] is not None or said is None or "autocast to bfloat16 is on for cpu" not in said:
+    plain, message = messages
+    if plain is not None or "autocast to bfloat16 is on for cpu" not in (message or ""):
         complaints.append(f"the audit says {messages}")
     return verdict_of("unharmed", complaints)
 
@@ -131,7 +132,7 @@ def looped(
         strategy = strategy if strategy is not None else STRATEGIES[config.strategy]
         rates = rate_table(student.setting.learning_rate, "constant", 0, None)
         guard = student_guard(student.model, config, rates, late=late, trace=1)
-        console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
+        console, splitter = silent_console(), MicroBatchSplitter(config.batch_size)
         processes = guard.window.processes
         of_run: Any = (
             student.model,
@@ -181,7 +182,7 @@ def trainer(
             config,
             data_config=DataConfig(max_length=16, packing=packing),
             eval_data=[{"input_ids": list(range(5, 15))}],
-            console=Console(file=io.StringIO()),
+            console=silent_console(),
         )
 
 
@@ -215,14 +216,13 @@ def stopped(
     if len(stops) != 1 or reason not in stops[0]["reason"]:
         complaints.append(f"the events tell of {stops}")
     files = {path.name for path in bundles[0].iterdir()}
-    missing = {"adapter", "state.safetensors", "window.safetensors", "postmortem.json"} - files
+    wanted = {"adapter", "moments.safetensors", "window.safetensors", "postmortem.json"}
+    missing = wanted - files
     if missing:
         complaints.append(f"the bundle lacks {sorted(missing)}")
         return verdict_of("stopped", complaints, located=False)
-    state = load_file(bundles[0] / "state.safetensors")
-    for part in ("optimizer.", "rng.0.cpu"):
-        if not any(key.startswith(part) for key in state):
-            complaints.append(f"the bundle's state lacks {part}*")
+    if not any(key.startswith("exp_avg of ") for key in load_file(bundles[0] / MOMENTS)):
+        complaints.append("the bundle lacks the moments")
     for file in run.glob("checkpoints/*/adapter/*.safetensors"):
         finding = tensor_fault(load_file(file))
         if finding is not None:
@@ -244,7 +244,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def _said(bundle: Path) -> dict[str, Any]:
+def _postmortem(bundle: Path) -> dict[str, Any]:
     return json.loads((bundle / "postmortem.json").read_text(encoding="utf-8"))
 
 
@@ -252,7 +252,7 @@ def _before_the_third(made: Trainer, act: Callable[[Any], None]) -> None:
     """Let `act` change the model before the run's third micro-batch."""
     strategy, calls = made.strategy, itertools.count(1)
 
-    def acting(model: Any, batch: Any, config: TrainConfig) -> MicroBatch:
+    def acting(model: Any, batch: Any, config: TrainConfig) -> BatchSums:
         if next(calls) == 3:
             act(model)
         return strategy(model, batch, config)
@@ -264,9 +264,9 @@ def bad_in_a_row(setting: Setting) -> Verdict:
     """Nothing but bad records: the run ends after the third, without a step."""
 
     def check(bundle: Path) -> list[str]:
-        said = _said(bundle)["refusals"]
-        bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in said]
-        return [] if bad == [True] else [f"the bundle tells of {said}"]
+        refusals = _postmortem(bundle)["refusals"]
+        bad = [r["sample_ids"][0].startswith("bad-") and r["kind"] == "data" for r in refusals]
+        return [] if bad == [True] * 3 else [f"the bundle tells of {refusals}"]
 
     with trainer(setting, records(0, 8), max_consecutive_bad=3) as made:
         return stopped(made, "3 refusals in a row", 0, check)
@@ -280,7 +280,7 @@ def packed_run(setting: Setting) -> Verdict:
     def check(bundle: Path) -> list[str]:
         kept = {
             name: batch.documents is not None and bool(batch.documents[row].any())
-            for batch in read_bundle(bundle).window
+            for batch in map(batch_of, read_student(bundle).postmortem.micro_batches)
             for row, name in enumerate(batch.sample_ids)
             if "+" in name
         }
@@ -301,11 +301,11 @@ def poisoned_run(setting: Setting) -> Verdict:
 
     def check(bundle: Path) -> list[str]:
         adapter = load_file(bundle / "adapter" / WEIGHTS_NAME)
-        state = (adapter | load_file(bundle / "state.safetensors")).items()
+        state = (adapter | load_file(bundle / MOMENTS)).items()
         bad = [key for key, t in state if t.is_floating_point() and not torch.isfinite(t).all()]
         right = bad == [f"base_model.model.{name}"]
         complaints = [] if right else [f"not finite in the bundle: {bad}"]
-        traces = _said(bundle)["history"]
+        traces = _postmortem(bundle)["history"]
         if [trace["loss"] is None for trace in traces[:5]] != [False, False, True, True, True]:
             complaints.append(f"the bundle's history is {traces}")
         return complaints
@@ -323,7 +323,7 @@ def over_budget(setting: Setting) -> Verdict:
     """Half of the micro-batches bad, never many in a row: the share ends the run."""
 
     def check(bundle: Path) -> list[str]:
-        return [] if _said(bundle)["history"] else ["the bundle has no history"]
+        return [] if _postmortem(bundle)["history"] else ["the bundle has no history"]
 
     with trainer(
         setting, records(40, 40), max_consecutive_bad=80, gradient_accumulation_steps=4
@@ -342,9 +342,9 @@ def dtype_flipped_in_a_run(setting: Setting) -> Verdict:
             model.get_submodule(name).compute_dtype = torch.float16
 
         _before_the_third(made, flip)
-        said = error_of(PrecisionError, made.train)
-        named = said is not None and f"{name} computes in float16" in said
-        complaints = [] if named else [f"stopped with: {said}"]
+        message = error_of(PrecisionError, made.train)
+        named = message is not None and f"{name} computes in float16" in message
+        complaints = [] if named else [f"stopped with: {message}"]
         saved = sorted(path.name for path in (made.folder_path / "checkpoints").iterdir())
     if saved != ["step-00000002"]:
         complaints.append(f"saved: {saved}")
@@ -363,8 +363,9 @@ def refused_save(setting: Setting) -> Verdict:
         before = (path / WEIGHTS_NAME).read_bytes()
         with torch.no_grad():
             student.parameters[name][0, 3] = math.inf
-        said = error_of(AdapterFileError, save_adapter, student.model, path)
-        complaints = [] if said is not None and name in said else [f"refused with: {said}"]
+        message = error_of(AdapterFileError, save_adapter, student.model, path)
+        named = message is not None and name in message
+        complaints = [] if named else [f"refused with: {message}"]
         if (path / WEIGHTS_NAME).read_bytes() != before or len(list(Path(folder).iterdir())) != 1:
             complaints.append("the good adapter was touched")
     return verdict_of("refused", complaints)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import npt
 from faults.bench import (
     Fault,
     Outcome,
@@ -32,15 +33,15 @@ from faults.transient_faults import (
 )
 from faults.verdict import Verdict
 from npt.adapters.stream import open_stream
-from npt.diagnostics.guards import (
+from npt.tracer.mask_check import mask_fault
+from npt.tracer.watchdogs import (
     Finding,
     base_fault,
-    diagnose,
     logits_fault,
     moments_fault,
+    named_moments,
     tensor_fault,
 )
-from npt.tracer.mask_check import mask_fault
 
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))
 
@@ -54,7 +55,7 @@ def too_large(made: Run) -> Finding | None:
 
 
 def moments(made: Run) -> Finding | None:
-    return moments_fault(made.parameters, made.optimizer)
+    return moments_fault(named_moments(made.parameters, made.optimizer))
 
 
 def base(made: Run) -> Finding | None:
@@ -113,8 +114,8 @@ def packed_bytes(setting: Setting) -> Verdict:
 def clean(setting: Setting) -> Verdict:
     """Every refusal is a false alarm."""
     _, outcome = run(setting)
-    said = "; ".join(str(r) for _, r in outcome.refusals[:3])
-    return _unharmed(outcome, setting, len(outcome.refusals), said)
+    detail = "; ".join(str(r) for _, r in outcome.refusals[:3])
+    return _unharmed(outcome, setting, len(outcome.refusals), detail)
 
 
 def _unharmed(outcome: Outcome, setting: Setting, alarms: int, detail: str) -> Verdict:
@@ -162,8 +163,8 @@ def overflowing_rate(setting: Setting) -> Verdict:
     kept: list[Outcome] = []
     before = {1: lambda made: kept.append(made.outcome())}
     _, outcome = run(replace(setting, rates=(rate, 3e38, rate)), before=before)
-    said = ("was not finite after the step",)
-    expected: list[Expected] = [(window, "update", None, said) for window in (1, 2)]
+    says = ("was not finite after the step",)
+    expected: list[Expected] = [(window, "update", None, says) for window in (1, 2)]
     return judge(outcome, kept[0], expected, "stopped")
 
 
@@ -184,8 +185,8 @@ def empty_sum(micros: Sequence[int]) -> Check:
 
 
 def diagnosed(setting: Setting) -> Verdict:
-    """The training loop diagnoses what it refuses, with two forward passes of its own."""
-    before = {2: lambda made: diagnose(made.model, setting.batch((1, 1)))}
+    """The training loop traces what it refuses, with forward passes of its own."""
+    before = {2: lambda made: npt.trace(made.model, setting.batch((1, 1)))}
     _, outcome = run(setting, faults={(1, 1): NAN_GRADIENT}, before=before)
     twin = clean_run(setting, [(1, 1)])
     return judge(outcome, twin, [(1, "gradient", 1, (TENSOR,))])

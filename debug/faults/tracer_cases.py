@@ -65,8 +65,8 @@ class Truth:
 
     @property
     def layer(self) -> int | None:
-        found = re.match(r"model\.layers\.(\d+)", self.module)
-        return None if found is None else int(found[1])
+        number = re.match(r"model\.layers\.(\d+)", self.module)
+        return None if number is None else int(number[1])
 
     def __str__(self) -> str:
         return sentence(self.phase, self.operation, self.module, self.index)
@@ -88,9 +88,11 @@ Computed = Callable[[Student, Batch], Truth]
 class Case:
     """A planted fault.
 
-    truth: fixed, or computed from the clean student and its batch. fault: of one micro-batch. act:
-    done to the student before. plain: the model's own forward and its loss are traced, not a
-    training step.
+    Attributes:
+        truth: fixed, or computed from the clean student and its batch.
+        fault: of one micro-batch.
+        act: done to the student before.
+        plain: trace the model's own forward and its loss, not a training step.
     """
 
     id: str

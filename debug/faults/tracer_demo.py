@@ -70,8 +70,8 @@ def false_alarms() -> int:
         student, batch = Student(setting), setting.batch(PLACE)
         for fault in (no_fault, eager()):
             with fault(student, batch):
-                found = [_trace(student, batch, None, plain) for plain in (False, True)]
-                count += sum(verdict is not None for verdict in found)
+                verdicts = [_trace(student, batch, None, plain) for plain in (False, True)]
+                count += sum(verdict is not None for verdict in verdicts)
     return count
 
 
@@ -98,8 +98,8 @@ def print_lines(console: Console, lines: list[Line], alarms: int) -> None:
         table.add_column(heading, overflow="fold")
     for line in lines:
         cause = "" if line.verdict is None else line.verdict.cause
-        found = Text(_short(line.found), style="green" if line.passed else "red")
-        table.add_row(line.case.id, _short(str(line.truth)), found, cause)
+        text = Text(_short(line.found), style="green" if line.passed else "red")
+        table.add_row(line.case.id, _short(str(line.truth)), text, cause)
     console.print(table)
     console.print("phase: operation, module (its layer's number first) [first bad index]")
     passed = sum(line.passed for line in lines)

@@ -1,7 +1,5 @@
 """Faults of one micro-batch, gone after it: in its data, its activations, its loss or its
 gradients.
-
-A fault knows nothing of who trains, so the same one meets the guarded step and the plain loops.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch.nn import functional as F
 from faults.bench import Fault, Fill, Student, module_of, no_fault
 from npt.adapters.converted import adapters_disabled, decoder_layers
 from npt.data.batch import IGNORE_INDEX, Batch, batch_from_tensors
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 
 Index = tuple[int, ...]
 TENSOR = "model.layers.1.npt.B.up"
@@ -42,7 +40,7 @@ def hooked(register: Callable[[Student, Batch], Any]) -> Fault:
     return fault
 
 
-def filled(fill: Callable[[Student, Batch], MicroBatch]) -> Fault:
+def filled(fill: Callable[[Student, Batch], BatchSums]) -> Fault:
     """Gradients and sums as `fill` makes them."""
 
     @contextmanager
@@ -291,7 +289,7 @@ def eager(fault: Fault = no_fault) -> Fault:
 def gradient_spoilt(index: Index, value: float, name: str = TENSOR) -> Fault:
     """One element of one gradient, set after a backward that went well: the loss is finite."""
 
-    def fill(student: Student, batch: Batch) -> MicroBatch:
+    def fill(student: Student, batch: Batch) -> BatchSums:
         sums = student.fill(batch)
         _gradient(student, name)[index] = value
         return sums
@@ -307,7 +305,7 @@ def gradient_hooked(change: Callable[[Tensor], Tensor], name: str = TENSOR) -> F
 def scaled(factor: float) -> Fault:
     """Loss and gradients of the micro-batch times `factor`: finite, and far off."""
 
-    def fill(student: Student, batch: Batch) -> MicroBatch:
+    def fill(student: Student, batch: Batch) -> BatchSums:
         before = {
             name: p.grad if p.grad is None else p.grad.clone()
             for name, p in student.parameters.items()
@@ -333,7 +331,7 @@ def extra_loss(term: Extra, tokens: int | None = None, alone: bool = False) -> F
         alone: the term replaces the strategy's loss.
     """
 
-    def fill(student: Student, batch: Batch) -> MicroBatch:
+    def fill(student: Student, batch: Batch) -> BatchSums:
         sums = student.fill(batch)
         if alone:
             for name in student.parameters:
@@ -389,7 +387,7 @@ class Interrupted(Exception):
 def interruption(student: Student, batch: Batch) -> Iterator[tuple[Batch, Fill | None]]:
     """Raise after the micro-batch's backward, its gradients already made; the caller continues."""
 
-    def fill() -> MicroBatch:
+    def fill() -> BatchSums:
         student.fill(batch)
         raise Interrupted
 

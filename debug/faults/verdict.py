@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """verdict: one word for what became of the run. located: exactly what was planted was named, or
-    nothing if there was nothing to name. false_alarms: refusals and findings of what nobody
-    planted. detail: what is wrong, if anything."""
+    """The fate of a run.
+
+    Attributes:
+        verdict: one word for it.
+        located: exactly what was planted was named, or nothing if there was nothing to name.
+        false_alarms: refusals and findings of what nobody planted.
+        detail: what is wrong, if anything.
+    """
 
     verdict: str
     located: bool
@@ -23,10 +28,8 @@ def verdict_of(
 ) -> Verdict:
     """Return `word` if there is no complaint, else `harmed`, with the complaints."""
     good = not complaints and not false_alarms
-    said = "; ".join(complaints)
-    return Verdict(
-        word if good else "harmed", located and good, good and located, false_alarms, said
-    )
+    word, detail = word if good else "harmed", "; ".join(complaints)
+    return Verdict(word, located and good, good and located, false_alarms, detail)
 
 
 def together(verdicts: list[Verdict]) -> Verdict:

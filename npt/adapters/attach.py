@@ -163,13 +163,11 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
     assert shapes == adapter_shapes(model, config)
     assert replace(config, ranks=None) == replace(record.config, ranks=None)
     if config != record.config:
-        sizes, layers = (
-            (model.config.hidden_size, model.config.intermediate_size),
-            npt_layers(model),
-        )
+        layers = npt_layers(model)
+        sizes = model.config.hidden_size, model.config.intermediate_size
         forms = config_by_layer(config, tuple(index for index, _ in layers))
         with torch.inference_mode(False):
-            resized = [NPTAdapter(forms[index], *sizes) for index, _ in layers]
+            resized = [NPTAdapter(form, *sizes) for form in forms.values()]
         for (_, layer), adapter in zip(layers, resized, strict=True):
             layer.npt.resize(adapter)
     with torch.no_grad():
@@ -179,19 +177,12 @@ def set_adapters(model: PreTrainedModel, config: NPTConfig, tensors: dict[str, T
 
 
 def at_random_start(model: PreTrainedModel) -> bool:
-    """Return whether the adapters are as `attach` made them: not calibrated, not loaded.
-
-    Optimizer steps do not count.
-    """
+    """Return whether the adapters were neither calibrated nor loaded; steps do not count."""
     return attached(model).random_start
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Replace transformers' own, whose files of a converted model load as the teacher.
-
-    Raises:
-        ModelError: always.
-    """
+    """Replace transformers' own, whose files of a converted model load as the teacher."""
     raise ModelError(
         "a model with NPT adapters cannot be saved as a whole: it would load as its base;"
         " npt.save_adapter(model, FOLDER) saves the student, and after npt.detach(model) the base"
@@ -205,14 +196,11 @@ of its class's."""
 
 
 def _become(layer: Any, cls: type) -> None:
-    """Give a layer another class, also if it keeps its old class's forward.
-
-    accelerate's hooks keep it, which carry tensors between the devices of a model.
-    """
-    before = type(layer).forward
+    """Give a layer another class, also if an accelerate hook keeps its old class's forward."""
+    of_old_class = type(layer).forward
     layer.__class__ = cls
     for name in _FORWARDS:
-        if getattr(vars(layer).get(name), "__func__", None) is before:
+        if getattr(vars(layer).get(name), "__func__", None) is of_old_class:
             setattr(layer, name, MethodType(cls.forward, layer))  # type: ignore[attr-defined]
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import decoder_layers, viewed
@@ -32,20 +33,20 @@ from npt.errors import ConfigError, ModelError
 
 _HISTORY = "_npt_consolidated"
 
-Place = tuple[int, str]
+Product = tuple[int, str]
 """A layer and a target."""
 
 
 @dataclass(frozen=True)
-class Update:
-    """One consolidated modulation.
+class Consolidation:
+    """One update: the rows that a token's modulation has become.
 
     Attributes:
-        rows: scale and bias [O] of each place, fp32, on the host.
+        rows: scale and bias [O] by layer and target, fp32, on the host.
         record: its origin, for the history: text, token, alpha and more, all JSON.
     """
 
-    rows: dict[Place, Rows]
+    rows: dict[Product, Rows]
     record: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ def update_from(
     layers: Collection[int] | None = None,
     targets: Collection[str] | None = None,
     record: dict[str, Any] | None = None,
-) -> Update:
+) -> Consolidation:
     """Return the update that a token's modulation makes at a strength.
 
     Args:
@@ -76,43 +77,41 @@ def update_from(
     """
     if not 0 < alpha <= 1:
         raise ConfigError(f"--alpha is {alpha}; it must lie above 0 and be at most 1")
-    have = {target for terms in modulation.terms.values() for target in terms}
-    for flag, asked, possible in (
-        ("layers", layers, set(modulation.terms)),
-        ("targets", targets, have),
-    ):
-        if asked is not None and (not asked or not set(asked) <= possible):
-            raise ConfigError(
-                f"--{flag} is {_listed(asked)}; the adapter modulates {_listed(possible)}"
-            )
-    chosen = sorted(modulation.terms if layers is None else set(layers))
-    wanted = [t for t in TARGETS if t in (have if targets is None else targets)]
-    rows: dict[Place, Rows] = {}
-    for index in chosen:
-        for target in (t for t in wanted if t in modulation.terms[index]):
-            m, s = (
-                None if part is None else part.detach().to("cpu", torch.float32)
-                for part in modulation.terms[index][target]
-            )
+    present = {target for terms in modulation.terms.values() for target in terms}
+    layers = _chosen("layers", layers, set(modulation.terms))
+    targets = _chosen("targets", targets, present)
+    rows: dict[Product, Rows] = {}
+    for index in sorted(layers):
+        for target, (m, s) in modulation.terms[index].items():
+            if target not in targets:
+                continue
             like = m if m is not None else s
             assert like is not None
             scale = torch.ones_like(like) if m is None else 1.0 + alpha * (m - 1.0)
-            rows[index, target] = (scale, torch.zeros_like(like) if s is None else alpha * s)
+            bias = torch.zeros_like(like) if s is None else alpha * s
+            rows[index, target] = _on_host(scale), _on_host(bias)
     origin = {
         "token": modulation.token,
         "token_id": modulation.token_id,
         "alpha": alpha,
-        "layers": format_layers(tuple(chosen)),
-        "targets": wanted,
+        "layers": format_layers(tuple(sorted(layers))),
+        "targets": [target for target in TARGETS if target in targets],
     }
-    return Update(rows, {**(record or {}), **origin})
+    return Consolidation(rows, {**(record or {}), **origin})
 
 
-def _listed(values: Collection[Any]) -> str:
-    return ", ".join(map(str, sorted(values))) or "none"
+def _on_host(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float32)
 
 
-def consolidate(model: PreTrainedModel, update: Update) -> None:
+def _chosen(flag: str, asked: Collection[Any] | None, present: set[Any]) -> Collection[Any]:
+    if asked is not None and (not asked or not set(asked) <= present):
+        first, second = (", ".join(map(str, sorted(v))) or "none" for v in (asked, present))
+        raise ConfigError(f"--{flag} is {first}; the adapter modulates {second}")
+    return present if asked is None else set(asked)
+
+
+def consolidate(model: PreTrainedModel, update: Consolidation) -> None:
     """Make an update part of the model, on top of those before it; if refused, change nothing.
 
     Raises:
@@ -123,7 +122,7 @@ def consolidate(model: PreTrainedModel, update: Update) -> None:
     _set_history(model, (*consolidated(model), update))
 
 
-def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update, ...]:
+def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Consolidation, ...]:
     """Take back the last `count` updates, bit for bit, and return them, oldest first.
 
     Args:
@@ -141,12 +140,12 @@ def unconsolidate(model: PreTrainedModel, count: int | None = 1) -> tuple[Update
     return history[keep:]
 
 
-def consolidated(model: PreTrainedModel) -> tuple[Update, ...]:
+def consolidated(model: PreTrainedModel) -> tuple[Consolidation, ...]:
     """Return the updates that are part of the model, oldest first."""
     return getattr(viewed(model), _HISTORY, ())
 
 
-def check_update(model: PreTrainedModel, update: Update) -> None:
+def check_update(model: PreTrainedModel, update: Consolidation) -> None:
     """Refuse an update that does not fit the model or would poison it; errors as `consolidate`."""
     layers = decoder_layers(model)
     for (index, target), (scale, bias) in update.rows.items():
@@ -178,21 +177,20 @@ def product_of(layer: Any, target: str) -> Any:
     return layer.get_submodule(TARGETS[target].module)
 
 
-def _set_history(model: PreTrainedModel, history: tuple[Update, ...]) -> None:
-    """Give every place the rows of these updates: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
+def _set_history(model: PreTrainedModel, history: tuple[Consolidation, ...]) -> None:
+    """Give every product the rows of these updates: y -> scale_2 (scale_1 y + bias_1) + bias_2."""
     model = viewed(model)
-    composed: dict[Place, Rows] = {}
+    composed: dict[Product, Rows | None] = {
+        product: None for update in consolidated(model) for product in update.rows
+    }
     for update in history:
-        for place, (scale, bias) in update.rows.items():
-            if place in composed:
-                scale_before, bias_before = composed[place]
-                scale, bias = scale * scale_before, scale * bias_before + bias
-            composed[place] = (scale, bias)
+        for product, (scale, bias) in update.rows.items():
+            if (below := composed.get(product)) is not None:
+                scale, bias = scale * below[0], scale * below[1] + bias
+            composed[product] = (scale, bias)
     layers = decoder_layers(model)
-    before = {place for update in consolidated(model) for place in update.rows}
     with torch.inference_mode(False):  # gradients pass the products and their rows
-        for index, target in before | set(composed):
-            rows = composed.get((index, target))
+        for (index, target), rows in composed.items():
             fresh = None if rows is None else (rows[0].clone(), rows[1].clone())
             set_rows(product_of(layers[index], target), fresh)
     setattr(model, _HISTORY, history)

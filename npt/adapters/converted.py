@@ -100,16 +100,28 @@ def adapter_mode(model: PreTrainedModel, mode: Mode) -> Iterator[None]:
     """Let every converted layer of the model compute `mode` within the context: `student`,
     `teacher` or `floor`, which drops attention. Contexts nest; they end in the reverse order.
     """
-    before = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
-    for adapter, _ in before:
+    outer = [(layer.npt, layer.npt.mode) for _, layer in npt_layers(model)]
+    for adapter, _ in outer:
         adapter.mode = mode
     try:
         yield
     finally:
-        for adapter, kept in before:
-            adapter.mode = kept
+        for adapter, outer_mode in outer:
+            adapter.mode = outer_mode
 
 
 def adapters_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Make the model its own teacher within the context: the base, bit for bit."""
     return adapter_mode(model, "teacher")
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Set a model to evaluation mode, and each module back afterwards."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True

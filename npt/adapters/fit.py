@@ -74,11 +74,7 @@ def check_fit(
 
 
 def check_length(max_length: int, model_config: PreTrainedConfig) -> None:
-    """Refuse samples longer than the model's positions.
-
-    Raises:
-        ConfigError: both numbers.
-    """
+    """Refuse, with a ConfigError, samples longer than the model's positions."""
     positions = getattr(model_config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ConfigError(

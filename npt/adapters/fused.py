@@ -1,6 +1,6 @@
 """The modulation by hand, forward and backward, in blocks of rows.
 
-    p = silu(gate') * up',   y' = m * y + s (npt/adapters/modulation.py) for y = gate, up, down
+    p = silu(gate') * up',   y' = m * y + s (npt/adapters/layer.py) for y = gate, up, down
 
 Automatic differentiation of the plain form keeps some fifteen tensors of the size of the MLP's
 products, and walks through memory once for each. Here gate, up and z are kept and nothing else: m,
@@ -51,7 +51,8 @@ class Form:
     """Settings of the arithmetic.
 
     Attributes:
-        mult_bound, additive_scale: beta and alpha.
+        mult_bound: beta.
+        additive_scale: alpha.
         regularised: the energy is differentiated.
     """
 

@@ -1,20 +1,36 @@
-"""The NPT decoder layer and its adapter.
+"""The NPT decoder layer, its adapter, and the modulation: how a token's attention output changes
+its MLP.
+
+For a token with attention output a (width D) and low-rank code z = A a (width R), a product y of
+the MLP becomes
+
+    y' = m * y + s,   m = 1 + beta * (2 sigmoid(M z) - 1),   s = alpha * (B z)
+
+m lies within (1 - beta, 1 + beta), so for beta < 1 it can never reach 0 and switch a channel, and
+its gradient, off; it is exactly 1 at M z = 0. At the ends fp32 rounds it to the bound itself. Left
+out on purpose: dropout, biases, any normalisation of a or z.
+
+`student_output` computes it operation by operation: generation and evaluation run it, and training
+runs the same formula fused (npt/adapters/trained.py), which tests compare with it.
 
 A converted layer keeps its modules, parameter names and hooks; only its class changes, to a
 subclass of itself, and it gains the child `npt`. A wrapper would not do: transformers finds decoder
 layers by `isinstance` to collect `output_hidden_states`, and a wrapper hides them.
+
+Shapes: B batch, T time, D hidden, F ffn, R rank; `...` is any leading shape, O the width of the
+modulated product (F or D).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from npt.adapters.modulation import Terms, modulate
 from npt.adapters.recompute import is_recomputing
 from npt.base.families import FAMILIES
 from npt.base.hooks import call_around
@@ -24,27 +40,88 @@ Mode = Literal["student", "teacher", "floor"]
 """A layer computes the NPT form, the untouched base, or the NPT form without any modulation
 (attention dropped)."""
 
-STD_A, STD_B = 0.02, 0.001
-"""Standard deviations of A and B at a random start; M is 0 there, so that every multiplier is 1."""
+Terms = Sequence[tuple[Tensor | None, Tensor | None]]
+"""(m, s) of each target, [..., O]; None if the adapter's form has no such term."""
 
 Observer = Callable[[dict[str, Tensor | None]], None]
 """Is shown stages of a layer's pass by name, None if the adapter's form has no such stage, and
 changes none of them."""
 
+STD_A, STD_B = 0.02, 0.001
+"""Standard deviations of A and B at a random start; M is 0 there, so that every multiplier is 1."""
+
+
+def multiplier(u: Tensor, mult_bound: float) -> Tensor:
+    """Return m = 1 + beta * (2 sigmoid(u) - 1), same shape as `u`.
+
+    Written as tanh(u / 2), which is the same function and keeps full relative precision near u = 0,
+    where training starts; 2 sigmoid(u) - 1 cancels there.
+    """
+    return 1.0 + mult_bound * torch.tanh(0.5 * u)
+
+
+MULTIPLIERS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sigmoid": multiplier,
+    "half_sigmoid": lambda u, _: 0.5 * torch.sigmoid(u) + 0.5,  # 0.75 at the start, never above 1
+    "one_plus_tanh": lambda u, _: 1.0 + torch.tanh(u),  # reaches 0, where the gradient is gone
+    "unbounded": lambda u, _: 1.0 + u,
+}
+"""Forms of m by name, from u = M z and beta. All but the first were in use elsewhere; studies
+measure their effect."""
+
+
+def modulate(
+    y: Tensor, z: Tensor, mult: Tensor | None, add: Tensor | None, form: NPTConfig
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Modulate one product.
+
+    Args:
+        y: [..., O], the product of the frozen weight; any float dtype.
+        z: [..., R], the token's code, in the adapter's dtype (fp32).
+        mult: M, [O, R], or None for no multiplicative term.
+        add: B, [O, R], or None for no additive term.
+        form: beta, alpha and the form of m.
+
+    Returns:
+        y' in y's dtype, then m and s in z's dtype, None if absent.
+    """
+    out = y.to(z.dtype)
+    m = s = None
+    if mult is not None:
+        m = MULTIPLIERS[form.mult_form](F.linear(z, mult), form.mult_bound)
+        out = m * out
+    if add is not None:
+        s = form.additive_scale * F.linear(z, add)
+        out = out + s
+    return out.to(y.dtype), m, s
+
+
+def modulation_energy(terms: Terms) -> Tensor | None:
+    """Return the energy that is regularised: sum over targets of mean((m - 1)^2) + mean(s^2).
+
+    The means are over channels: [...], one number per token; None if nothing is modulated.
+    """
+    parts = [(m - 1.0).square().mean(dim=-1) for m, _ in terms if m is not None]
+    parts += [s.square().mean(dim=-1) for _, s in terms if s is not None]
+    return torch.stack(parts).sum(dim=0) if parts else None
+
 
 class NPTAdapter(nn.Module):
     """The trainable A, B, M of a layer, fp32 whatever the model around it is cast to.
-
-    `A` is [R, D]; `B[target]` and `M[target]` are [O, R], with O = F for gate and up, D for down
-    and stream. The stream has B whatever the modulation is, and no M.
-    `observer`, if set, is shown the stages of each pass, from `h` to `o`. `recode`, if set,
-    replaces the tokens' codes (npt/tools/editing/transplant.py).
 
     Args:
         config: form and size.
         hidden_size: D.
         ffn_size: F.
         generator: on the CPU, source of the random start.
+
+    Attributes:
+        A: [R, D].
+        B: by target [O, R]; the stream has one in every form.
+        M: by target [O, R], none of the stream.
+        mode: what the layer computes.
+        observer: if set, is shown the stages of each pass, from `h` to `o`.
+        recode: if set, replaces the tokens' codes (npt/tools/editing/transplant.py).
     """
 
     def __init__(
@@ -107,7 +184,7 @@ class NPTAdapter(nn.Module):
     def code(self, attention: Tensor) -> Tensor:
         """Return z = A a, [..., D] -> [..., R], in fp32 under any autocast."""
         with torch.autocast(attention.device.type, enabled=False):
-            z = nn.functional.linear(attention.to(self.A.dtype), self.A)
+            z = F.linear(attention.to(self.A.dtype), self.A)
         return z if self.recode is None else self.recode(z)
 
     def weights_of(self, target: str) -> tuple[Tensor | None, Tensor | None]:
@@ -123,7 +200,7 @@ class NPTAdapter(nn.Module):
             target: stream, gate, up or down.
             y: [..., O].
             z: [..., R], the codes of the same tokens.
-            aside: by copies of the weights, which gradients end in, for an observer.
+            aside: use copies of the weights, in which gradients end, for an observer.
 
         Returns:
             y' like y; m and s [..., O] in fp32, None if the form has no such term.
@@ -132,11 +209,9 @@ class NPTAdapter(nn.Module):
             return y, None, None
         mult, add = self.weights_of(target)
         if aside:
-            mult = None if mult is None else mult.detach().requires_grad_()
-            add = None if add is None else add.detach().requires_grad_()
-        form = self.config
+            mult, add = (w if w is None else w.detach().requires_grad_() for w in (mult, add))
         with torch.autocast(y.device.type, enabled=False):
-            return modulate(y, z, mult, add, form.mult_bound, form.additive_scale, form.mult_form)
+            return modulate(y, z, mult, add, self.config)
 
 
 NPT_FORMS: dict[type[nn.Module], type[NPTLayer]] = {}
@@ -176,15 +251,12 @@ for _base in [family.layer for family in FAMILIES.values()]:
 
 
 def device_of(layer: Any) -> torch.device:
-    """Return the device that a decoder layer computes on."""
+    """Return the device of a decoder layer."""
     return layer.input_layernorm.weight.device
 
 
 def attention_output(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
-    """Return a = Attention(RMSNorm1(h)), after o_proj: [B, T, D].
-
-    `context` is what the decoder passes to its layers.
-    """
+    """Return a = Attention(RMSNorm1(h)), after o_proj: [B, T, D]."""
     return layer.self_attn(hidden_states=layer.input_layernorm(hidden), **context)[0]
 
 

@@ -1,4 +1,4 @@
-"""The plain form's stages of a layer that training computes by hand, for its observer.
+"""The plain form's stages of a layer that training computes fused, for its observer.
 
 They are computed aside, from the products of the frozen weights and copies of the adapter's. What
 the layer gives, and every gradient that counts, has the same bits as without an observer.
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from npt.adapters.layer import NPTLayer, modulated_product
-from npt.adapters.modulation import modulation_energy
+from npt.adapters.layer import NPTLayer, modulated_product, modulation_energy
 from npt.base.linear import multiply_backward, product_weight
 
 
 class Aside:
-    """One pass of a layer from gate and up on, shown stage by stage.
+    """One pass of an observed layer from gate and up on, shown stage by stage.
 
     Args:
         layer: with an observer.
@@ -27,45 +26,38 @@ class Aside:
     """
 
     def __init__(self, layer: NPTLayer, z: Tensor, graph: bool):
-        self._layer, self._z, self._graph = layer, z, graph
+        self._layer, self._z, self._graph = layer, z.detach(), graph
 
-    def show_product(self, gate: Tensor, up: Tensor) -> None:
-        """Show the stages up to down_proj's input, from gate's and up's products [N, F]."""
+    def show_product(self, *products: Tensor) -> None:
+        """Show the stages from gate's and up's products [N, F] to down_proj's input."""
         with torch.enable_grad():
-            gate, up = (y.detach().requires_grad_(self._graph) for y in (gate, up))
+            gate, up = (y.clone().requires_grad_(self._graph) for y in products)
             self._product, self._terms = modulated_product(
-                self._layer, gate, up, self._z.detach(), aside=True
+                self._layer, gate, up, self._z, aside=True
             )
         self._layer.npt.show(product=self._product)
 
-    def show_output(
-        self,
-        stream: Tensor,
-        down: Tensor,
-        changed: Tensor,
-        energy: Tensor | None,
-        regularised: bool,
+    def tie(
+        self, down: Tensor, changed: Tensor, energy: Tensor | None, regularised: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Show the stages after down_proj; return o and the energy, tied to all that was shown.
+        """Show the stages after down_proj; return the MLP's output and the energy as training has
+        them, tied to what was shown: gradients flow through it, too.
 
         Args:
-            stream: [N, D], what the MLP's output is added to.
             down: [N, D], down_proj's product.
-            changed, energy: the modulated product and the energy, as training has them; no energy
-                if no product is modulated.
+            changed: [N, D], the same, modulated.
+            energy: [N]; None if no product is modulated.
             regularised: the energy is differentiated.
         """
-        adapter, down_proj = self._layer.npt, self._layer.mlp.down_proj
-        seen = _FrozenProduct.apply(self._product, down.detach(), down_proj)
-        shown, m, s = adapter.apply_to("down", seen, self._z.detach(), aside=True)
+        adapter = self._layer.npt
+        seen = _FrozenProduct.apply(self._product, down.detach(), self._layer.mlp.down_proj)
+        shown, m, s = adapter.apply_to("down", seen, self._z, aside=True)
         changed = _Twin.apply(changed, shown)
-        seen_energy = modulation_energy([*self._terms, (m, s)])
         if energy is not None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
-                energy = _Twin.apply(energy, seen_energy)
-        output = stream + changed
-        adapter.show(m_down=m, s_down=s, mlp=changed, o=output)
-        return output, energy
+                energy = _Twin.apply(energy, modulation_energy([*self._terms, (m, s)]))
+        adapter.show(m_down=m, s_down=s, mlp=changed)
+        return changed, energy
 
 
 class _Twin(torch.autograd.Function):

@@ -37,9 +37,9 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def _recomputing() -> Iterator[None]:
-    before = is_recomputing()
+    outer = is_recomputing()
     _thread.recomputing = True
     try:
         yield
     finally:
-        _thread.recomputing = before
+        _thread.recomputing = outer

@@ -90,12 +90,12 @@ def _shares_without_gradient() -> Iterator[None]:
         def Parameter(data: Tensor, requires_grad: bool = False) -> nn.Parameter:
             return nn.Parameter(data, requires_grad=requires_grad)
 
-    before = _fsdp_param.nn
+    original = _fsdp_param.nn
     _fsdp_param.nn = Frozen()  # type: ignore[assignment]
     try:
         yield
     finally:
-        _fsdp_param.nn = before
+        _fsdp_param.nn = original
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:

@@ -7,18 +7,35 @@ of the model (npt/adapters/consolidate.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
+from npt.adapters.layer import NPTAdapter, Observer
 from npt.errors import ConfigError, NumericalError
 
 LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
 """(m, s) by target, [O] each in fp32, None if the adapter's form has no such term."""
+
+
+@contextmanager
+def observed(observers: Sequence[tuple[NPTAdapter, Observer | None]]) -> Iterator[None]:
+    """Show each adapter's stages to its observer within the context."""
+    before = [adapter.observer for adapter, _ in observers]
+    try:
+        for adapter, observer in observers:
+            adapter.observer = observer
+        yield
+    finally:
+        for (adapter, _), observer in zip(observers, before, strict=True):
+            adapter.observer = observer
 
 
 @dataclass(frozen=True)
@@ -54,32 +71,20 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
     attached_config(model)
     ids = as_row(model, ids)
     token = token_index(ids, token)
-    caught: dict[int, dict[str, Any]] = {}
-    layers = npt_layers(model)
-    observers = [layer.npt.observer for _, layer in layers]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        for index, layer in layers:
-            stages = caught[index] = {}
-            layer.npt.observer = lambda seen, stages=stages: stages.update(
-                {
-                    name: None if stage is None else stage[0, token].clone()
-                    for name, stage in seen.items()
-                    if name[:2] in ("m_", "s_") or name == "z"
-                }
-            )
-        with adapter_mode(model, "student"):
-            model.model(ids, use_cache=False)
-    finally:
-        for (_, layer), observer in zip(layers, observers, strict=True):
-            layer.npt.observer = observer
-        for module in training:
-            module.training = True
-    codes, terms = {}, {}
+    layers, codes, terms = npt_layers(model), {}, {}
+    kept: dict[int, dict[str, Any]] = {index: {} for index, _ in layers}
+
+    def keep(index: int, stages: dict[str, Tensor | None]) -> None:
+        """Keep what concerns the token, not the stages of all of them."""
+        for name, stage in stages.items():
+            if name[:2] in ("m_", "s_") or name == "z":
+                kept[index][name] = None if stage is None else stage[0, token].clone()
+
+    observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
+    with observed(observers), evaluating(model), adapter_mode(model, "student"):
+        model.model(ids, use_cache=False)
     for index, layer in layers:
-        stages = caught[index]
-        targets = layer.npt.config.targets
+        stages, targets = kept[index], layer.npt.config.targets
         codes[index] = stages["z"]
         terms[index] = {t: (stages.get(f"m_{t}"), stages[f"s_{t}"]) for t in targets}
         for target, pair in terms[index].items():

@@ -1,18 +1,18 @@
 """The output of a converted layer in training: the student's, the teacher's, and the energy.
 
-The frozen products and the modulation are computed by hand, forward and backward, so that no more
-is computed and kept than necessary: gate and up need no backward unless what they read has one, by
-h or by the target `stream`; a packed weight is dequantised once for teacher and student, and
-down_proj's once for forward and backward where the one follows the other; the layers of a pass use
-one piece of memory after the other. A layer in another precision than the policy's
-(npt/base/precision.py), with another activation than SiLU, a LoRA around a weight, or hooks that
-may change a value takes the plain form of `npt.adapters.layer`, which calls every module as it is
-and is the tests' yardstick.
+The formula is that of npt/adapters/layer.py, fused: frozen products and modulation are computed by
+hand, forward and backward, so that no more is computed and kept than necessary. gate and up need no
+backward unless what they read has one, by h or by the target `stream`; a packed weight is
+dequantised once for teacher and student, and down_proj's once for forward and backward where the
+one follows the other; the layers of a pass use one piece of memory after the other.
+
+A layer in another precision than the policy's (npt/base/precision.py), with another activation than
+SiLU, a LoRA around a weight, or hooks that may change a value takes the plain form, which calls
+every module as it is and is the tests' yardstick.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import bitsandbytes as bnb
@@ -30,8 +30,7 @@ from npt.adapters.fused import (
     product_backward,
     product_forward,
 )
-from npt.adapters.layer import NPTLayer, student_output, student_stream
-from npt.adapters.modulation import modulation_energy
+from npt.adapters.layer import NPTLayer, modulation_energy, student_output, student_stream
 from npt.adapters.observed import Aside
 from npt.base.hooks import has_forward_hooks, may_change
 from npt.base.linear import (
@@ -61,22 +60,12 @@ class Workspace:
         return self._kept[key][: count * width].view(count, width)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Settings of the layers' computation in training.
-
-    Attributes:
-        regularised: the energy is differentiated.
-        space: shared by layers whose backward comes before the next one's forward; None if graphs
-            live longer.
-    """
-
-    regularised: bool = True
-    space: Workspace | None = field(default=None, repr=False)
-
-
 def stacked_outputs(
-    layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Work = Work()
+    layer: NPTLayer,
+    hidden: Tensor,
+    attention: Tensor,
+    regularised: bool = True,
+    space: Workspace | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return teacher's and student's output of one converted layer from the same h and a.
 
@@ -84,102 +73,40 @@ def stacked_outputs(
         layer: a converted layer.
         hidden: h, [N, D], without graph.
         attention: a, [N, D], without graph.
-        work: see there.
+        regularised: the energy is differentiated.
+        space: shared by layers whose backward comes before the next one's forward; None if graphs
+            live longer.
 
     Returns:
         t [N, D] without graph, o [N, D], and the energy of the modulation [N], None if nothing is
         modulated.
     """
-    if not is_fusable(layer, hidden):
-        with torch.no_grad():
-            taught = hidden + attention
-            target = taught + layer.mlp(layer.post_attention_layernorm(taught))
-        output, energy = _plain_output(layer, hidden, attention, work)
+    taught = hidden + attention
+    if is_fusable(layer, hidden):
+        output, energy, of_teacher = _fused(layer, hidden, attention, regularised, space, taught)
+        target = taught + of_teacher
     else:
-        run = _Pass(layer, hidden, attention, work, with_teacher=True)
-        output, energy, of_teacher = run.output()
-        target = run.taught + of_teacher
+        with torch.no_grad():
+            target = taught + layer.mlp(layer.post_attention_layernorm(taught))
+        output, energy = _plain(layer, hidden, attention, regularised)
     layer.npt.show(t=target)
     return target, output, energy
 
 
 def trained_output(
-    layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Work = Work()
+    layer: NPTLayer,
+    hidden: Tensor,
+    attention: Tensor,
+    regularised: bool = True,
+    space: Workspace | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the student's output of one converted layer and the energy of its modulation.
 
-    Args:
-        layer: a converted layer.
-        hidden: h, [N, D], with a graph or without.
-        attention: a, [N, D], likewise.
-        work: see there.
+    Args as of `stacked_outputs`, but h and a may have a graph.
     """
     if layer.npt.mode == "floor" or not is_fusable(layer, hidden):
-        return _plain_output(layer, hidden, attention, work)
-    return _Pass(layer, hidden, attention, work).output()[:2]
-
-
-class _Pass:
-    """One pass of a layer by hand: what its MLP reads, and its modulation.
-
-    Attributes:
-        stream, taught: the residual streams of student and teacher.
-        read: the student's x, with its graph.
-        x: what gate and up read.
-        teacher: whether its rows are computed too, from the student's x (`shared`) or x of their
-            own (`apart`), or not (`none`).
-        aside: of the observer.
-    """
-
-    def __init__(
-        self,
-        layer: NPTLayer,
-        hidden: Tensor,
-        attention: Tensor,
-        work: Work,
-        with_teacher: bool = False,
-    ):
-        adapter, form = layer.npt, layer.npt.config
-        self.layer, self.work = layer, work
-        self.form = Form(form.mult_bound, form.additive_scale, work.regularised)
-        self.z = adapter.code(attention)
-        self.stream = student_stream(layer, hidden, attention, self.z)
-        self.taught, norm = self.stream, layer.post_attention_layernorm
-        self.teacher = "shared" if with_teacher else "none"
-        if with_teacher and (form.residual != "keep" or STREAM in form.targets):
-            self.teacher, self.taught = "apart", hidden + attention
-            both = norm(torch.cat([self.stream, self.taught]))
-            # gate and up each find the rows of both next to each other
-            x = torch.cat([both, both[: len(hidden)]])
-            self.x = x.detach()
-            self.read = both[: len(hidden)] if both.requires_grad else x[: len(hidden)]
-        else:
-            self.read = norm(self.stream)
-            self.x = self.read.detach()
-        self.weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
-        # If neither is modulated, a backward through the MLP would bring z nothing but zeros.
-        self.code = self.z if any(w is not None for w in self.weights) else self.z.detach()
-        self.aside: Aside | None = None
-        if adapter.observer is not None:
-            self.aside = Aside(layer, self.z, self.read.requires_grad)
-
-    def output(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return o [N, D], the energy [N] of all products, None if none is modulated, and the
-        teacher's MLP [N, D], if it is computed.
-        """
-        adapter = self.layer.npt
-        down, of_teacher, energy = _MLP.apply(self.code, *self.weights, self.read, self)
-        changed = down
-        if adapter.config.targets == (STREAM,):
-            energy = None
-        if "down" in adapter.config.targets:
-            changed, of_down = Modulated.apply(down, self.z, *adapter.weights_of("down"), self.form)
-            energy = energy + of_down
-        if self.aside is None:
-            return self.stream + changed, energy, of_teacher
-        regularised = self.form.regularised
-        output, energy = self.aside.show_output(self.stream, down, changed, energy, regularised)
-        return output, energy, of_teacher
+        return _plain(layer, hidden, attention, regularised)
+    return _fused(layer, hidden, attention, regularised, space)[:2]
 
 
 def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
@@ -209,31 +136,75 @@ def is_fusable(layer: NPTLayer, hidden: Tensor) -> bool:
     )
 
 
-def _plain_output(
-    layer: NPTLayer, hidden: Tensor, attention: Tensor, work: Work
+def _plain(
+    layer: NPTLayer, hidden: Tensor, attention: Tensor, regularised: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the same as `trained_output`, by the modules as they are."""
     output, terms = student_output(layer, hidden, attention)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and work.regularised):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and regularised):
         return output, modulation_energy(terms)
+
+
+def _fused(
+    layer: NPTLayer,
+    hidden: Tensor,
+    attention: Tensor,
+    regularised: bool,
+    space: Workspace | None,
+    taught: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return o [N, D], the energy [N] of all products, None if none is modulated, and the teacher's
+    MLP [N, D] from its stream, if that is given.
+    """
+    adapter = layer.npt
+    form = Form(adapter.config.mult_bound, adapter.config.additive_scale, regularised)
+    z = adapter.code(attention)
+    stream = student_stream(layer, hidden, attention, z)
+    read, x = _mlp_input(layer, stream, taught)
+    weights = (*adapter.weights_of("gate"), *adapter.weights_of("up"))
+    # If neither is modulated, a backward through the MLP would bring z nothing but zeros.
+    code = z if any(w is not None for w in weights) else z.detach()
+    aside = None if adapter.observer is None else Aside(layer, z, read.requires_grad)
+    others = layer.mlp, x, taught is not None, form, space, aside
+    down, of_teacher, energy = _MLP.apply(code, *weights, read, *others)
+    changed = down
+    if adapter.config.targets == (STREAM,):
+        energy = None
+    if "down" in adapter.config.targets:
+        changed, of_down = Modulated.apply(down, z, *adapter.weights_of("down"), form)
+        energy = energy + of_down
+    if aside is not None:
+        changed, energy = aside.tie(down, changed, energy, regularised)
+    output = stream + changed
+    adapter.show(o=output)
+    return output, energy, of_teacher
+
+
+def _mlp_input(layer: NPTLayer, stream: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the student's x [N, D] with its graph, and the rows that `_MLP` multiplies."""
+    if taught is None:
+        read = layer.post_attention_layernorm(stream)
+        return read, read.detach()
+    both = layer.post_attention_layernorm(torch.cat([stream, taught]))
+    # gate and up each find the rows of both next to each other
+    x = torch.cat([both, both[: len(stream)]])
+    return (both if both.requires_grad else x)[: len(stream)], x.detach()
 
 
 class _MLP(torch.autograd.Function):
     """x through gate, up, modulation, SiLU and down, the teacher's rows next to the student's.
 
-    The rows read are the student's, or these, the teacher's and these once more: gate takes the
-    first two of the three, up the last two. Of four pieces of memory [N, F] the outer two are the
+    The rows x are the student's, or these, the teacher's and these once more: gate takes the first
+    two of the three, up the last two. Of four pieces of memory [N, F] the outer two are the
     student's gate and up, which backward reads; the inner two are the teacher's gate and up, which
     become down's inputs of student and teacher. In backward the first of these becomes the gradient
-    of the student's; without a workspace, where the graph may live long, it gets memory
-    of its own.
+    of the student's; without a workspace, where the graph may live long, it gets memory of its own.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *weights, _, run = others
-        n, mlp, space, form, x = len(z), run.layer.mlp, run.work.space, run.form, run.x
-        pieces, width = 3 if run.teacher == "none" else 4, mlp.gate_proj.out_features
+        *weights, _, mlp, x, with_teacher, form, space, aside = others
+        n, pieces, width = len(z), 4 if with_teacher else 3, mlp.gate_proj.out_features
         if space is None and pieces == 3:
             gate, product, up = (x.new_empty(n, width) for _ in range(3))
             taught, inputs = [], product
@@ -243,7 +214,7 @@ class _MLP(torch.autograd.Function):
             gate, product, *taught, up = memory.split(n) if n else [memory] * pieces
             inputs = memory[n : (pieces - 1) * n]
         products = (mlp.gate_proj, x, gate), (mlp.up_proj, x, up)
-        if run.teacher == "apart":
+        if with_teacher:
             of_gate, of_up = memory[: 2 * n], memory[2 * n :]
             products = (mlp.gate_proj, x[: 2 * n], of_gate), (mlp.up_proj, x[n:], of_up)
         for module, rows, out in products:
@@ -251,20 +222,19 @@ class _MLP(torch.autograd.Function):
                 out.copy_(module(rows))
             else:
                 multiply(module, product_weight(module, x.dtype), rows, out)
-        if run.teacher == "apart":
+        if with_teacher:
             taught[0].mul_(F.silu(product, inplace=True))
-        elif run.teacher == "shared":
-            F.silu(taught[0].copy_(gate), inplace=True).mul_(up)
         energy = product_forward(gate, up, LowRank(z, weights, form), product)
-        if run.aside is not None:
-            run.aside.show_product(gate.clone(), up.clone())
+        if aside is not None:
+            aside.show_product(gate, up)
         weight = product_weight(mlp.down_proj, x.dtype)
         hooked = has_forward_hooks(mlp.down_proj)
         down = mlp.down_proj(inputs) if hooked else multiply(mlp.down_proj, weight, inputs)
         ctx.mlp, ctx.space, ctx.form = mlp, space, form
         ctx.use, ctx.weight = (None, None) if space is None else (space.uses, weight)
         # Where every layer's graph lives until the end, dense weights would fill the memory.
-        saved = None if space is not None or ctx.needs_input_grad[-2] else weight
+        ctx.goes_on = ctx.needs_input_grad[5]  # to x, by what is read
+        saved = None if space is not None or ctx.goes_on else weight
         ctx.save_for_backward(gate, up, None if space is None else product, saved, z, *weights)
         student, teacher = down.split([n, len(inputs) - n])
         ctx.mark_non_differentiable(*([teacher] if form.regularised else [teacher, energy]))
@@ -287,7 +257,7 @@ class _MLP(torch.autograd.Function):
         ctx.weight = weight = None  # not held through what follows
         low = LowRank(z, weights, ctx.form, grad_energy)
         grad_x = None
-        if not ctx.needs_input_grad[-2]:
+        if not ctx.goes_on:
             product_backward(of_product, gate, up, low)
         else:
             of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
@@ -296,4 +266,4 @@ class _MLP(torch.autograd.Function):
             parts = (mlp.gate_proj, of_gate), (mlp.up_proj, of_up)
             of_x = (multiply_backward(m, product_weight(m, g.dtype), g) for m, g in parts)
             grad_x = next(of_x).add_(next(of_x))
-        return low.grad_z, *low.grad_weights, grad_x, None
+        return low.grad_z, *low.grad_weights, grad_x, *[None] * 6

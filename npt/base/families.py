@@ -2,8 +2,7 @@
 
 All of them compute t = (h + a) + MLP(RMSNorm2(h + a)) from modules of the same names. Names alone
 are no proof: others (Granite, Gemma, OLMo 2) scale or norm the same parts in other places, so a
-family is added by hand and never guessed. Families differ inside their attention (biases of Qwen2,
-norms of q and k of Qwen3, layers without rotary embedding of SmolLM3), which nobody opens.
+family is added by hand and never guessed. They differ inside their attention, which nobody opens.
 """
 
 from __future__ import annotations
@@ -51,22 +50,16 @@ FAMILIES = {
 
 
 def head_sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return the number of heads of queries, that of keys and values, and the width of each; a
-    configuration may leave the last two out.
-    """
+    """Return the number of heads of queries, that of keys and values, and the width of each."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "full") -> None:
-    """Add a family of bases; define its NPT layer as well (npt/adapters/layer.py).
-
-    Args:
-        model_type: of the configuration.
-        layer: the decoder layer's class, which computes t = (h + a) + MLP(RMSNorm2(h + a)) from
-            parts of the names below, exactly so.
-        sight: of its attention.
+    """Add a family of bases, by its configuration's `model_type`; define its NPT layer as well
+    (npt/adapters/layer.py). Its decoder layer computes t = (h + a) + MLP(RMSNorm2(h + a)) from
+    LAYER_PARTS, exactly so.
 
     Raises:
         ModelError: the family is known already.
@@ -104,11 +97,7 @@ def missing_parts(module: nn.Module, parts: Iterable[str]) -> list[str]:
 
 
 def check_layer(index: int, layer: nn.Module) -> None:
-    """Refuse a decoder layer that cannot be converted.
-
-    Raises:
-        ModelError: parts are missing, or its class is of no known family.
-    """
+    """Refuse, with a ModelError, a decoder layer that lacks parts or is of no known family."""
     missing = missing_parts(layer, LAYER_PARTS)
     if missing:
         raise ModelError(

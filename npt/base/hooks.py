@@ -36,29 +36,21 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether anybody looks at, or may change, a module's input or output."""
-    return has_forward_hooks(module) or may_change(module)
-
-
 def may_change(module: nn.Module) -> bool:
-    """Return whether a module's output or gradients may differ from what its class computes.
-
-    Because of a hook of forward or backward that is not known to look only, or a forward in place
-    of its class's. Hooks that torch calls for all modules alike are not asked about.
+    """Return whether a module's output or gradients may differ from what its class computes: by a
+    hook that is not known to look only, or by a forward in place of its class's. Hooks that torch
+    calls for all modules alike are not asked about.
     """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return (
         bool(module._backward_hooks or module._backward_pre_hooks)
         or is_replaced(module)
-        or not all(map(_only_looks, module._forward_hooks.values()))
-        or not all(map(_only_looks, module._forward_pre_hooks.values()))
+        or not all(map(_only_looks, hooks))
     )
 
 
 def _only_looks(hook: Any) -> bool:
-    return getattr(hook, _LOOKS, False) or str(getattr(hook, "__module__", None)).startswith(
-        _LOOKERS
-    )
+    return getattr(hook, _LOOKS, False) or str(hook.__module__).startswith(_LOOKERS)
 
 
 def is_replaced(module: Any) -> bool:
@@ -68,16 +60,13 @@ def is_replaced(module: Any) -> bool:
     that only brings inputs to the weight's device: one that also brings in weights, or wraps
     another forward, does more. Once removed it leaves the class's own forward on the module.
     """
-    if "forward" not in vars(module):
+    forward = vars(module).get("forward")
+    if forward is None or _is_own(module, forward):
         return False
-    forward = vars(module)["forward"]
-    if _is_own(module, forward):
-        return False
-    function, hook = getattr(forward, "func", None), getattr(module, "_hf_hook", None)
+    wrapper, hook = getattr(forward, "func", None), getattr(module, "_hf_hook", None)
     return not (
-        (getattr(function, "__module__", None), getattr(function, "__name__", None))
-        == ("accelerate.hooks", "new_forward")
-        and (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
+        getattr(wrapper, "__module__", None) == "accelerate.hooks"
+        and type(hook).__name__ == "AlignDevicesHook"
         and not getattr(hook, "offload", True)
         and _is_own(module, getattr(module, "_old_forward", None))
     )
@@ -91,16 +80,11 @@ def _is_own(module: Any, forward: Any) -> bool:
 def call_around(
     module: nn.Module, name: str, compute: Callable[..., Tensor], x: Tensor, **context: Any
 ) -> Tensor:
-    """Return `compute(x, **context)` with the module's hooks called around it.
-
-    Args:
-        module: whose forward `compute` takes the place of.
-        name: of the module, for the message.
-        compute: computes the module's output in another way.
-        x, context: its arguments, which hooks before it may change.
+    """Return `compute(x, **context)`, in place of the module's forward, with its hooks called
+    around it, which may change the arguments.
 
     Raises:
-        ModelError: another forward was put in place of that of its class.
+        ModelError: the module, which the message calls `name`, has another forward than its class.
     """
     if is_replaced(module):
         raise ModelError(
@@ -108,7 +92,7 @@ def call_around(
             " module its own forward back, or load the base without what replaces it (kernels,"
             " offloading)"
         )
-    if not is_hooked(module):
+    if not (has_forward_hooks(module) or may_change(module)):
         return compute(x, **context)
     forward = vars(module).pop("forward", None)
     vars(module)["forward"] = compute

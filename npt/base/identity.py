@@ -8,12 +8,10 @@ not care for the last bit of a scale; it belongs to parts that are the same on e
     codes    the packed bytes of 4-bit weights, with quant type, block sizes and shape
     dense    every tensor that is not packed
 
-The codes of NF4 follow from value / scale, and no quotient of two bf16 numbers is so near the
-border between two codes that another rounding would cross it. Quotients of fp32 are, two of fp16
-are, and FP4 puts its borders on small fractions, one of which CUDA's kernel has rounded to six
-digits. So if codes differ and the bases were packed on different kinds of device, the checkpoint
-that both were packed from decides, told by samples of its tensors: reading all of it would take
-longer than loading it.
+Codes of NF4 packed from bf16 are the same on every device. Those packed from fp32 and fp16, and
+those of FP4, may differ where value / scale is near the border of two codes. So if codes differ and
+the bases were packed on different kinds of device, the checkpoint that both were packed from
+decides, told by samples of its tensors: reading all of it would take longer than loading it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,30 +41,13 @@ PARTS = {"config": "configuration", "codes": "4-bit codes", "dense": "unpacked t
 """Parts that must be equal for an adapter, and their names in messages."""
 
 # Entries of a model's configuration that change its outputs at equal weights.
-_COMPUTING = (
-    "model_type",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-)
-
+_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OTHERS = ("model_type", "hidden_act", "rms_norm_eps", "max_position_embeddings")
+_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 # The same for some families; left out if not set, so that other hashes stay.
-_COMPUTING_IN_SOME = ("sliding_window", "layer_types", "no_rope_layers")
+_IN_SOME_FAMILIES = ("sliding_window", "layer_types", "no_rope_layers")
 
-_WHOLE = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    *_COMPUTING_IN_SOME,
-)
+_WHOLE_NUMBERS = (*_SIZES, *_IN_SOME_FAMILIES)
 
 _KEPT = "_npt_base_identity"
 _PACKED = "_npt_packed_from"
@@ -78,9 +58,11 @@ class BaseIdentity:
     """Hashes of a base, sha256 in hex.
 
     Attributes:
-        config, codes, dense: see above.
+        config: of the settings that decide what is computed.
+        codes: of the packed bytes of 4-bit weights.
+        dense: of every tensor that is not packed.
         source: of the checkpoint that `load_base` packed it from; None if it did not.
-        packed_on: the kind of device that packed it, `cpu` or `cuda`; likewise.
+        packed_on: the kind of device that packed it, `cpu` or `cuda`; None if it was not packed.
         strict: `base_hash`, over every byte.
         written: `config` as earlier versions have it, of settings as the checkpoint writes them.
     """
@@ -99,10 +81,8 @@ class BaseIdentity:
         return {"base_hash": self.strict, "base_parts": parts}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
-        """Return the difference from a record's base, such as `4-bit codes 01ab there, ba10 here`.
-
-        None if there is none. A record of an earlier version has no `base_parts`, but the strict
-        hash alone.
+        """Return the difference from a record's base, such as `4-bit codes 01ab there, ba10 here`;
+        None if there is none. A record of an earlier version has the strict hash alone.
         """
         theirs = record.get("base_parts")
         if not isinstance(theirs, Mapping):
@@ -137,12 +117,11 @@ def base_hash(model: PreTrainedModel) -> str:
 
 def base_identity(model: PreTrainedModel) -> BaseIdentity:
     """Return the hashes of a base, read once, with at most `CHUNK` bytes on the host at a time."""
-    kept = getattr(model, _KEPT, None)
-    if kept is not None:
+    if (kept := getattr(model, _KEPT, None)) is not None:
         return kept
     settings = model.config.to_dict()
-    computing = {key: settings.get(key) for key in _COMPUTING}
-    computing |= {key: settings[key] for key in _COMPUTING_IN_SOME if settings.get(key) is not None}
+    computing = {key: settings.get(key) for key in (*_SIZES, *_OTHERS, *_ROPE)}
+    computing |= {key: settings[key] for key in _IN_SOME_FAMILIES if settings.get(key) is not None}
     written, config = (
         json.dumps(entries, sort_keys=True, default=str).encode()
         for entries in (computing, _canonical(computing))
@@ -150,49 +129,46 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
     packed = {
         f"{name}.weight": module.weight.quant_state for name, module in quantized_linears(model)
     }
-    strict, codes, dense = hashlib.sha256(written), hashlib.sha256(), hashlib.sha256()
+    strict = hashlib.sha256(written)
+    codes, dense, statistics = (hashlib.sha256() for _ in range(3))
     seen: dict[tuple[torch.device, int], str] = {}
     with ThreadPoolExecutor(1) as second:  # hashing leaves the interpreter to others
         for key, tensor in sorted(_state(model).items()):
             if ".npt." in key:
                 continue
-            form = own_form = f"{tensor.dtype} {tuple(tensor.shape)}"
-            part: Any = dense
+            part, form = dense, f"{tensor.dtype} {tuple(tensor.shape)}"
+            form_of_part = form
             if key in packed:
-                part, own_form = codes, _form_of_codes(packed[key])
+                part, form_of_part = codes, _form_of_codes(packed[key])
             elif key.partition(".weight.")[0] + ".weight" in packed:
-                part = None  # statistics, which bitsandbytes names as if they were below the weight
-            digests = [strict] if part is None else [strict, part]
+                part = statistics  # which bitsandbytes names as if they were below the weight
             memory = (tensor.device, tensor.data_ptr())
             if memory in seen and tensor.numel() > 0:
-                for digest in digests:
+                for digest in (strict, part):
                     digest.update(f"{key} is {seen[memory]};".encode())
                 continue
             seen[memory] = key
             strict.update(f"{key} {form};".encode())
-            if part is not None:
-                part.update(f"{key} {own_form};".encode())
+            part.update(f"{key} {form_of_part};".encode())
             for chunk in _chunks(tensor):
-                both = second.submit(strict.update, chunk)
-                if part is not None:
-                    part.update(chunk)
-                both.result()
+                hashed = second.submit(strict.update, chunk)
+                part.update(chunk)
+                hashed.result()
     source, packed_on = getattr(model, _PACKED, (None, None))
     return BaseIdentity(
-        hashlib.sha256(config).hexdigest(),
-        codes.hexdigest(),
-        dense.hexdigest(),
-        source,
-        packed_on,
-        strict.hexdigest(),
-        hashlib.sha256(written).hexdigest(),
+        config=hashlib.sha256(config).hexdigest(),
+        codes=codes.hexdigest(),
+        dense=dense.hexdigest(),
+        source=source,
+        packed_on=packed_on,
+        strict=strict.hexdigest(),
+        written=hashlib.sha256(written).hexdigest(),
     )
 
 
 def _canonical(value: Any, key: str = "") -> Any:
-    """Return settings in one form of the several in which checkpoints write the same: 10000 for
-    10000.0, and rotary embeddings with the name that `rope_type` had before, or with all of a head
-    rotated.
+    """Return settings in one of the forms in which checkpoints write the same: 10000 and 10000.0,
+    rotary embeddings with or without the older name of `rope_type` and the share of a head.
     """
     if isinstance(value, Mapping):
         entries = {name: _canonical(each, name) for name, each in value.items()}
@@ -205,22 +181,21 @@ def _canonical(value: Any, key: str = "") -> Any:
         return [_canonical(each, key) for each in value]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
-    whole = key in _WHOLE or key.endswith("max_position_embeddings")
+    whole = key in _WHOLE_NUMBERS or key.endswith("max_position_embeddings")
     return int(value) if whole and value == int(value) else float(value)
 
 
 def _state(model: PreTrainedModel) -> dict[str, Any]:
     """Return the state dict with packed weights computing in fp32, which is a part of it."""
     linears = [(n, m) for n, m in quantized_linears(model) if m.weight.quant_state is not None]
-    states = [module.weight.quant_state for _, module in linears]
-    dtypes = [state.dtype for state in states]
+    dtypes = [module.weight.quant_state.dtype for _, module in linears]
     try:
-        for packed in states:
-            packed.dtype = torch.float32
+        for _, module in linears:
+            module.weight.quant_state.dtype = torch.float32
         state = dict(model.state_dict())
     finally:
-        for packed, dtype in zip(states, dtypes, strict=True):
-            packed.dtype = dtype
+        for (_, module), dtype in zip(linears, dtypes, strict=True):
+            module.weight.quant_state.dtype = dtype
     biases = [f"{name}.bias" for name, module in linears if module.bias is not None]
     return state | {key: state[key].float() for key in biases}
 
@@ -236,13 +211,8 @@ def note_source(
     quantization: str,
     packed_on: str | torch.device | None = None,
 ) -> None:
-    """Remember the checkpoint and the kind of device that a base was packed from and on.
-
-    Args:
-        model: just packed.
-        checkpoint: its folder, or its name on the hub, read from the cache.
-        quantization: nf4 or fp4.
-        packed_on: the device that packed it, if not the one that it is on.
+    """Remember the checkpoint, a folder or hub id, and the kind of device that a base was packed
+    from and on, which by default is the one that it is on.
     """
     if packed_on is None:
         packed_on = next(module.weight.device for _, module in quantized_linears(model))
@@ -254,8 +224,7 @@ def source_hash(checkpoint: str, quantization: str) -> str | None:
     """Return a hash of a checkpoint's tensors and of its quantisation; None if they are not found.
 
     Names, dtypes and shapes are hashed in full, of the numbers the first, middle and last row of
-    every tensor: another training, merge or conversion changes some of those, an edit of single
-    rows need not. The files that the tensors are in do not matter.
+    every tensor, in whatever files: another training, merge or conversion changes some of those.
     """
     digest = hashlib.sha256(quantization.encode())
     try:
@@ -264,24 +233,19 @@ def source_hash(checkpoint: str, quantization: str) -> str | None:
         files = {SAFE_WEIGHTS_NAME}
         if not config.with_name(SAFE_WEIGHTS_NAME).exists():
             files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        with ExitStack() as stack:
-            opened = [
-                stack.enter_context(safe_open(config.with_name(file), framework="pt"))
-                for file in files
-            ]
-            holders = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-            for name, file in sorted(holders.items()):
-                part = file.get_slice(name)
-                shape = part.get_shape()
-                digest.update(f"{name} {part.get_dtype()} {shape};".encode())
-                if len(shape) > 1 and 0 not in shape:
-                    sampled = [
-                        part[row : row + 1] for row in sorted({0, shape[0] // 2, shape[0] - 1})
-                    ]
-                else:
-                    sampled = [file.get_tensor(name)]
-                for chunk in itertools.chain.from_iterable(map(_chunks, sampled)):
-                    digest.update(chunk)
+        opened = [safe_open(config.with_name(file), framework="pt") for file in files]
+        holders = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        for name, file in sorted(holders.items()):
+            part = file.get_slice(name)
+            shape = part.get_shape()
+            digest.update(f"{name} {part.get_dtype()} {shape};".encode())
+            if len(shape) > 1 and 0 not in shape:
+                rows = sorted({0, shape[0] // 2, shape[0] - 1})
+                sampled = [part[row : row + 1] for row in rows]
+            else:
+                sampled = [file.get_tensor(name)]
+            for chunk in itertools.chain.from_iterable(map(_chunks, sampled)):
+                digest.update(chunk)
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
     return digest.hexdigest()

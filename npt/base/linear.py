@@ -1,8 +1,4 @@
-"""Frozen linear layers: the classes that are known, their dense weight, and products with it.
-
-The seam between the training code and bitsandbytes: nothing else in the package looks inside a
-4-bit weight.
-"""
+"""Frozen linear layers: their dense weight, whatever it is packed in, and products with it."""
 
 from __future__ import annotations
 
@@ -20,6 +16,8 @@ from npt.errors import ModelError
 C = TypeVar("C", bound=type[nn.Module])
 
 _KINDS: set[type[nn.Module]] = {nn.Linear, bnb.nn.Linear4bit}
+
+_KEPT = "_fp32_weight_kept"
 
 
 def linear_kind(cls: C) -> C:
@@ -52,24 +50,15 @@ class UpcastLinear(nn.Linear):
         return kept[0]
 
 
-_KEPT = "_fp32_weight_kept"
-
-
 @contextmanager
 def cast_once(*modules: nn.Module) -> Iterator[None]:
     """Keep the fp32 weight that each `UpcastLinear` makes at its first product in the context.
 
     Without it every product casts: of a head of V 128k and D 4,096 that is 3 GB read and written
-    for each chunk of logits and each generated token. The bits are the same, hooks are called as
-    before, and contexts nest. Weights must not be written meanwhile. A trained weight is not kept,
-    since its gradient flows through the cast.
-
-    Args:
-        modules: of any class; others are left alone.
+    for each chunk of logits and each generated token. The bits are the same and contexts nest.
+    Weights must not be written meanwhile; a trained one is cast anew, as its gradient needs.
     """
-    kept = list(
-        dict.fromkeys(m for m in modules if isinstance(m, UpcastLinear) and _KEPT not in vars(m))
-    )
+    kept = {m for m in modules if isinstance(m, UpcastLinear) and _KEPT not in vars(m)}
     for module in kept:
         vars(module)[_KEPT] = []
     try:
@@ -80,9 +69,8 @@ def cast_once(*modules: nn.Module) -> Iterator[None]:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether weight, bias and rows are all that a module computes with.
-
-    True for modules of exactly a known class, not for a LoRA around one or a parametrised weight.
+    """Return whether weight, bias and rows are all that a module computes with: whether it is of
+    exactly a known class, and no LoRA around one.
     """
     return type(module) in _KINDS
 
@@ -94,20 +82,6 @@ def quantized_linears(model: nn.Module) -> list[tuple[str, bnb.nn.Linear4bit]]:
         for name, module in model.named_modules()
         if isinstance(module, bnb.nn.Linear4bit)
     ]
-
-
-def statistics_of(module: bnb.nn.Linear4bit) -> dict[str, Tensor]:
-    """Return the quantisation statistics of a 4-bit weight by name; none if it has no storage.
-
-    They are plain tensors that no walk over parameters or buffers meets.
-    """
-    state = getattr(module.weight, "quant_state", None)
-    if state is None:
-        return {}
-    tensors = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
-    if state.nested:
-        tensors |= {"state2.absmax": state.state2.absmax, "state2.code": state.state2.code}
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def short_name(dtype: torch.dtype) -> str:
@@ -145,9 +119,9 @@ def dense_weight(module: Any) -> Tensor:
     """
     if not is_plain_linear(module):
         raise ModelError(
-            f"the layer is a {type(module).__module__}.{type(module).__qualname__}, and this"
-            " computation needs a plain linear layer; merge what was put around it into the base"
-            " (PEFT: merge_and_unload), or load a base without it"
+            f"the layer is a {type(module).__module__}.{type(module).__qualname__}, not a plain"
+            " linear layer; merge what was put around it into the base (PEFT: merge_and_unload), or"
+            " load a base without it"
         )
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -155,9 +129,8 @@ def dense_weight(module: Any) -> Tensor:
 
 
 def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [out, in] that `multiply` takes for rows of `dtype`.
-
-    In bf16 for a 4-bit layer whose products are in bf16, else in `dtype`.
+    """Return the dense weight [out, in] that `multiply` takes for rows of `dtype`: in bf16 for a
+    4-bit layer whose products are in bf16, else in `dtype`.
     """
     weight = dense_weight(module)
     packed = isinstance(module, bnb.nn.Linear4bit)
@@ -165,12 +138,12 @@ def product_weight(module: Any, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(module: Any, weight: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the product that a frozen linear layer's forward gives, from its dense weight.
+    """Return the product that a plain linear layer's forward gives, from its dense weight.
 
     Bias and rows (npt/base/rows.py) are applied; hooks are not called.
 
     Args:
-        module: a plain linear layer.
+        module: the layer.
         weight: `product_weight` of it, [out, in]. x and the product are rounded to its dtype.
         x: [N, in], without graph.
         out: [N, out], written to, in the dtype of x.

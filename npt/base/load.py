@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
+from npt.base.device import default_device
 from npt.base.families import check_family
-from npt.base.gguf.file import GGUFFile, find_gguf
 from npt.base.identity import note_source
 from npt.base.linear import quantized_linears
-from npt.base.placement import check_placement, device_map_of
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
 from npt.config import COMPUTE_DTYPES, QUANT_TYPES, check_attention
@@ -39,9 +39,9 @@ EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "tiny"
 
 COMPUTE = {name: STORED[name] for name in COMPUTE_DTYPES}
 
-# Without it transformers asks on the terminal whether to run a checkpoint's code, and takes
-# whatever is piped in for the answer.
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""Without it transformers asks on the terminal whether to run a checkpoint's code, and takes
+whatever is piped in for the answer."""
 
 
 @torch.inference_mode(False)  # gradients pass the weights, whatever mode the caller is in
@@ -68,9 +68,8 @@ def load_base(
             such a folder.
         quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
-        device_map: instead of a device: `auto`, `balanced`, `balanced_low_0` or `sequential` spread
-            the layers over all GPUs of this process; or a mapping of module names to devices. A
-            layer stays in one piece.
+        device_map: instead of a device, as transformers takes it: `auto` and the like spread the
+            layers over all GPUs of this process. A layer stays in one piece.
         use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
             nevertheless, with a warning.
         pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
@@ -90,9 +89,9 @@ def load_base(
         (embedding, norms, lm_head) stay stored so.
 
     Raises:
-        ConfigError: unknown quantisation, attn_implementation, compute_dtype, dtype or device_map,
-            both a device and a device_map, compute_dtype bf16 for a base that is not packed, or
-            use_fp16 with another dtype.
+        ConfigError: unknown quantisation, attn_implementation, compute_dtype or dtype, both a
+            device and a device_map, compute_dtype bf16 for a base that is not packed, or use_fp16
+            with another dtype.
         ModelError: no such model, an unknown family, weights missing or unreadable, or a layer on
             several devices, on disk, or on the host while others are on GPUs.
         PrecisionError: a module would compute in another dtype.
@@ -103,7 +102,8 @@ def load_base(
     check_choice("dtype", dtype, (*STORED, None))
     if use_fp16 and dtype not in (None, "fp16"):
         raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
-    places = device_map_of(device, device_map)
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device is {device} and device_map {device_map!r}; drop one of the two")
     config, tokenizer = read_config(name), load_tokenizer(name)
     stored_packed = getattr(config, "quantization_config", None) is not None
     packed = quantization is not None or stored_packed
@@ -120,7 +120,7 @@ def load_base(
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
     arguments: dict[str, Any] = {
-        "device_map": places,
+        "device_map": device_map if device_map is not None else _whole_on(device),
         "attn_implementation": implementation_of(attn_implementation),
         "dtype": "auto" if packed and dtype is None else stored,
     }
@@ -182,7 +182,7 @@ def load_teacher(
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
     arguments = {
-        "device_map": device_map_of(device, None),
+        "device_map": _whole_on(device),
         "dtype": COMPUTE[precision],
         "attn_implementation": implementation_of(attn_implementation),
     }
@@ -209,32 +209,26 @@ def check_teacher(name: str, config: PreTrainedConfig) -> None:
 
 
 def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
-    """Return the configuration of a base model, without its weights.
-
-    Raises:
-        ModelError: no such model, or an unknown family.
+    """Return the configuration of a base model; ModelError if there is none, or its family is
+    unknown.
     """
-    if (file := _gguf_of(name)) is not None:
+    source = _find(name)
+    if not isinstance(source, str):
         from npt.base.gguf.configuration import configuration_of
 
-        return configuration_of(GGUFFile(file))
-    source = _locate(name)
+        return configuration_of(source)
     config = _read("configuration", name, lambda: AutoConfig.from_pretrained(source, **_NO_CODE))
     check_family(name, config)
     return config
 
 
 def load_tokenizer(name: str = EMBEDDED) -> Any:
-    """Return the tokenizer of a base model, without its weights.
-
-    Raises:
-        ModelError: no such model, or it has no tokenizer.
-    """
-    if (file := _gguf_of(name)) is not None:
+    """Return the tokenizer of a base model; ModelError if there is none."""
+    source = _find(name)
+    if not isinstance(source, str):
         from npt.base.gguf.tokenizer import tokenizer_of
 
-        return tokenizer_of(GGUFFile(file))
-    source = _locate(name)
+        return tokenizer_of(source)
     return _read("tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, **_NO_CODE))
 
 
@@ -252,48 +246,40 @@ def packing_config(quantization: str, double_quant: bool = True) -> BitsAndBytes
 def _packing_on(device: torch.device) -> Iterator[None]:
     """Let transformers pack weights on this device, and put them back, within the context."""
 
-    class Elsewhere(Bnb4bitQuantize):
+    class PackElsewhere(Bnb4bitQuantize):
         def convert(self, input_dict: dict[str, Any], *more: Any, **named: Any) -> dict[str, Any]:
-            read = {
-                name: value[0] if isinstance(value, list) else value
-                for name, value in input_dict.items()
-            }
-            moved = {name: value.to(device) for name, value in read.items()}
-            packed = super().convert(moved, *more, **named)
-            return {name: value.to(read[name].device) for name, value in packed.items()}
+            values = {k: v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
+            packed = super().convert({k: v.to(device) for k, v in values.items()}, *more, **named)
+            return {name: value.to(values[name].device) for name, value in packed.items()}
 
-    before = Bnb4BitHfQuantizer.get_quantize_ops
-    Bnb4BitHfQuantizer.get_quantize_ops = lambda self: Elsewhere(self)
+    operations = Bnb4BitHfQuantizer.get_quantize_ops
+    Bnb4BitHfQuantizer.get_quantize_ops = lambda self: PackElsewhere(self)
     try:
         yield
     finally:
-        Bnb4BitHfQuantizer.get_quantize_ops = before
+        Bnb4BitHfQuantizer.get_quantize_ops = operations
 
 
 def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
-    """Return a model with all its weights, read from safetensors, without running any code.
-
-    Raises:
-        ModelError: unreadable, or a weight is missing or misshapen.
+    """Return a model, read from safetensors without running any code; ModelError if it is
+    unreadable, or a weight is missing or misshapen.
     """
-    # Misshapen tensors are reported rather than raised on, so that the error can name them.
-    given = {
+    arguments = {
         **arguments,
         **_NO_CODE,
-        "ignore_mismatched_sizes": True,
+        "ignore_mismatched_sizes": True,  # they are refused below, by name
         "use_safetensors": True,
         "output_loading_info": True,
     }
     with _quiet():
         model, report = _read(
-            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **given)
+            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments)
         )
     _check_complete(name, model, report)
     return model
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
-    """Refuse a model with a weight that is missing or misshapen."""
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
     # A tensor packed on loading is in no report: the packed bytes have a shape of their own.
@@ -313,28 +299,34 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
         )
 
 
-def _gguf_of(name: str) -> Path | None:
-    return None if name == EMBEDDED or not name.strip() else find_gguf(name)
+def _whole_on(device: str | torch.device | None) -> dict[str, torch.device]:
+    return {"": torch.device(device) if device is not None else default_device()}
 
 
-@contextmanager
-def _located(name: str) -> Iterator[str]:
-    """Yield the folder or hub id for transformers; of a GGUF file a temporary one."""
-    file = _gguf_of(name)
-    if file is None:
-        yield _locate(name)
-        return
-    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch:
-        from npt.base.gguf.convert import convert
+def check_placement(name: str, model: torch.nn.Module) -> None:
+    """Refuse weights that every step would fetch from disk or host, and layers on several devices.
 
-        folder = Path(scratch, file.stem)
-        with _quiet():
-            convert(GGUFFile(file), folder)
-        yield str(folder)
+    The state dict is no help: bitsandbytes adds entries to it that it makes on the host.
+    """
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    on_gpu = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values())
+    devices: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_meta or (on_gpu and tensor.device.type == "cpu"):
+            raise ModelError(
+                f"{name} is not all on the GPUs: {key} was left to the host or the disk; load it in"
+                " 4 bit, or take more GPUs"
+            )
+        layer, device = ".".join(key.split(".")[:3]), str(tensor.device)
+        if layer.startswith("model.layers.") and devices.setdefault(layer, device) != device:
+            raise ModelError(
+                f"{name}: device_map puts {layer} on {devices[layer]} and {device}; a layer"
+                " must stay in one piece"
+            )
 
 
-def _locate(name: str) -> str:
-    """Return the folder or hub id for transformers."""
+def _find(name: str) -> Any:
+    """Return the folder or hub id that transformers loads a base from, or its GGUF file, opened."""
     if name == EMBEDDED:
         return str(EMBEDDED_FOLDER)
     if not name.strip():
@@ -342,16 +334,40 @@ def _locate(name: str) -> str:
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path)
-    if path.exists():
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(files) > 1:
+        raise ModelError(
+            f"{name} holds {len(files)} GGUF files, {files[0].name} and {files[1].name} among them;"
+            " name one of them"
+        )
+    if path.exists() or path.suffix == ".gguf":
+        from npt.base.gguf.file import GGUFFile, is_gguf
+
+        if files and is_gguf(files[0]):
+            return GGUFFile(files[0])
         raise ModelError(
             f"{name} holds no config.json; name a folder that a model was saved to, or a GGUF file"
         )
-    no_id = name.startswith((".", "~")) or name.count("/") > 1 or name.endswith("/")
-    if path.is_absolute() or no_id:
+    if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(
             f"there is no model folder {name!r}; check --model_name ('tiny' is the embedded model)"
         )
     return name
+
+
+@contextmanager
+def _located(name: str) -> Iterator[str]:
+    """Yield the folder or hub id for transformers; of a GGUF file a temporary folder."""
+    source = _find(name)
+    if isinstance(source, str):
+        yield source
+        return
+    from npt.base.gguf.convert import convert
+
+    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch, _quiet():
+        folder = Path(scratch, source.path.stem)
+        convert(source, folder)
+        yield str(folder)
 
 
 def _read(what: str, name: str, load: Callable[[], Any]) -> Any:
@@ -380,10 +396,8 @@ def _read(what: str, name: str, load: Callable[[], Any]) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars and load report; problems are raised here."""
-    level, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:

@@ -17,6 +17,8 @@ fp32's. Four things work against that quietly:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import MethodType
 from typing import Any
@@ -58,14 +60,10 @@ class PrecisionReport:
 
 
 def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:
-    """Make a quantised model compute in fp32, except products of packed weights.
+    """Make a model compute in fp32, except products of packed weights, which do in `compute_dtype`.
 
     Weights stored in 16 bit stay so. Classes are swapped in place, so parameter names and tied
     weights remain. They are swapped again when the vocabulary is resized, which makes a new head.
-
-    Args:
-        model: quantised or not.
-        compute_dtype: of products of packed weights; declared on the model for the audit.
     """
     setattr(model, _DECLARED, compute_dtype)
     for _, module in quantized_linears(model):
@@ -91,17 +89,10 @@ def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: An
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make a base compute in 16 bit, in place: mixtures that are compared with the policy's fp32.
+    """Make a base without adapters compute in 16 bit, in place, to compare it with the policy's.
 
     Everything but packed weights is stored in `dtype`; packed weights dequantise to it. Parameters
     only: `model.to(dtype)` would also round the rotary frequencies, which checkpoints keep in fp32.
-
-    Args:
-        model: from `load_base`, without adapters.
-        dtype: bfloat16 or float16.
-
-    Raises:
-        PrecisionError: a module would still compute in another dtype.
     """
     setattr(model, _DECLARED, dtype)
     vars(model).pop("resize_token_embeddings", None)
@@ -124,9 +115,8 @@ def declared_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def policy_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that the base must compute in, packed products aside.
-
-    fp32 if it is quantised, else the dtype of its final norm.
+    """Return the dtype that the base must compute in, packed products aside: fp32 if it is
+    quantised, else the dtype of its final norm.
     """
     return torch.float32 if quantized_linears(model) else model.model.norm.weight.dtype
 
@@ -137,18 +127,25 @@ def quantization_of(model: PreTrainedModel) -> str | None:
     return None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
 
 
+@contextmanager
+def fp32_products(precision: str) -> Iterator[None]:
+    """Let torch compute fp32 products at this precision within the context."""
+    earlier = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(earlier)
+
+
 def audit_precision(
     model: PreTrainedModel, expected: torch.dtype = torch.float32
 ) -> PrecisionReport:
     """Read the effective compute dtype of every linear and embedding layer off the modules.
 
-    Args:
-        model: quantised or not, with or without adapters, which must be fp32 in any case.
-        expected: of the base; packed weights must compute in what was declared on loading.
-
     Raises:
-        PrecisionError: a module would compute in another dtype, or autocast is on; the first is
-            named, with the count.
+        PrecisionError: autocast is on, or a module would compute in another dtype: of packed
+            weights what was declared on loading, of adapters fp32, of the rest `expected`.
     """
     computed, stored, adapters = Counter[str](), Counter[str](), Counter[str]()
     wrong: list[str] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import bitsandbytes as bnb
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from npt.base.linear import dense_weight
+from npt.base.precision import fp32_products
 from npt.base.rows import rows_of
 
 PRECISIONS = ("highest", "high")
@@ -22,24 +21,18 @@ ROWS, OUTPUTS = 64, 256
 of the error, of any model."""
 
 LARGEST_ERROR = 1e-3
-"""Relative error of a product up to which `auto` takes the faster setting. TF32 rounds operands to
-11 bits: a product of normal numbers is off by some 3e-4, in fp32's range; bf16 with 8 bits is off
-by 2e-3 and not taken. The weights themselves are off by 9e-2 in NF4, and by 2e-3 in bf16."""
+"""Relative error of a product up to which `auto` takes the faster setting. TF32 is off by some
+3e-4, in fp32's range; bf16 by 2e-3. The weights themselves are off by 9e-2 in NF4."""
 
 
 @torch.no_grad()
 def product_errors(model: PreTrainedModel) -> dict[str, dict[str, float]]:
-    """Return the relative error of products against fp64, under each fp32 matmul precision.
+    """Return the relative error of products against fp64: setting -> kind (`q_proj` and so on) ->
+    ||y - exact|| / ||exact||.
 
     Of the first decoder layer's linear layers and lm_head, as the modules compute, with the weight
     as stored (a 4-bit one dequantised). Setting and random state are left as they were. On a device
     without a faster product for `high`, as most CPUs, both figures are the same.
-
-    Args:
-        model: not sharded.
-
-    Returns:
-        Setting -> kind (`q_proj` and so on) -> ||y - exact|| / ||exact||.
     """
     kinds: dict[str, Any] = {
         name.rpartition(".")[2]: module
@@ -53,39 +46,22 @@ def product_errors(model: PreTrainedModel) -> dict[str, dict[str, float]]:
     return errors
 
 
-@contextmanager
-def fp32_products(precision: str) -> Iterator[None]:
-    """Let torch compute fp32 products at this precision within the context."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def set_matmul_precision(asked: str, model: PreTrainedModel) -> str | None:
-    """Set torch's fp32 matmul precision: highest, high, or by `choose_precision` for auto.
-
-    Returns:
-        A line that says why `auto` took a setting; None for other settings, and for a model on the
-        CPU, which computes at `highest` under `auto`.
+    """Set torch's fp32 matmul precision: highest, high, or by `choose_precision` for auto, which is
+    highest on the CPU. Return a line that says why `auto` took a setting on a GPU.
     """
-    if asked != "auto":
-        torch.set_float32_matmul_precision(asked)
-        return None
-    if any(parameter.device.type != "cuda" for parameter in model.parameters()):
-        torch.set_float32_matmul_precision("highest")
-        return None
-    taken, why = choose_precision(product_errors(model))
-    torch.set_float32_matmul_precision(taken)
-    return f"--matmul_precision auto takes {taken}: {why}"
+    reason = None
+    if asked == "auto":
+        asked = "highest"
+        if all(parameter.device.type == "cuda" for parameter in model.parameters()):
+            asked, reason = choose_precision(product_errors(model))
+    torch.set_float32_matmul_precision(asked)
+    return reason and f"--matmul_precision auto takes {asked}: {reason}"
 
 
 def choose_precision(errors: dict[str, dict[str, float]]) -> tuple[str, str]:
-    """Return `high` if it changes a product and all stay within LARGEST_ERROR, else `highest`.
-
-    With the reason. By errors alone: unlike times they are the same at every start of a run.
+    """Return `high` if it changes a product and all stay within LARGEST_ERROR, else `highest`; and
+    the reason. By errors alone: unlike times they are the same at every start of a run.
     """
     exact, fast = errors["highest"], errors["high"]
     changed = {kind: error for kind, error in fast.items() if error != exact[kind]}
@@ -118,5 +94,5 @@ def _error(module: Any) -> float:
         exact = exact + module.bias[:OUTPUTS].double()
     if (rows := rows_of(module)) is not None:
         exact = rows[0][:OUTPUTS].double() * exact + rows[1][:OUTPUTS].double()
-    off = torch.linalg.vector_norm(module(x)[:, :OUTPUTS].double() - exact)
-    return float(off / torch.linalg.vector_norm(exact))
+    difference = torch.linalg.vector_norm(module(x)[:, :OUTPUTS].double() - exact)
+    return float(difference / torch.linalg.vector_norm(exact))

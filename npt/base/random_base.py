@@ -11,7 +11,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import replace_with_bnb_linear
 
@@ -23,12 +23,8 @@ from npt.base.load import check_choice, frozen, packing_config
 from npt.base.precision import enforce_policy
 from npt.config import QUANT_TYPES, check_attention
 
-DENSE = ("lm_head",)
-"""Layers that stay unpacked, as in a loaded checkpoint."""
-
 STD = 0.02
-"""Of every weight matrix, as transformers starts them: no state overflows, attention is nearly
-even."""
+"""Of every weight matrix, as transformers starts them."""
 
 
 @torch.inference_mode(False)
@@ -44,17 +40,12 @@ def random_base(
     """Return a model like one of `load_base`, but for its values, without a tokenizer.
 
     Args:
-        config: of a known family. It is copied.
-        quantization: `nf4`, `fp4` (both with double quantisation; what is not packed is stored in
-            bf16, as most checkpoints have it) or None for fp32.
-        device: default the first CUDA device, else the CPU.
+        config: of a known family, else a ModelError. It is copied.
+        quantization: as in `load_base`; what is not packed is stored in bf16 then.
+        device: as in `load_base`.
         seed: fixes the values, on each kind of device its own.
         attn_implementation: as in `load_base`.
         compute_dtype: of products of packed weights.
-
-    Raises:
-        ConfigError: unknown quantisation or attn_implementation.
-        ModelError: a configuration of an unknown family.
     """
     check_choice("quantization", quantization, (*QUANT_TYPES, None))
     check_attention(attn_implementation)
@@ -68,15 +59,15 @@ def random_base(
             attn_implementation=implementation_of(attn_implementation),
         )
     if quantization is not None:
-        packing = packing_config(quantization)
         replace_with_bnb_linear(
-            model, modules_to_not_convert=list(DENSE), quantization_config=packing
+            model,
+            modules_to_not_convert=["lm_head"],  # as in a loaded checkpoint
+            quantization_config=packing_config(quantization),
         )
         model.is_loaded_in_4bit = True  # by which PEFT finds its form of a layer
     _draw_weights(model, stored, device, torch.Generator(device).manual_seed(seed))
-    rotary = type(model.model.rotary_emb)
     # made on no device, it holds no frequencies
-    model.model.rotary_emb = rotary(model.config).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     if quantization is not None:
         enforce_policy(model, compute_dtype)
@@ -90,19 +81,16 @@ def _draw_weights(
     """Draw every weight: matrices are random, norms are 1, biases are 0."""
     packed = {id(module.weight) for _, module in quantized_linears(model)}
 
-    def values(name: str, shape: torch.Size) -> Tensor:
-        if len(shape) > 1:
-            return torch.randn(shape, dtype=stored, device=device, generator=generator).mul_(STD)
-        value = 0.0 if name.endswith("bias") else 1.0
-        return torch.full(shape, value, dtype=stored, device=device)
-
     # a tied weight comes once, at its first place
     for name, parameter in list(model.named_parameters()):
-        owner, _, own_name = name.rpartition(".")
-        drawn: nn.Parameter = nn.Parameter(values(name, parameter.shape), requires_grad=False)
+        owner, _, last_name = name.rpartition(".")
+        value = torch.full(parameter.shape, float(last_name != "bias"), dtype=stored, device=device)
+        if parameter.ndim > 1:
+            value.normal_(generator=generator).mul_(STD)
+        drawn: nn.Parameter = nn.Parameter(value, requires_grad=False)
         if id(parameter) in packed:
             settings = {k: v for k, v in vars(parameter).items() if k != "quant_state"}
             # packed by the move
             drawn = bnb.nn.Params4bit(drawn.data, requires_grad=False, **settings).to(device)
-        setattr(model.get_submodule(owner), own_name, drawn)
+        setattr(model.get_submodule(owner), last_name, drawn)
     model.tie_weights()

@@ -1,4 +1,4 @@
-"""The arguments that a base was loaded with, written down with its adapter."""
+"""What a base is and how it was loaded, as written down with its adapter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from npt.config import COMPUTE_DTYPES, QUANT_TYPES
 
 ENTRY = "base_loading"
 """The entry of `adapter_config.json`."""
+
+ORIGIN, ORIGIN_ENTRY = "npt_origin", "base_origin"
+"""Entries that say which GGUF file a model was read from: of `config.json`; of `run.json` and
+`adapter_config.json`."""
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,28 +58,23 @@ class Recipe:
         """Return that of a base, loaded by `load_base` or by the user; None if `load_base` cannot
         load one like it.
         """
+        names = {dtype: name for name, dtype in STORED.items()}
         packed = quantization_of(model)
         if packed is None:
-            dtype = policy_dtype(model)
-            otherwise = getattr(model.config, "quantization_config", None) is not None
-            if otherwise or dtype not in STORED.values():
+            name = names.get(policy_dtype(model))
+            if name is None or getattr(model.config, "quantization_config", None) is not None:
                 return None
-            return cls(
-                use_fp16=dtype == torch.float16, dtype="bf16" if dtype == torch.bfloat16 else None
-            )
+            return cls(use_fp16=name == "fp16", dtype="bf16" if name == "bf16" else None)
         if packed not in QUANT_TYPES:
             return None
         linears = [module for _, module in quantized_linears(model)]
         states = [module.weight.quant_state for module in linears]
-        kept = model.get_input_embeddings().weight.dtype
-        stored = next((name for name, dtype in STORED.items() if dtype == kept), None)
+        in_bf16 = {module.compute_dtype for module in linears} == {torch.bfloat16}
         return cls(
             packed,
             double_quant=any(state is not None and state.nested for state in states),
-            compute_dtype=(
-                "bf16" if {m.compute_dtype for m in linears} == {torch.bfloat16} else "fp32"
-            ),
-            dtype=getattr(model, _DTYPE, stored),
+            compute_dtype="bf16" if in_bf16 else "fp32",
+            dtype=getattr(model, _DTYPE, names.get(model.get_input_embeddings().weight.dtype)),
         )
 
     @classmethod
@@ -123,6 +122,12 @@ class Recipe:
         """Arguments of `load_base` that are not its defaults."""
         usual = Recipe().arguments
         return {name: value for name, value in self.arguments.items() if value != usual[name]}
+
+
+def origin_of(config: Any) -> dict[str, Any] | None:
+    """Return what is known of the GGUF file that a model was read from; None if it was not."""
+    origin = getattr(config, ORIGIN, None)
+    return origin if isinstance(origin, dict) else None
 
 
 def note_dtype(model: PreTrainedModel, dtype: str | None) -> None:

@@ -2,9 +2,8 @@
 
     y = scale * (W x + b) + bias
 
-Not a byte of W is written, and taking the rows away gives the layer back bit for bit. The layer's
-class is swapped for a subclass of itself; the two vectors are buffers that no state dict knows, so
-the base keeps its names and its hash.
+Not a byte of W is written. The layer's class is swapped for a subclass of itself; the two vectors
+are buffers that no state dict knows, so the base keeps its names and its hash.
 """
 
 from __future__ import annotations
@@ -36,18 +35,15 @@ class RowScaled(nn.Module):
 
 
 @linear_kind
-class RowScaledLinear4bit(RowScaled, bnb.nn.Linear4bit):
-    """A packed layer with rows."""
+class RowScaledLinear4bit(RowScaled, bnb.nn.Linear4bit): ...
 
 
 @linear_kind
-class RowScaledUpcastLinear(RowScaled, UpcastLinear):
-    """A layer stored in 16 bit, computed in fp32, with rows."""
+class RowScaledUpcastLinear(RowScaled, UpcastLinear): ...
 
 
 @linear_kind
-class RowScaledLinear(RowScaled, nn.Linear):
-    """A dense layer with rows."""
+class RowScaledLinear(RowScaled, nn.Linear): ...
 
 
 _FORMS: dict[type[nn.Module], type[RowScaled]] = {
@@ -56,11 +52,7 @@ _FORMS: dict[type[nn.Module], type[RowScaled]] = {
 
 
 def set_rows(module: Any, rows: Rows | None) -> None:
-    """Give a linear layer these rows instead of those it has; None takes them away.
-
-    Raises:
-        ModelError: a layer of another class.
-    """
+    """Give a linear layer these rows instead of those it has; None takes them away."""
     check_row_scalable(module)
     if isinstance(module, RowScaled):
         module.__class__ = type(module).__bases__[1]

@@ -19,11 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
-from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
+from npt.adapters.converted import (
+    adapter_parameters,
+    attached_config,
+    evaluating,
+    is_sharded,
+    npt_layers,
+)
 from npt.calibration.cut import Cut, spend
 from npt.calibration.placement import Placement, free_bytes, or_on_host, release
 from npt.calibration.plan import plan
-from npt.calibration.report import Calibration, Display, LayerCalibration
+from npt.calibration.report import Calibration, CalibrationBar, LayerCalibration
 from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import measure
 from npt.config import STREAM, NPTConfig
@@ -102,10 +108,8 @@ def calibrate(
     work = plan(model.config, layers, batch=(largest[0], largest[1]))
     free = free_bytes(device) if device.type == "cuda" else 0
     placement = work.place(device, free)
-    display = Display(console or silent_console(), read)
+    display = CalibrationBar(console or silent_console(), read)
     display.say(work.announcement(device, placement, free, layers, read))
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     cuts: dict[int, Cut] = {}
 
     def walk(placement: Placement) -> None:
@@ -121,11 +125,9 @@ def calibrate(
             ).to(placement.sums)
 
     try:
-        with closing(display):
+        with closing(display), evaluating(model):
             or_on_host(walk, placement, display.say)
     finally:
-        for module in training:
-            module.training = True
         release(device)
     if config.ranks is None:
         worth = {index: cut.worth for index, cut in cuts.items()}
@@ -183,9 +185,9 @@ def start_tensors(
     B is divided by alpha, which the forward multiplies it with.
     """
     device = next(iter(adapter_parameters(model).values())).device
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in adapter_shapes(model, config).items():
-        found[name] = torch.zeros(shape, device=device)
+        tensors[name] = torch.zeros(shape, device=device)
     for index, cut in cuts.items():
         code, back = cut.code[: ranks[index]], cut.back[:, : ranks[index]] / config.additive_scale
         if not bool(torch.isfinite(code).all() & torch.isfinite(back).all()):
@@ -194,9 +196,9 @@ def start_tensors(
                 " changed, start with --init random"
             )
         code, back = balanced(code, back)
-        found[f"model.layers.{index}.npt.A"] = code.to(device)
-        found[f"model.layers.{index}.npt.B.{STREAM}"] = back.to(device)
-    return found
+        tensors[f"model.layers.{index}.npt.A"] = code.to(device)
+        tensors[f"model.layers.{index}.npt.B.{STREAM}"] = back.to(device)
+    return tensors
 
 
 def balanced(code: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,11 @@ rounding, and fitted to noise."""
 class Cut:
     """All directions of one layer, the worthiest first.
 
-    worth: [D], of each, in nats. code: A at R = D, [D, D] fp32, as rows. back: P at R = D, [D, D]
-    fp32, as columns. lost: [D + 1], the share of |a / r|^2 that a cut to so many directions loses.
+    Attributes:
+        worth: [D], of each, in nats.
+        code: A at R = D, [D, D] fp32, as rows.
+        back: P at R = D, [D, D] fp32, as columns.
+        lost: [D + 1], the share of |a / r|^2 that a cut to so many directions loses.
     """
 
     worth: list[float]

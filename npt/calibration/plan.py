@@ -25,9 +25,11 @@ of the eigendecomposition, more than two of them."""
 class Plan:
     """Bytes next to the model.
 
-    gram: of one [D, D] matrix in fp32. graph: of one batch through the teacher. sums: of the
-    matrices of all layers, in which their directions find room later. factor: of the matrices of
-    one layer while they are factorised.
+    Attributes:
+        gram: of one [D, D] matrix in fp32.
+        graph: of one batch through the teacher.
+        sums: of the matrices of all layers, in which their directions find room later.
+        factor: of the matrices of one layer while they are factorised.
     """
 
     gram: int
@@ -47,33 +49,20 @@ class Plan:
 
     def peak(self, device: torch.device, placement: Placement) -> int:
         """Return the most bytes on the model's device."""
-        sums = self.sums if placement.sums == device else self.gram
+        kept = self.sums if placement.sums == device else 0
         factor = self.factor if placement.factors == device else self.gram
-        return max(self.graph + sums, factor + (self.sums if placement.sums == device else 0))
-
-    def ram(self, device: torch.device, placement: Placement) -> int:
-        """Return bytes on the host, those of the model's work included on a CPU."""
-        if device.type == "cpu":
-            return self.peak(device, placement)
-        sums = self.sums if placement.sums == HOST else 0
-        return sums + (self.factor if placement.factors == HOST else 0)
+        return max(self.graph + (kept or self.gram), factor + kept)
 
     def announcement(
-        self,
-        device: torch.device,
-        placement: Placement,
-        free: int,
-        layers: Sequence[int],
+        self, device: torch.device, placement: Placement, free: int, layers: Sequence[int],
         tokens: int,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Return the line printed before the start: work, memory, and on which devices."""
-        parts = [f"calibrating layers {format_layers(tuple(layers))} on {tokens:,} tokens"]
-        if device != HOST:
-            parts.append(
-                f"{self.peak(device, placement) >> 20:,} of {free >> 20:,} MiB free on {device}"
-            )
-        parts.append(f"{self.ram(device, placement) >> 20:,} MiB of memory besides the base")
-        return ", ".join(parts) + ("" if device == HOST else f"; {placement}")
+        line = f"calibrating layers {format_layers(tuple(layers))} on {tokens:,} tokens,"
+        line += f" {self.peak(device, placement) >> 20:,} MiB besides the base"
+        if device == HOST:
+            return line
+        return f"{line}, of {free >> 20:,} MiB free on {device}; {placement}"
 
 
 def plan(

@@ -13,8 +13,8 @@ from rich.table import Table
 from npt.console import say
 
 
-class Display:
-    """A bar on a terminal, nothing elsewhere."""
+class CalibrationBar:
+    """A progress bar on a terminal, nothing elsewhere."""
 
     def __init__(self, console: Console, tokens: int):
         self.console = console
@@ -44,9 +44,11 @@ class Display:
 class LayerCalibration:
     """One layer, on the tokens of the calibration.
 
-    nmse: ||a - a'||^2 / ||a||^2, the share of the attention output that is cut off, of tokens in
-    units of their size. kl: what that costs in KL(teacher, student), nats per token, to second
-    order and by itself.
+    Attributes:
+        rank: R.
+        nmse: ||a - a'||^2 / ||a||^2, the share of the attention output that is cut off, of tokens
+            in units of their size.
+        kl: what that costs in KL(teacher, student), nats per token, to second order and by itself.
     """
 
     rank: int

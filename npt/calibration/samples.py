@@ -43,18 +43,18 @@ def read_samples(
         left -= len(sample.input_ids)
         if left <= 0:
             break
-    found, left = [], tokens
+    chosen, left = [], tokens
     order = Permutation(len(read), f"calibration/{seed}")
     for number in range(len(read)):
-        found.append(_shortened(read[order[number]], left))
-        left -= len(found[-1].input_ids)
+        chosen.append(_shortened(read[order[number]], left))
+        left -= len(chosen[-1].input_ids)
         if left < 2:
             break
-    if len(found) < 2:
+    if len(chosen) < 2:
         raise TooLittleTextError(
-            f"calibration needs two samples of text, and the data gave {len(found)}; give it more"
+            f"calibration needs two samples of text, and the data gave {len(chosen)}; give it more"
         )
-    return found
+    return chosen
 
 
 def _shortened(sample: Sample, length: int) -> Sample:

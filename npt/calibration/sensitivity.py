@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
 from npt.adapters.stream import open_stream
 from npt.base.linear import cast_once
-from npt.base.quantization_error import fp32_products
+from npt.base.precision import fp32_products
 from npt.calibration.placement import HOST
 from npt.data.batch import Batch
 from npt.distill.logit_losses import LOGIT_CHUNK
@@ -74,7 +74,8 @@ def measure(
     """
     converted = npt_layers(model)
     layers = decoder_layers(model)
-    found = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
+    width = model.config.hidden_size
+    sums_by_layer = {index: Sensitivity(width, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
@@ -83,8 +84,8 @@ def measure(
         seen: dict[tuple[int, str], Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(adapters_disabled(model))
-            for index, own in converted:
-                stack.enter_context(_watched(own, index, seen))
+            for index, watched in converted:
+                stack.enter_context(_watched(watched, index, seen))
             with torch.no_grad():
                 stream = open_stream(model, batch)
                 hidden = stream.hidden
@@ -95,23 +96,23 @@ def measure(
                 for index in range(first, len(layers)):
                     hidden = stream.clean(layers[index](hidden, **stream.context_of(layers[index])))
                 states = stream.rows(model.model.norm(hidden))
-            for index in found:
-                for place, name in (("attention", "attention output"), ("stream", "stream")):
-                    check_finite(index, name, stream.rows(seen[index, place].detach()))
+            for index in sums_by_layer:
+                for key, name in (("attention", "attention output"), ("stream", "stream")):
+                    check_finite(index, name, stream.rows(seen[index, key].detach()))
             states.backward(_score(model, states.detach(), generator))
-        for index, sums in found.items():
+        for index, sums in sums_by_layer.items():
             gradient = seen[index, "stream"].grad
             assert gradient is not None
             read, attention = (
-                stream.rows(seen[index, place].detach()) for place in ("stream", "attention")
+                stream.rows(seen[index, key].detach()) for key in ("stream", "attention")
             )
             at_attention = stream.rows(gradient)
             check_finite(index, "gradient at the attention output", at_attention)
             sums.add(read, attention, at_attention)
         tick(host_batch)
-    for sums in found.values():
+    for sums in sums_by_layer.values():
         sums.divide()
-    return found
+    return sums_by_layer
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:

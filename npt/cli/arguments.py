@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npt.config import INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
-from npt.console import put
+from npt.console import make_console, put
 from npt.files import to_json
 from npt.flags import add_settings, build
 
@@ -75,8 +75,10 @@ def add_student(
     leave_out: Iterable[str] = (),
     **adapter: Any,
 ) -> None:
-    """Add the flags by which a verb loads an adapter on its base, and with `data` those of a data
-    set; `adapter` is passed to `add_adapter`.
+    """Add the flags by which a verb loads an adapter on its base, and with `data` a data set.
+
+    Args:
+        adapter: passed to `add_adapter`.
     """
     add_adapter(parser, **adapter)
     add_switch(
@@ -92,17 +94,13 @@ def add_student(
 def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
     """Return the flags, with the adapter that they name as it was found, and the base. What flags
     do not say about the base is taken from the adapter.
-
-    Raises:
-        AdapterFileError, HubError: there is no adapter, or its configuration cannot be read.
     """
     if given.get("adapter") is None:
         return dict(given), build(BaseConfig, given)
     from npt.adapters.files.adapter_files import find_adapter
 
     adapter = find_adapter(given["adapter"])
-    recipe = adapter.recipe
-    recorded: dict[str, Any] = {}
+    recipe, recorded = adapter.recipe, dict[str, Any]()
     name = adapter.record.get("base_model_name_or_path")
     if isinstance(name, str) and name != "unknown":
         recorded["model_name"] = name
@@ -113,14 +111,38 @@ def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
     return {**given, "adapter": adapter}, build(BaseConfig, {**recorded, **given})
 
 
+class Task(NamedTuple):
+    """The arguments of a verb that loads a student.
+
+    Attributes:
+        given: the flags, with the adapter that was found.
+        console: for notes; standard output under --json is JSON alone.
+    """
+
+    given: dict[str, Any]
+    base: BaseConfig
+    data: DataConfig
+    console: Any
+
+
+def begin(given: Mapping[str, Any]) -> Task:
+    """Find the adapter of the flags, and check the settings of base and data."""
+    flags, base = with_base(given)
+    data = build(DataConfig, flags)
+    from npt.data.source import check_source
+
+    check_source(data)
+    return Task(flags, base, data, make_console(stderr=flags["json"]))
+
+
 def check_run(
     base: BaseConfig, adapter: NPTConfig, data: DataConfig, training: TrainConfig,
     *, starts: bool = True,
-) -> Any:  # fmt: skip
-    """Refuse what can be refused before weights are read; return the base's configuration.
+) -> None:  # fmt: skip
+    """Refuse what can be refused before weights are read.
 
     Args:
-        starts: whether the adapter is new, and may be calibrated.
+        starts: the adapter is new, and may be calibrated.
     """
     from npt.adapters.fit import check_fit
     from npt.base.load import check_teacher, read_config
@@ -139,20 +161,6 @@ def check_run(
     check_trackers(training)
     check_trainable(adapter, data, base.teacher_precision is not None)
     check_replay(data)
-    return config
-
-
-def open_base(base: BaseConfig, **how: Any) -> tuple[Any, Any]:
-    """Call `npt.load_base` with these settings; `how` are its further arguments."""
-    import npt
-
-    return npt.load_base(
-        base.model_name,
-        quantization=base.quantization,
-        use_fp16=base.use_fp16,
-        compute_dtype=base.compute_dtype,
-        **how,
-    )
 
 
 def load(
@@ -164,47 +172,71 @@ def load(
         device, pack_on: as for `npt.load_base`.
         adapter: that was found, on whose base the user may have decided what no flag does.
     """
-    import torch
-
+    import npt
     from npt.base.gguf.configuration import describe_origin
     from npt.base.precision import policy_dtype, quantization_of
-    from npt.base.quantization_error import product_errors, set_matmul_precision
+    from npt.base.quantization_error import set_matmul_precision
     from npt.base.recipe import STORED
 
     where: dict[str, Any] = (
         {"device": device} if base.device_map is None else {"device_map": base.device_map}
     )
     recipe = None if adapter is None else adapter.recipe
-    own = base.quantization, base.use_fp16
-    if recipe is not None and (recipe.quantization, recipe.use_fp16) == own:
+    form = base.quantization, base.use_fp16
+    if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
         where |= recipe.storage
-    model, tokenizer = open_base(
-        base, attn_implementation=base.attn_implementation, pack_on=pack_on, **where
+    model, tokenizer = npt.load_base(
+        base.model_name,
+        quantization=base.quantization,
+        use_fp16=base.use_fp16,
+        compute_dtype=base.compute_dtype,
+        attn_implementation=base.attn_implementation,
+        pack_on=pack_on,
+        **where,
     )
     packed, computing = quantization_of(model), policy_dtype(model)
     dtype = next(name for name, stored in STORED.items() if stored == computing)
-    chosen = set_matmul_precision(base.matmul_precision, model)
+    precision = set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
     )
-    console.say(*(line for line in (describe_origin(model.config), chosen) if line is not None))
-    if base.compute_dtype == "bf16":
-        errors = product_errors(model)[torch.get_float32_matmul_precision()]
-        worst = max(error for kind, error in errors.items() if kind != "lm_head")
-        console.say(
-            f"--compute_dtype bf16: 4-bit products are rounded to bf16, off by {worst:.1e} of their"
-            " size here; all else computes in fp32"
-        )
+    console.say(*(line for line in (describe_origin(model.config), precision) if line is not None))
     return model, tokenizer
 
 
-def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[Any, dict[str, str]]:
-    """Attach the adapter of the flags, which was found; warn if its base is another one.
+def load_teacher(base: BaseConfig, console: Any, device: Any) -> Any:
+    """Load the teacher of --teacher_precision and print a line about it; None without one."""
+    import npt
 
-    Returns:
-        The base's identity, and the record of another base: `other_base`, or nothing.
+    precision = base.teacher_precision
+    if precision is None:
+        return None
+    teacher = npt.load_teacher(
+        base.model_name, precision, device=device, attn_implementation=base.attn_implementation
+    )
+    console.say(f"teacher {base.model_name}: unquantised, stored in {precision}, computes in fp32")
+    return teacher
+
+
+class Student(NamedTuple):
+    """A base with its adapter attached.
+
+    Attributes:
+        identity: of the base.
+        other: `other_base`, what the adapter's own base differs in; else nothing.
+    """
+
+    model: Any
+    tokenizer: Any
+    identity: Any
+    other: dict[str, str]
+
+
+def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[Any, dict[str, str]]:
+    """Attach the adapter of the flags, which was found; warn if its base is another one. Return
+    `identity` and `other` of a `Student`.
     """
     import npt
     from npt.adapters.files.adapter_files import base_mismatch
@@ -220,15 +252,6 @@ def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[An
     return base, {"other_base": other}
 
 
-class Student(NamedTuple):
-    """A base with its adapter attached. other: see `load_adapter`."""
-
-    model: Any
-    tokenizer: Any
-    identity: Any
-    other: dict[str, str]
-
-
 def load_student(base: BaseConfig, given: Mapping[str, Any], console: Any) -> Student:
     """Load the base and attach the adapter of the flags."""
     model, tokenizer = load(base, console, adapter=given["adapter"])
@@ -238,6 +261,14 @@ def load_student(base: BaseConfig, given: Mapping[str, Any], console: Any) -> St
 def print_json(value: Any) -> None:
     """Print standard JSON on stdout."""
     put(to_json(value, indent=2))
+
+
+def tell(given: Mapping[str, Any], figures: Any, *lines: str) -> None:
+    """Print a verb's result: the figures under --json, else the lines."""
+    if given["json"]:
+        print_json(figures)
+    else:
+        make_console().say(*lines)
 
 
 def print_table(console: Any, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -6,59 +6,50 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
-from npt.config import DataConfig
-from npt.console import make_console
+from npt.cli.arguments import add_number, add_student, begin, load_student, natural, tell
 from npt.errors import DataError
-from npt.flags import build
 
 
 def collect(given: dict[str, Any]) -> int:
     """Write the prompts at which a student's greedy token leaves its teacher's, as data to train
     on.
     """
-    given, base = with_base(given)
-    data = build(DataConfig, given)
     from npt.adapters.fit import check_length
     from npt.base.load import read_config
-    from npt.data.source import OWN_HELDOUT, check_source, open_source
+    from npt.data.source import OWN_HELDOUT, open_source
+    from npt.tools.collect.collect import check_output, prompt_length
     from npt.tools.collect.collect import collect as run
-    from npt.tools.collect.collect import prompt_length
-    from npt.tools.collect.journal import check_output
 
-    console = make_console(stderr=given["json"])
+    given, base, data, console = begin(given)
     check_output(Path(given["output"]))
     prompt_length(data, given["max_new_tokens"])
-    check_source(data)
     check_length(data.max_length, read_config(base.model_name))
     if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
             " on; collect from 'train'"
         )
-    model, tokenizer, identity, other = load_student(base, given, console)
+    student = load_student(base, given, console)
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
     with console.status("collecting") as status:
         result = run(
-            model,
-            tokenizer,
+            student.model,
+            student.tokenizer,
             open_source(data),
             given["output"],
             data_config=data,
-            base=identity,
-            report=lambda done: status.update(f"{done.prompts:,} prompts"),
+            base=student.identity,
+            report=lambda count: status.update(f"{count:,} prompts"),
             **{name: given[name] for name in names},
         )
-    figures = {**result.as_dict(), **other}
-    if given["json"]:
-        print_json(figures)
-        return result.exit_status
-    before = f", {result.resumed:,} of them earlier" if result.resumed else ""
-    console.say(
-        f"{figures['prompts']:,} prompts{before}: the student leaves its teacher in"
+    figures = result.as_dict()
+    tell(
+        given,
+        {**figures, **student.other},
+        f"{figures['prompts']:,} prompts: the student leaves its teacher in"
         f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"
         f" {figures['top1']:.1%}, KL {figures['kl']:.4f} nats, acceptance"
-        f" {figures['acceptance']:.1%}; written to {figures['output']}"
+        f" {figures['acceptance']:.1%}; written to {figures['output']}",
     )
     return result.exit_status
 
@@ -73,19 +64,13 @@ def _jsonl(text: str) -> str:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "The same command again continues an earlier one. Exit status: 0 done, 2 wrong arguments,"
-        " data or output, 5 adapter unusable, 128+n after finishing the batch on signal n."
+        "Exit status: 0 done, 2 wrong arguments, data or output, 5 adapter unusable, 128+n after"
+        " finishing the batch on signal n."
     )
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FILE.jsonl",
-        type=_jsonl,
-        help="file to write, or to continue",
-    )
+    where = {"metavar": "FILE.jsonl", "help": "file to write"}
+    parser.add_argument("--output", required=True, type=_jsonl, **where)
     add_number(parser, "max_new_tokens", "tokens of a completion", 64)
     add_number(parser, "num_prompts", "prompts in all", 256)
     add_number(parser, "batch_size", "prompts at a time", 8)
     add_number(parser, "seed", "of the order of prompts", 0, natural)
-    unused = ("packing", "completion_column")
-    add_student(parser, data=True, leave_out=unused)
+    add_student(parser, data=True, leave_out=("packing", "completion_column"))

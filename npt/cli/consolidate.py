@@ -12,16 +12,14 @@ from npt.cli.arguments import (
     add_number,
     add_student,
     add_switch,
+    begin,
     limit,
     load_student,
-    print_json,
-    with_base,
+    tell,
 )
 from npt.config import TARGETS, DataConfig
-from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.files import check_room
-from npt.flags import build
 
 _DEFAULTS: dict[str, Any] = {
     "text": None,
@@ -40,8 +38,6 @@ def consolidate(given: dict[str, Any]) -> int:
     """Make what a text does to one token part of the model, and report what is recalled and what
     forgotten.
     """
-    given, base = with_base(given)
-    data = build(DataConfig, given)
     unused = [f"--{name}" for name in _DEFAULTS if given["undo"] and given[name] is not None]
     if unused:
         raise ConfigError(
@@ -53,29 +49,26 @@ def consolidate(given: dict[str, Any]) -> int:
             "--text is missing: the fact that is to become part of the model (or --undo, to take"
             " the last one back)"
         )
-    given |= {name: value for name, value in _DEFAULTS.items() if given[name] is None}
-    from npt.data.source import check_source
-
-    console = make_console(stderr=given["json"])
-    check_source(data)
+    given = given | {name: value for name, value in _DEFAULTS.items() if given[name] is None}
+    given, base, data, console = begin(given)
     student = load_student(base, given, console)
-    (_undo if given["undo"] else _update)(student, data, given, console)
-    return 0
+    if given["undo"]:
+        return _undo(student, given)
+    return _update(student, data, given, console)
 
 
-def _undo(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
+def _undo(student: Student, given: dict[str, Any]) -> int:
     import npt
 
     (taken,) = npt.unconsolidate(student.model)
     npt.save_adapter(student.model, given["output"], base=student.identity)
     left, output = len(npt.consolidated(student.model)), given["output"]
-    if given["json"]:
-        print_json({"undone": taken.record, "updates": left, "output": output, **student.other})
-    else:
-        console.say(f"took back {taken}; {left} updates are left in {output}")
+    figures = {"undone": taken.record, "updates": left, "output": output, **student.other}
+    tell(given, figures, f"took back {taken}; {left} updates are left in {output}")
+    return 0
 
 
-def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> None:
+def _update(student: Student, data: DataConfig, given: dict[str, Any], console: Any) -> int:
     import npt
     from npt.adapters.consolidate import update_from
     from npt.adapters.converted import adapter_parameters
@@ -84,13 +77,11 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     from npt.adapters.token_modulation import modulation_of
     from npt.data.source import open_source, own_heldout
     from npt.evaluation.heldout import evaluation_samples
-    from npt.tools.editing.edit_metrics import Before, encode_fact, largest_alpha, print_retention
+    from npt.tools.editing.edit_metrics import Baseline, encode_fact, largest_alpha, print_retention
 
     model, tokenizer, output = student.model, student.tokenizer, Path(given["output"])
-    size = sum(p.numel() * p.element_size() for p in adapter_parameters(model).values())
     check_replaceable(output)
-    check_room(output, size)
-    max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
+    check_room(output, sum(p.nbytes for p in adapter_parameters(model).values()))
     fact = encode_fact(tokenizer, given["text"], given["context"])
     ids = fact.in_context if given["context"] else fact.alone
     config = given["adapter"].config
@@ -99,14 +90,11 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
     targets = ("down",) if "down" in config.targets else config.targets
     if given["targets"] is not None:
         targets = tuple(target.strip() for target in given["targets"].split(","))
-    record = {
-        "text": given["text"],
-        "context": given["context"],
-        "adapter_hash": adapter_hash(model),
-        **student.other,
-    }
+    record = {name: given[name] for name in ("text", "context")}
+    record |= {"adapter_hash": adapter_hash(model), **student.other}
     modulation = modulation_of(model, ids, given["token"])
     make = partial(update_from, modulation, layers=layers, targets=targets, record=record)
+    max_alpha, max_kl, batch_size = given["alpha"], given["max_kl"], given["batch_size"]
     make(max_alpha)  # refuse what cannot work before measuring
     heldout_data = own_heldout(data)
     records = heldout_data if heldout_data is not None else open_source(data)
@@ -121,66 +109,49 @@ def _update(student: Student, data: DataConfig, given: dict[str, Any], console: 
             " report on another; give more"
         )
     with console.status("measuring"):
-        fitting = Before(model, tokenizer, fact, chosen_on, batch_size)
-        alpha = largest_alpha(model, fitting, make, max_alpha, max_kl)
-        before = Before(model, tokenizer, fact, reported_on, batch_size)
+        baseline = Baseline(model, fact, chosen_on, batch_size)
+        alpha = largest_alpha(model, baseline, make, max_alpha, max_kl)
+        baseline = Baseline(model, fact, reported_on, batch_size)
         update = make(alpha)
         npt.consolidate(model, update)
-        retention = before.against(model)
+        retention = baseline.against(model)
     if not given["json"]:
         print_retention(retention, console, "held-out" if heldout else "TRAINING")
-    try:
-        npt.save_adapter(model, output, base=student.identity)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {output} cannot be written: {error.strerror}; choose another"
-        ) from error
+    npt.save_adapter(model, output, base=student.identity)
     updates = len(npt.consolidated(model))
-    if given["json"]:
-        choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
-        figures = {**retention, "heldout": heldout, "output": given["output"]}
-        print_json({**choice, **figures})
-        return
+    choice = {**update.record, "asked_alpha": max_alpha, "max_kl": max_kl, "updates": updates}
     bounded = f" ({max_alpha:g} was asked for: --max_kl {max_kl:g})" if alpha < max_alpha else ""
-    console.say(
+    tell(
+        given,
+        {**choice, **retention, "heldout": heldout, "output": given["output"]},
         f"token {modulation.token} ({tokenizer.decode([modulation.token_id])!r}), layers"
         f" {update.record['layers']}, {', '.join(targets)}, alpha {alpha:.3g}{bounded}; update"
-        f" {updates} is in {given['output']}"
+        f" {updates} is in {given['output']}",
     )
+    return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit status: 0 done, 2 wrong arguments or data, 5 adapter unusable."
-    parser.add_argument("--text", metavar="FACT", help="the fact")
-    parser.add_argument(
-        "--context", metavar="TEXT", help="text read before the fact (default: nothing)"
-    )
+    add = parser.add_argument
+    add("--text", metavar="FACT", help="the fact")
+    add("--context", metavar="TEXT", help="text read before the fact (default: nothing)")
     add_number(parser, "token", "whose modulation is taken (default: -1, the last)", kind=int)
     add_number(parser, "alpha", "strength, above 0 and at most 1 (default: 0.5)", kind=float)
-    add_number(
-        parser,
-        "max_kl",
+    bound = (
         "held-out divergence that may come of it, nats per token; alpha is lowered to keep it"
-        " (default: 0.01; inf: no bound)",
-        kind=limit,
+        " (default: 0.01; inf: no bound)"
     )
-    parser.add_argument(
-        "--layers", help="of the adapter's layers, those that are changed (default: all of them)"
+    add_number(parser, "max_kl", bound, kind=limit)
+    add("--layers", help="of the adapter's layers, those that are changed (default: all of them)")
+    targets = (
+        f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: down if it"
+        " is one of them)"
     )
-    parser.add_argument(
-        "--targets",
-        help=(
-            f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: down"
-            " if it is one of them)"
-        ),
-    )
+    add("--targets", help=targets)
     add_switch(parser, "undo", "take the adapter's last update back instead")
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="FOLDER",
-        help="folder for the adapter together with the update",
-    )
+    output = "folder for the adapter together with the update"
+    add("--output", required=True, metavar="FOLDER", help=output)
     add_number(parser, "eval_samples", "samples of held-out text", 64)
     add_number(parser, "batch_size", "samples at a time", 8)
     add_student(parser, data=True)

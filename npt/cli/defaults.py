@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from npt.cli.arguments import add_switch
 from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.config.texts import words
 from npt.flags import read_yaml, shown_default
@@ -50,19 +51,20 @@ OTHER_WAYS = {"adapter_rank": ("ranks",), "max_steps": ("num_epochs", "num_sampl
 
 
 class Chosen(NamedTuple):
-    """Flags with defaults, lines to print about them, and whether a random start will do where one
-    in closed form was chosen.
+    """The flags of a run, with defaults filled in.
+
+    Attributes:
+        notes: lines to print about them.
+        fallback: a random start will do where one in closed form was chosen.
     """
 
     given: dict[str, Any]
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     fallback: bool = False
 
 
 def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Return the flags over the settings of the file in --config, if any, without those that are
-    ignored.
-    """
+    """Return the flags over the settings of the file in --config, without ignored ones."""
     if "config" not in given:
         return dict(given)
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
@@ -72,7 +74,7 @@ def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict
 
 def with_defaults(
     given: Mapping[str, Any],
-    before: Mapping[str, Any] | None = None,
+    recorded: Mapping[str, Any] | None = None,
     *,
     model_name: str | None = None,
     solvable: bool = True,
@@ -81,13 +83,13 @@ def with_defaults(
 
     Args:
         given: by flag name; `init` may be `auto`, which is its default.
-        before: those of the run that is resumed, if any, which come before any default.
+        recorded: those of the run that is resumed, if any, which come before any default.
         model_name: of the base, where flags do not say it: an adapter knows its own.
         solvable: False if a start was found not to be solvable.
     """
     asked, adapter = given.get("init", AUTO), given.get("adapter") is not None
     flags = {n: v for n, v in given.items() if n != "init" or not (adapter or asked == AUTO)}
-    lines: list[str] = []
+    notes: list[str] = []
     if adapter:
         chosen = _near(flags)
     else:
@@ -95,26 +97,26 @@ def with_defaults(
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
         base = given.get("model_name", model_name or EMBEDDED)
-        text = flags.get("dataset_name", BUILTIN)
-        if (base, text) == (EMBEDDED, BUILTIN):
+        if (base, flags.get("dataset_name", BUILTIN)) == (EMBEDDED, BUILTIN):
             chosen |= _missing(EMBEDDED_DEFAULTS[init], flags)
         if asked == AUTO and init == "random":
-            lines.append(f"--init auto: a random start, because of {against}")
+            notes.append(f"--init auto: a random start, because of {against}")
         elif asked == AUTO:
             others = " ".join(f"--{name} {v}" for name, v in chosen.items() if name != "init")
-            lines.append(
+            notes.append(
                 f"--init auto: a start in closed form (--init calibrated); with it go {others};"
                 " --init random starts at random"
             )
     chosen |= _missing({"save_steps": 500}, flags)
-    if before:
+    if recorded:
         # the form is that of the run's beginning, whose defaults may have been others
         form = {"targets"} - flags.keys()
-        chosen |= {name: before[name] for name in form | chosen.keys() if name in before}
+        chosen |= {name: recorded[name] for name in form | chosen.keys() if name in recorded}
         return Chosen({**flags, **chosen})
-    wants_solving = "calibration_tokens" in flags
-    fallback = asked == AUTO and chosen.get("init") == "calibrated" and not wants_solving
-    return Chosen({**flags, **chosen}, tuple(lines), fallback)
+    solves = asked == AUTO and chosen.get("init") == "calibrated"
+    return Chosen(
+        {**flags, **chosen}, tuple(notes), fallback=solves and "calibration_tokens" not in flags
+    )
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,52 +165,33 @@ def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
     if name is not None or model_name == EMBEDDED:
         return Chosen(dict(given))
     web_text = DATASETS["slimpajama"]
-    said = (
+    note = (
         f"no --dataset_name: text is streamed from {web_text['dataset_name']}; name a file, a"
         " folder or another data set to use that"
     )
-    return Chosen({**web_text, **given}, (said,))
+    return Chosen({**web_text, **given}, (note,))
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the flags that mean several settings of a run."""
-    names = ", ".join(presets())
-    parser.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        default=argparse.SUPPRESS,
-        help=f"settings by flag name, a file or a preset ({names}); other flags win",
-    )
-    parser.add_argument(
-        "--safe_mode",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="additive modulation only: short for --modulation additive",
-    )
+    unset, names = argparse.SUPPRESS, ", ".join(presets())
+    text = f"settings by flag name, a file or a preset ({names}); other flags win"
+    parser.add_argument("--config", metavar="FILE.yaml", default=unset, help=text)
+    text = "additive modulation only: short for --modulation additive"
+    add_switch(parser, "safe_mode", text, unset)
 
 
 def offer_auto(parser: argparse.ArgumentParser) -> None:
-    """Let `--init` take `auto` as well, and show the defaults that a run without other flags has,
-    with those of another base and of a random start where they differ.
-    """
+    """Let `--init` take `auto`, and show the defaults that a run without other flags has."""
     flags = parser._option_string_actions
     flags["--init"].choices = (AUTO, *INITS)
     flags["--init"].help = (
         "auto: calibrated if that is possible, else random; random: small normal start;"
         " calibrated: closed form (default: auto)"
     )
-    cases = {
-        "": with_defaults({}).given,
-        "another base": with_defaults(with_data({"model_name": "..."}, "...").given).given,
-        "--init random": with_defaults({"init": "random"}).given,
-    }
+    bare = with_defaults({}).given
     for f in (f for cls in SETTINGS for f in fields(cls)):
         name = flag_of(f)
-        if name in ("init", "model_name"):
-            continue
-        values = {
-            case: shown_default(chosen.get(name, f.default)) for case, chosen in cases.items()
-        }
-        bare = values.pop("")
-        others = "".join(f"; {case}: {value}" for case, value in values.items() if value != bare)
-        flags[f"--{name}"].help = f"{f.metadata['help']} (default: {bare}{others})"
+        if name in bare and name != "init":
+            default = shown_default(bare[name])
+            flags[f"--{name}"].help = f"{f.metadata['help']} (default: {default})"

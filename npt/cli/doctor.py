@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, print_json
+from npt.cli.arguments import add_number, add_switch, load, load_teacher, print_json, print_table
 from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
-from npt.cli.planning import make_plan
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
@@ -27,19 +27,21 @@ def doctor(given: dict[str, Any]) -> int:
     _check_flags(given)
     given = with_config(given, ignored=() if given["shape"] is None else ("model_name",))
     given = with_safe_mode(given)
-    from npt.tools.data_doctor.report import print_report
+    from npt.doctor.data import print_report
 
     console = make_console(stderr=given["json"])
     reports = {} if given["data"] is None else _examine(given, console)
     if not given["json"]:
         for report in reports.values():
             print_report(report, console)
-    plan = make_plan(given, console) if given["plan"] else None
+    figures = {name: report.as_dict() for name, report in reports.items()}
+    sound = not any(report.problems for report in reports.values())
+    if given["plan"]:
+        figures["plan"] = _plan(given, console)
+        sound &= figures["plan"]["fits"]
     if given["json"]:
-        figures = {name: report.as_dict() for name, report in reports.items()}
-        print_json(figures | ({} if plan is None else {"plan": plan}))
-    sound = all(report.trainable for report in reports.values())
-    return 0 if sound and (plan is None or plan["fits"]) else 2
+        print_json(figures)
+    return 0 if sound else 2
 
 
 def _check_flags(given: dict[str, Any]) -> None:
@@ -65,7 +67,7 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     from npt.adapters.fit import check_length
     from npt.base.load import load_tokenizer, read_config
     from npt.data.source import open_source
-    from npt.tools.data_doctor.report import examine
+    from npt.doctor.data import examine
     from npt.train.sources import FIRST, REPLAY, check_sources, fitting_columns, sources_of
 
     check_sources(data)
@@ -84,37 +86,137 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
     return reports
 
 
+def _plan(given: Mapping[str, Any], console: Any) -> dict[str, Any]:
+    """Plan a run's memory, with --measure run windows of it, print the plan and return it."""
+    from npt.doctor.measure import measured_windows
+    from npt.doctor.plan import available
+
+    name, workload = _workload(given)
+    training, memory, limit = workload.training, workload.plan(), available(workload.device)
+    measured: list[dict[str, Any]] = []
+    if given["measure"]:
+        if limit is not None and workload.plan(1).of("micro-batch", "step") > limit:
+            raise ConfigError("--measure runs what is planned, and not even one sample would fit")
+        model, teacher = _models(given, workload, console)
+        with console.status("running windows"):
+            measured = list(measured_windows(workload, model, teacher, limit))
+    window = training.batch_size * training.gradient_accumulation_steps
+    plan = {
+        "name": name,
+        "device": str(workload.device),
+        "tokens_per_step": window * workload.length,
+        "ranks": list(workload.ranks.values()),
+        "memory": memory.as_dict(),
+        "limit_bytes": limit,
+        "fits": limit is None or max(memory.peak, memory.of("start")) <= limit,
+        "measured": measured,
+    }
+    if not given["json"]:
+        _print(plan, workload, memory, console)
+    return plan
+
+
+def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the model's name and the workload to plan."""
+    import torch
+
+    from npt.adapters.fit import check_fit
+    from npt.base.load import read_config
+    from npt.calibration.calibrate import check_calibration
+    from npt.doctor.plan import Workload
+    from npt.doctor.shape import llama_config, parse_shape
+    from npt.train.run_setup import check_trainable
+
+    base, adapter, data, training = (build(cls, given) for cls in SETTINGS)
+    name, device = given["shape"] or base.model_name, given["device"]
+    if given["shape"] is None:
+        config = read_config(base.model_name)
+    elif "model_name" in given:
+        raise ConfigError(f"--shape is {name} and --model_name {base.model_name}; give one of them")
+    else:
+        config = llama_config(parse_shape(name), data.max_length)
+        config.dtype = torch.bfloat16
+    check_fit(adapter, config, data.max_length)
+    check_calibration(adapter)
+    check_trainable(adapter, None, base.teacher_precision is not None)
+    if given["measure"] and device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
+    device = None if device is None else torch.device(device)
+    return name, Workload.of(base, config, adapter, training, data.max_length, device)
+
+
+def _models(given: Mapping[str, Any], workload: Any, console: Any) -> tuple[Any, Any]:
+    """Return the base and its own teacher; for --shape a base with random weights, and None."""
+    from npt.base.random_base import random_base
+
+    base = build(BaseConfig, given)
+    if given["shape"] is None:
+        model, _ = load(base, console, workload.device)
+        return model, load_teacher(base, console, workload.device)
+    if workload.teacher is not None:
+        raise ConfigError("--measure takes no --teacher_precision with --shape; give --model_name")
+    model = random_base(
+        workload.config,
+        quantization=base.quantization,
+        device=workload.device,
+        attn_implementation=base.attn_implementation,
+        compute_dtype=workload.compute_dtype,
+    )
+    return (model if base.quantization else model.to(workload.stored)), None
+
+
+def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> None:
+    """Print the plan for a terminal of 80 columns."""
+    from npt.doctor.plan import PHASES, shown
+
+    c, s, limit = workload.training, workload.shape, plan["limit_bytes"]
+    stored = "unquantised" if workload.quantization is None else workload.quantization.upper()
+    console.say(
+        f"{plan['name']}: L {s.layers}, D {s.hidden}, F {s.ffn}, V {s.vocab:,}, {stored}, on"
+        f" {workload.device}",
+        f"rank {max(plan['ranks'])} on {len(plan['ranks'])} layers, {c.strategy}; a step of"
+        f" {c.gradient_accumulation_steps} x {c.batch_size} samples of {workload.length:,} tokens",
+    )
+    calibrated = workload.adapter.init == "calibrated"
+    if not calibrated:
+        console.say("from a random start; --init calibrated includes the closed-form start")
+    phases = PHASES if calibrated else PHASES[1:]
+    rows = [
+        [term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in phases)]
+        for term in memory.terms
+    ]
+    rows.append(["together", *(shown(memory.of(phase)) for phase in phases)])
+    print_table(console, ["memory", *phases], rows)
+    verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
+    if limit is not None:
+        fits = "fits" if plan["fits"] else "does not fit"
+        verdict += f"; it {fits} into the {shown(limit)} free on {workload.device}"
+    console.say(verdict)
+    rows = []
+    for window in plan["measured"]:
+        took = ["does not fit", ""]
+        if window["peak"] is not None:
+            took = [shown(window["peak"]), f"{window['seconds']:.3g}"]
+        rows.append([str(window["batch_size"]), shown(window["predicted"]), *took])
+    if rows:
+        print_table(console, ["samples of a window", "predicted", "measured", "seconds"], rows)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit status: 0 nothing prevents training, 2 something does, or wrong arguments."
     )
-    parser.add_argument(
-        "--data",
-        nargs="?",
-        const=True,
-        metavar="NAME",
-        help="look at the data; NAME as in --dataset_name, which it replaces",
-    )
+    add = parser.add_argument
+    text = "look at the data; NAME as in --dataset_name, which it replaces"
+    add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "look at the first records only (default: all)")
-    add_switch(
-        parser,
-        "plan",
-        "predict the memory of a run with these flags, by formula; no weights are read",
-    )
-    parser.add_argument(
-        "--shape",
-        metavar="SHAPE",
-        help="plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="that is planned for, and need not be here, or measured on (default: the GPU, if any)",
-    )
-    add_switch(
-        parser,
-        "measure",
-        "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time",
-    )
+    text = "predict the memory of a run with these flags, by formula; no weights are read"
+    add_switch(parser, "plan", text)
+    text = "plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name"
+    add("--shape", metavar="SHAPE", help=text)
+    text = "that is planned for, and need not be here, or measured on (default: the GPU, if any)"
+    add("--device", choices=("cpu", "cuda"), help=text)
+    text = "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time"
+    add_switch(parser, "measure", text)
     add_config(parser)
     add_settings(parser, *SETTINGS, leave_out=("num_samples",))

@@ -9,11 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, load_student, natural, print_json, with_base
-from npt.config import BaseConfig, DataConfig
-from npt.console import make_console
+from npt.cli.arguments import (
+    Task,
+    add_number,
+    add_student,
+    begin,
+    load_student,
+    natural,
+    print_json,
+)
 from npt.errors import ConfigError
-from npt.flags import build
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -27,41 +32,41 @@ NEEDS = {
 
 def evaluate(given: dict[str, Any]) -> int:
     """Measure a saved adapter against its teacher and its floor."""
-    given, base = with_base(given)
-    data, tasks = build(DataConfig, given), given["lm_eval"]
+    task = begin(given)
+    given, data, console = task.given, task.data, task.console
     import npt
     from npt.data.chat import fix_date
-    from npt.data.source import check_source, open_source, own_heldout
+    from npt.data.source import open_source, own_heldout
     from npt.evaluation.harness import find_tasks, lm_eval
     from npt.evaluation.heldout import evaluation_samples
     from npt.evaluation.table import print_fidelity, print_scores
 
-    console = make_console(stderr=given["json"])
-    check_source(data)
     for flag, other in NEEDS.items():
         if given[flag] is not None and not given[other]:
             raise ConfigError(
                 f"--{flag} is {given[flag]}, which means nothing without --{other}; add it or drop"
                 " this"
             )
+    tasks = given["lm_eval"]
     if tasks is not None:
         tasks = [name for name in tasks.split(",") if name.strip()]
         find_tasks(tasks, given["lm_eval_tasks_path"])
-    own, begun = own_heldout(data), _date_of_run(given["adapter"].folder)
+    heldout_data, begun = own_heldout(data), _date_of_run(given["adapter"].folder)
 
     def samples_of(model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
         if begun is not None:
             fix_date(tokenizer, begun)
-        records = own if own is not None else open_source(data)
+        records = heldout_data if heldout_data is not None else open_source(data)
+        vocabulary = model.config.vocab_size
         return evaluation_samples(
-            records, tokenizer, data, given["eval_samples"], model.config.vocab_size, own
+            records, tokenizer, data, given["eval_samples"], vocabulary, heldout_data
         )
 
-    reference, size = None, given["batch_size"]
-    further: dict[str, Any] = {}
+    reference, size, further = None, given["batch_size"], dict[str, Any]()
     if given["attribution"] is not None:
-        reference, further["attribution_memory"] = _reference(base, samples_of, given, console)
-    model, tokenizer, _, other_base = load_student(base, given, console)
+        reference = _reference(task, samples_of)
+    student = load_student(task.base, given, console)
+    model, tokenizer = student.model, student.tokenizer
     samples, heldout = samples_of(model, tokenizer)
     greedy = {key: given[key] for key in ("divergence_prompts", "max_new_tokens") if given[key]}
     fidelity = npt.evaluate(
@@ -73,7 +78,7 @@ def evaluate(given: dict[str, Any]) -> int:
             model, tokenizer, tasks, tasks_path=path, limit=most, batch_size=size
         )
     if given["json"]:
-        print_json({**fidelity.as_dict(), **further, "heldout": heldout, **other_base})
+        print_json({**fidelity.as_dict(), **further, "heldout": heldout, **student.other})
         return 0
     print_fidelity(fidelity, console, "held-out" if heldout else "TRAINING")
     if "lm_eval" in further:
@@ -84,24 +89,20 @@ def evaluate(given: dict[str, Any]) -> int:
 def _date_of_run(adapter: Path) -> str | None:
     """Return the date that a chat template wrote in the run whose folder the adapter is in: in an
     evaluation on another day it is to see the same tokens. None if there is no such record."""
-    for place in (adapter, *adapter.resolve().parents[:3]):
+    for folder in (adapter, *adapter.resolve().parents[:3]):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            date = json.loads((place / "run.json").read_text(encoding="utf-8"))["date"]
+            date = json.loads((folder / "run.json").read_text(encoding="utf-8"))["date"]
             return datetime.fromisoformat(date).isoformat()
     return None
 
 
-def _reference(
-    base: BaseConfig, samples_of: Any, given: dict[str, Any], console: Any
-) -> tuple[Any, dict[str, int]]:
-    """Run the unquantised base on the samples; return the outputs that are kept, and bytes of
-    memory by name. The base is freed.
-    """
-    from npt.base.load import read_config
+def _reference(task: Task, samples_of: Any) -> Any:
+    """Run the unquantised base on the samples; return the outputs that are kept. It is freed."""
+    from npt.base.load import load_base, read_config
     from npt.base.quantization_error import set_matmul_precision
-    from npt.diagnostics.variants import load_variant
     from npt.evaluation.attribution import reference_outputs
 
+    base, precision = task.base, task.given["attribution"]
     if getattr(read_config(base.model_name), "quantization_config", None) is not None:
         raise ConfigError(
             f"--attribution needs the unquantised original, and {base.model_name} is stored in 4"
@@ -112,24 +113,14 @@ def _reference(
             "--attribution compares a 4-bit base with its original; add --use_quantization, or"
             " drop it"
         )
-    precision = given["attribution"]
-    model, tokenizer = load_variant(
-        base.model_name, precision, attn_implementation=base.attn_implementation
+    attention = base.attn_implementation
+    model, tokenizer = load_base(
+        base.model_name, quantization=None, dtype=precision, attn_implementation=attention
     )
     set_matmul_precision(base.matmul_precision, model)
     samples, _ = samples_of(model, tokenizer)
-    reference = reference_outputs(model, samples, batch_size=given["batch_size"])
-    memory = {
-        "unquantized_model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "kept_state_bytes": reference.state_bytes,
-        "kept_head_bytes": reference.head_bytes,
-    }
-    whole, states, head = (f"{size / 2**20:,.1f} MiB" for size in memory.values())
-    console.say(
-        f"attribution: the unquantised base ({precision}, {whole}) ran first and is gone; kept of"
-        f" it are final states on the host ({states}) and its head ({head})"
-    )
-    return reference, memory
+    task.console.say(f"attribution: the unquantised base ({precision}) runs first")
+    return reference_outputs(model, samples, batch_size=task.given["batch_size"])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -138,26 +129,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "samples whose beginnings student and teacher continue greedily, to see where they part"
     add_number(parser, "divergence_prompts", text, 0, natural)
     add_number(parser, "max_new_tokens", "of such a continuation (default: 64)")
-    parser.add_argument(
-        "--attribution",
-        nargs="?",
-        const=PRECISIONS[0],
-        choices=PRECISIONS,
-        metavar="PRECISION",
-        help=(
-            "run the base unquantised first (fp32, bf16 or fp16; default fp32), and say what"
-            " quantisation costs and what the conversion"
-        ),
+    text = (
+        "run the base unquantised first (fp32, bf16 or fp16; default fp32), and say what"
+        " quantisation costs and what the conversion"
     )
     parser.add_argument(
-        "--lm_eval",
-        metavar="TASKS",
-        help="tasks of lm-evaluation-harness, with commas between them (extra: eval)",
+        "--attribution", nargs="?", const="fp32", choices=PRECISIONS, metavar="PRECISION", help=text
     )
-    parser.add_argument(
-        "--lm_eval_tasks_path",
-        metavar="DIR",
-        help="folder of YAML tasks; only these are known then",
-    )
+    text = "tasks of lm-evaluation-harness, with commas between them (extra: eval)"
+    parser.add_argument("--lm_eval", metavar="TASKS", help=text)
+    text = "folder of YAML tasks; only these are known then"
+    parser.add_argument("--lm_eval_tasks_path", metavar="DIR", help=text)
     add_number(parser, "lm_eval_limit", "documents of a task, at most")
     add_student(parser, data=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_adapter, print_json
-from npt.config import BASE_PRECISIONS
+from npt.cli.arguments import add_adapter, tell
 from npt.console import make_console
 
 
@@ -16,21 +15,13 @@ def export(given: dict[str, Any]) -> int:
     """
     import npt
 
-    console = make_console(stderr=given["json"])
-    with console.status("writing, and reading it back"):
-        done = npt.export(
-            given["adapter"],
-            given["output"],
-            precision=given["base_precision"],
-            base_name=given["model_name"],
-        )
-    if given["json"]:
-        print_json(done.as_dict())
-        return 0
-    stored = "16 bit, rounded" if done.rounded else "unquantised"
-    base = "4 bit" if done.precision == "4bit" else stored
+    with make_console(stderr=given["json"]).status("writing, and reading it back"):
+        done = npt.export(given["adapter"], given["output"], base_name=given["model_name"])
+    base = "4 bit" if done.packed else "16 bit or fp32"
     files = f"{done.files} file{'s' if done.files > 1 else ''} of weights"
-    console.say(
+    tell(
+        given,
+        done.as_dict(),
         f"wrote {done.folder}: base in {base}, {files}, {done.size / 1e6:,.1f} MB",
         f"checked without npt: largest difference of a logit {done.largest:.3g} over {done.tokens}"
         " tokens",
@@ -45,16 +36,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_adapter(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
-    parser.add_argument(
-        "--base_precision",
-        choices=BASE_PRECISIONS,
-        help=(
-            "of the base's weights on disk: 4bit keeps them packed, 16bit rounds them to 16 bit if"
-            " need be (default: that of the loaded base)"
-        ),
-    )
-    parser.add_argument(
-        "--model_name",
-        metavar="NAME",
-        help="of the base, if it is not under the name that the adapter knows",
-    )
+    name = "of the base, if it is not under the name that the adapter knows"
+    parser.add_argument("--model_name", metavar="NAME", help=name)

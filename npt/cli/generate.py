@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import (
+    Student,
     add_number,
     add_student,
     add_switch,
     load_student,
-    natural,
     print_json,
     with_base,
 )
 from npt.console import make_console, put
 from npt.errors import ConfigError, DataError, printable
-from npt.files import check_room
 
 MODES = ("teacher", "student", "floor")
 """Who may write a text, in the order in which a page shows them."""
@@ -27,53 +26,45 @@ MODES = ("teacher", "student", "floor")
 
 def generate(given: dict[str, Any]) -> int:
     """Continue a prompt with a saved adapter: the student, its teacher, or both compared."""
-    from npt.evaluation.generate import Decoding, Written, prompt_ids, write
-    from npt.evaluation.view import mode_view
+    from npt.adapters.converted import adapter_mode
+    from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 
-    page = None if given["html"] is None else _free(Path(given["html"]))
-    settings = {name: given[name] for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    decoding = Decoding(**settings)
-    text = _prompt(given["prompt"])
+    page = None if given["html"] is None else Path(given["html"])
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        raise ConfigError(f"--html {page}: name a file in a folder that exists")
+    prompt, limit, compare = _prompt(given["prompt"]), given["max_new_tokens"], given["compare"]
     given, base = with_base(given)
     notes = make_console(stderr=True)  # so that stdout is text, or JSON, alone
-    model, tokenizer, _, other = load_student(base, given, notes)
-    ids = prompt_ids(tokenizer, text, chat=not given["raw"])
-    modes: Any = MODES[:2] if given["compare"] else (given["mode"] or "student",)
-    show = None if given["json"] or given["compare"] else _show
-    if show is not None:
-        show(text)
-    written: dict[str, Written] = {
-        mode: write(mode_view(model, mode), tokenizer, ids, decoding, show=show) for mode in modes
-    }
-    figures: dict[str, Any] = {mode: one.as_dict() for mode, one in written.items()}
-    figures |= _parting(tokenizer, written) if given["compare"] else {}
+    student = load_student(base, given, notes)
+    model, tokenizer = student.model, student.tokenizer
+    ids = prompt_ids(tokenizer, prompt, chat=not given["raw"])
+    modes: Any = MODES[:2] if compare else (given["mode"] or "student",)
+    texts: dict[str, Written] = {}
+    for mode in modes:
+        with adapter_mode(model, mode):
+            texts[mode] = write(model, tokenizer, ids, limit)
+    figures: dict[str, Any] = {mode: text.as_dict() for mode, text in texts.items()}
+    if compare:
+        position = first_difference(texts["teacher"].ids, texts["student"].ids)
+        figures["parts_at"] = position
+        if position is not None:
+            for mode, text in texts.items():
+                token = text.ids[position : position + 1]
+                figures[f"{mode}_token"] = tokenizer.decode(list(token)) if token else None
     if given["json"]:
-        print_json(
-            {"prompt": text, "prompt_tokens": len(ids), "settings": settings, **figures, **other}
-        )
-    elif given["compare"]:
-        _print_texts(tokenizer, text, ids, written, figures)
+        about = {"prompt": prompt, "prompt_tokens": len(ids), "max_new_tokens": limit}
+        print_json({**about, **figures, **student.other})
+    elif compare:
+        _print_texts(tokenizer, prompt, ids, texts, figures)
     else:
-        put("")
-    notes.say("; ".join(_speed(mode, one) for mode, one in written.items()))
+        words = prompt + texts[modes[0]].text
+        put(printable(words) if sys.stdout.isatty() else words)
+    notes.say("; ".join(_speed(mode, text) for mode, text in texts.items()))
     if page is not None:
         recipe = {"adapter": str(given["adapter"]), "base": base.model_name}
-        _write_page(page, model, tokenizer, ids, figures, recipe | {"tokens": decoding.described()})
+        _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"page {page}")
     return 0
-
-
-def _free(page: Path) -> Path:
-    """Return the page's path, before minutes are spent on its text; ConfigError if it has none."""
-    if page.is_dir() or not page.parent.is_dir():
-        raise ConfigError(f"--html {page} is no file in a folder that exists; name another file")
-    try:
-        check_room(page, 0)
-    except OSError as error:
-        raise ConfigError(
-            f"--html {page} cannot be written: {error.strerror}; choose another file"
-        ) from error
-    return page
 
 
 def _prompt(given: str | None) -> str:
@@ -85,31 +76,11 @@ def _prompt(given: str | None) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"the prompt on standard input is not UTF-8 ({error.reason} at byte {error.start});"
-            " convert it"
-        ) from error
-
-
-def _show(text: str) -> None:
-    put(printable(text) if sys.stdout.isatty() else text, end="")
-
-
-def _parting(tokenizer: Any, written: dict[str, Any]) -> dict[str, Any]:
-    """Return where two texts part, and by which tokens."""
-    from npt.evaluation.generate import first_difference
-
-    position = first_difference(written["teacher"].ids, written["student"].ids)
-    parting: dict[str, Any] = {"parts_at": position}
-    if position is not None:
-        for mode, one in written.items():
-            token = one.ids[position : position + 1]
-            parting[f"{mode}_token"] = tokenizer.decode(list(token)) if token else None
-    return parting
+        raise DataError(f"the prompt on standard input is not UTF-8: {error.reason}") from error
 
 
 def _print_texts(
-    tokenizer: Any, prompt: str, ids: list[int], written: dict[str, Any], figures: dict[str, Any]
+    tokenizer: Any, prompt: str, ids: list[int], texts: dict[str, Any], figures: dict[str, Any]
 ) -> None:
     """Print the texts one below the other, from where they part in bold."""
     from rich.panel import Panel
@@ -118,8 +89,8 @@ def _print_texts(
     from npt.evaluation.generate import shared_text
 
     console = make_console()
-    for mode, one in written.items():
-        common, rest = shared_text(tokenizer, ids, one.ids, figures["parts_at"])
+    for mode, written in texts.items():
+        common, rest = shared_text(tokenizer, ids, written.ids, figures["parts_at"])
         text = Text.assemble(
             (printable(prompt), "dim"), printable(common), (printable(rest), "bold")
         )
@@ -130,10 +101,8 @@ def _print_texts(
 def _parting_line(figures: dict[str, Any]) -> str:
     if figures["parts_at"] is None:
         return "the two texts are the same, up to the limit of tokens or an end token"
-    teacher, student = (
-        "nothing" if figures[f"{mode}_token"] is None else repr(figures[f"{mode}_token"])
-        for mode in MODES[:2]
-    )
+    tokens = (figures[f"{mode}_token"] for mode in MODES[:2])
+    teacher, student = ("nothing" if token is None else repr(token) for token in tokens)
     return (
         f"they part after {figures['parts_at']} tokens: the teacher writes {teacher}, the student"
         f" {student}"
@@ -141,15 +110,9 @@ def _parting_line(figures: dict[str, Any]) -> str:
 
 
 def _write_page(
-    page: Path, model: Any, tokenizer: Any, ids: list[int], figures: dict[str, Any],
-    recipe: dict[str, str],
-) -> None:  # fmt: skip
-    """Write the page about the texts.
-
-    Args:
-        figures: by who wrote it, and where two texts part.
-        recipe: adapter, base and settings.
-    """
+    page: Path, student: Student, ids: list[int], figures: dict[str, Any], recipe: dict[str, str]
+) -> None:
+    """Write the page about the texts of `figures`, made as `recipe` says."""
     from npt.evaluation.modulation_map import modulation_map
     from npt.files import write_text
     from npt.report.generated import page as generated_page
@@ -158,13 +121,13 @@ def _write_page(
     both, start, parts = len(texts) > 1, len(ids), figures.get("parts_at")
     facts, passages = [("tokens of the prompt", f"{start:,}")], []
     for mode, text in texts.items():
-        measured = modulation_map(model, [*ids, *text["ids"]])
+        measured = modulation_map(student.model, [*ids, *text["ids"]])
         mean = float(measured.kl[start:].mean()) if text["ids"] else math.nan
         facts.append((f"tokens of the {mode}", f"{text['tokens']:,}"))
         facts.append((f"KL along the {mode}'s text, nats", f"{mean:.4f}"))
-        shown = {**measured.as_dict(tokenizer), "start": start}
-        shown |= {} if parts is None else {"parts": start + parts}
-        passages.append((f"The {mode}'s text" if both else "", shown))
+        passage = {**measured.as_dict(student.tokenizer), "start": start}
+        passage |= {} if parts is None else {"parts": start + parts}
+        passages.append((f"The {mode}'s text" if both else "", passage))
     layers = ", ".join(str(index) for index in measured.layers)
     rows = [*recipe.items(), ("layers", layers), ("targets", ", ".join(measured.targets))]
     line = _parting_line(figures) if both else f"the {next(iter(texts))} continued the prompt"
@@ -183,16 +146,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--mode", choices=MODES, help="who writes (default: student)")
     add_switch(who, "compare", "teacher and student, and where they part")
     add_number(parser, "max_new_tokens", "tokens at most", 64)
-    add_number(parser, "temperature", "0 for the most likely token", 0.0, float)
-    add_number(parser, "top_p", "draw from this share of the probability", 1.0, float)
-    add_number(parser, "seed", "of the draws", 0, natural)
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help=(
-            "write a page, one file, with the text token by token, coloured by the modulation in"
-            " each converted layer"
-        ),
+    page = (
+        "write a page, one file, with the text token by token, coloured by the modulation in each"
+        " converted layer"
     )
+    parser.add_argument("--html", metavar="FILE", help=page)
     add_switch(parser, "raw", "ignore the tokenizer's chat template, if it has one")
     add_student(parser)

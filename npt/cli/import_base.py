@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import print_json
+from npt.cli.arguments import tell
 from npt.console import make_console
 
 
@@ -13,21 +13,18 @@ def import_base(given: dict[str, Any]) -> int:
     """Write the model in a GGUF file as a folder of 16-bit weights that transformers loads."""
     import npt
 
-    console = make_console(stderr=given["json"])
-    with console.status("unpacking and rounding"):
+    with make_console(stderr=given["json"]).status("unpacking and rounding"):
         done = npt.import_base(given["file"], given["folder"])
-    if given["json"]:
-        print_json(done.as_dict())
-        return 0
-    console.say(
+    lines = [
         f"wrote {done.folder}: {done.parameters:,} parameters in {done.dtype},"
         f" {done.size / 1e6:,.1f} MB"
-    )
+    ]
     if done.quantized:
-        console.say(
+        lines.append(
             f"{done.file} was quantised to {done.quantization}: what was written is that, not the"
             " original"
         )
+    tell(given, done.as_dict(), *lines)
     return 0
 
 

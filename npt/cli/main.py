@@ -19,21 +19,9 @@ from npt.flags import OneLineParser
 from npt.version import __version__
 
 VERBS = (
-    "pretrain",
-    "evaluate",
-    "generate",
-    "trace",
-    "replay",
-    "report",
-    "sweep",
-    "doctor",
-    "collect",
-    "consolidate",
-    "transplant",
-    "push",
-    "export",
-    "import",
-)
+    "pretrain", "evaluate", "generate", "trace", "replay", "report", "sweep", "doctor", "collect",
+    "consolidate", "transplant", "push", "export", "import",
+)  # fmt: skip
 """Modules of this package, in the order of `--help`."""
 
 _NAMED = {"import": "import_base"}
@@ -107,16 +95,13 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
 
 @contextmanager
 def _kept_matmul_precision() -> Iterator[None]:
-    """Restore torch's precision of fp32 products, a setting of the whole process, if torch is
-    loaded by then.
-    """
+    """Restore torch's precision of fp32 products, a setting of the whole process."""
     torch: Any = sys.modules.get("torch")
     before = "highest" if torch is None else torch.get_float32_matmul_precision()
     try:
         yield
     finally:
-        torch = sys.modules.get("torch")
-        if torch is not None:
+        if (torch := sys.modules.get("torch")) is not None:  # it may have been loaded since
             torch.set_float32_matmul_precision(before)
 
 

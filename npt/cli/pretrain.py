@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.cli.arguments import add_switch, check_run, load, load_adapter, with_base
+from npt.cli.arguments import add_switch, check_run, load, load_adapter, load_teacher, with_base
 from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
@@ -40,41 +40,48 @@ class _Settings(NamedTuple):
     folder: str = ""
     resume_at: int | None = None
 
+    @classmethod
+    def of(cls, base: BaseConfig, given: dict[str, Any], any_base: bool) -> _Settings:
+        start = given.get("adapter")
+        adapter = build(NPTConfig, given) if start is None else _form_of(start, given)
+        return cls(
+            base, adapter, build(DataConfig, given), build(TrainConfig, given), start, any_base
+        )
+
 
 def pretrain(given: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
-    idle = given.get("calibration_tokens")
+    tokens = given.get("calibration_tokens")
     given, base = with_base(with_safe_mode(with_config(given)))
     any_base = given.pop("any_base", False)
     given, notes, _ = with_data(given, base.model_name)
     chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
-    settings = _settings(base, chosen.given, any_base)
+    settings = _Settings.of(base, chosen.given, any_base)
     training, start = settings.training, settings.start
-    if start is not None and idle is not None:
+    if tokens is not None and start is not None:
         raise ConfigError(
             f"--calibration_tokens is about a calibrated start, but --adapter {start} is the start;"
             " drop one of the two"
         )
-    if idle is not None and settings.adapter.init != "calibrated":
+    if tokens is not None and settings.adapter.init != "calibrated":
         raise ConfigError(
-            f"--calibration_tokens is {idle}, which means nothing without --init calibrated; add it"
-            " or drop the other"
+            f"--calibration_tokens {tokens} has no effect without --init calibrated: add it, or"
+            " remove --calibration_tokens"
         )
     if any_base and training.resume is None and start is None:
         raise ConfigError(
-            "--any_base is about --resume or --adapter, which are missing; add one, or drop"
-            " --any_base"
+            "--any_base has no effect without --resume or --adapter: add one, or remove --any_base"
         )
     from npt.distributed.join import join_processes
     from npt.runs.signals import StopOnSignal
     from npt.runs.trackers import start_trackers
 
-    processes = join_processes(training.rank_timeout)
+    processes = join_processes()
     try:
         with processes.member():
             _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
-            console.say(*notes, *chosen.said)
+            console.say(*notes, *chosen.notes)
             settings = _check(processes, settings)
             folder, resume_at = Path(settings.folder), settings.resume_at
             with StopOnSignal(at_once=True):  # trackers may wait for a network
@@ -87,8 +94,8 @@ def pretrain(given: dict[str, Any]) -> int:
                         raise
                     # only the trackers have started
                     chosen = with_defaults(given, model_name=base.model_name, solvable=False)
-                    console.say(*chosen.said)
-                    settings = _check(processes, _settings(base, chosen.given, any_base))
+                    console.say(*chosen.notes)
+                    settings = _check(processes, _Settings.of(base, chosen.given, any_base))
                     return _train(processes, console, settings, trackers)
     finally:
         processes.close()
@@ -101,10 +108,10 @@ def _resumed_flags(given: dict[str, Any]) -> dict[str, Any]:
     resume, output = given.get("resume"), given.get("output_dir")
     if resume is None:
         return {}
-    places = [Path(resume), Path(resume).parent.parent]
+    folders = [Path(resume), Path(resume).parent.parent]
     if resume == "auto" and output:
-        places = [Path(output)]
-    for path in (*(place / "run.json" for place in places), Path(resume) / "state.json"):
+        folders = [Path(output)]
+    for path in (*(folder / "run.json" for folder in folders), Path(resume) / "state.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             record = json.loads(path.read_text(encoding="utf-8"))
             settings = record.get("settings", {})
@@ -113,24 +120,12 @@ def _resumed_flags(given: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _settings(base: BaseConfig, given: dict[str, Any], any_base: bool) -> _Settings:
-    start = given.get("adapter")
-    adapter = build(NPTConfig, given) if start is None else _form_of(start, given)
-    data, training = build(DataConfig, given), build(TrainConfig, given)
-    return _Settings(base, adapter, data, training, start, any_base)
-
-
 def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
-    """Return the form of a saved adapter, which flags may not change.
-
-    Raises:
-        ConfigError: a flag says something else.
-    """
+    """Return the form of a saved adapter; ConfigError for a flag that says something else."""
     form = start.config
-    kept = {flag_of(f): getattr(form, f.name) for f in fields(NPTConfig)}
-    asked = build(NPTConfig, {**kept, **given})
-    for f in fields(NPTConfig):
-        was, wanted = (getattr(config, f.name) for config in (form, asked))
+    asked = build(NPTConfig, {flag_of(f): getattr(form, f.name) for f in fields(form)} | given)
+    for f in fields(form):
+        was, wanted = getattr(form, f.name), getattr(asked, f.name)
         if wanted != was:
             raise ConfigError(
                 f"--{flag_of(f)} is {wanted}, but --adapter {start} has {was}, which training"
@@ -146,37 +141,27 @@ def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -
             f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
             " started; take --shard_base"
         )
-    if not base.shard_base:
-        return
+    teacher, why = base.teacher_precision, None
     if processes == 1:
         why = "there is one process; start several with torchrun, or take --device_map"
     elif init == "calibrated":
         why = "--init calibrated needs the whole base in one process; use --init random"
-    elif base.teacher_precision is not None:
-        why = f"--teacher_precision {base.teacher_precision} loads a whole unquantised model"
+    elif teacher is not None:
+        why = f"--teacher_precision {teacher} loads a whole unquantised model"
     elif strategy != "local":
         why = f"--strategy {strategy} does not support a sharded base; take --strategy local"
-    else:
-        return
-    raise ConfigError(f"--shard_base shares the base out, but {why}")
+    if base.shard_base and why is not None:
+        raise ConfigError(f"--shard_base shares the base out, but {why}")
 
 
 def _check(processes: Any, settings: _Settings) -> _Settings:
     """Refuse what can be refused before the minutes that loading a large base takes."""
-    from npt.planning.memory import Workload
-
     base, adapter, data, training, start, *_ = settings
     processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
     resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
     if resumes:
         adapter = replace(adapter, ranks=ranks)
-    config = check_run(base, adapter, data, training, starts=not resumes and start is None)
-    if training.max_memory_bytes is not None:
-        place, size = processes.device, processes.size
-        workload = Workload.of(
-            base, config, adapter, training, data.max_length, place, processes=size
-        )
-        workload.fitting(training.max_memory_bytes)  # as the loaded base will be asked
+    check_run(base, adapter, data, training, starts=not resumes and start is None)
     return settings._replace(adapter=adapter, resumes=resumes, folder=folder, resume_at=resume_at)
 
 
@@ -196,13 +181,11 @@ def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
     resume_at = resumed.step if resumed.goes_on else None
     if resumed.checkpoint is None:
         return False, None, str(resumed.folder), resume_at
-    before = resumed.checkpoint.record["settings"]
+    recorded = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
-    ranks = before.get("ranks") if adapter.spends_ranks else adapter.ranks
-    now: dict[str, Any] = {}
-    for part in settings[:4]:
-        now |= asdict(part)
-    changed_settings(before, {**now, "ranks": ranks})
+    ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
+    asked = {name: value for part in settings[:4] for name, value in asdict(part).items()}
+    changed_settings(recorded, {**asked, "ranks": ranks})
     return True, ranks, str(resumed.folder), resume_at
 
 
@@ -219,18 +202,7 @@ def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> 
         model, tokenizer = load(base, console, device, pack_on, adapter=start)
         if base.share_embeddings:
             console.say("--share_embeddings: teacher and student share the whole base in any case")
-        teacher = None
-        if base.teacher_precision is not None:
-            teacher = npt.load_teacher(
-                base.model_name,
-                base.teacher_precision,
-                device=model.device,
-                attn_implementation=base.attn_implementation,
-            )
-            console.say(
-                f"teacher {base.model_name}: unquantised, stored in {base.teacher_precision},"
-                " computes in fp32"
-            )
+        teacher = load_teacher(base, console, model.device)
         if start is None or resumes:
             console.say(str(npt.attach(model, adapter, seed=training.seed)))
         else:
@@ -274,22 +246,17 @@ def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    add_switch(
-        parser,
-        "any_base",
-        "with --resume or --adapter: another base than theirs too, if its shapes fit; a"
-        " warning, events.jsonl and run.json tell",
-        argparse.SUPPRESS,
+    unset = argparse.SUPPRESS
+    text = (
+        "with --resume or --adapter: another base than theirs too, if its shapes fit; a warning,"
+        " events.jsonl and run.json tell"
     )
-    parser.add_argument(
-        "--adapter",
-        metavar="PATH",
-        default=argparse.SUPPRESS,
-        help=(
-            "start from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the"
-            " hub), on its base and in its form, as a new run with moments and schedule of its own;"
-            " --resume takes those up"
-        ),
+    add_switch(parser, "any_base", text, unset)
+    text = (
+        "start from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the hub),"
+        " on its base and in its form, as a new run with moments and schedule of its own; --resume"
+        " takes those up"
     )
+    parser.add_argument("--adapter", metavar="PATH", default=unset, help=text)
     add_settings(parser, *SETTINGS)
     offer_auto(parser)

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_switch, print_json
-from npt.console import make_console
+from npt.cli.arguments import add_switch, tell
 
 
 def push(given: dict[str, Any]) -> int:
     """Put a saved adapter into a repository of the model hub."""
     import npt
-    from npt.errors import DataError
-    from npt.stored import read_json
 
-    fidelity = given["fidelity"]
+    to = given["repo_id"]
     address = npt.push_to_hub(
-        given["adapter"],
-        given["repo_id"],
-        fidelity=None if fidelity is None else read_json(Path(fidelity), DataError),
-        private=given["private"],
-        revision=given["revision"],
-        message=given["message"],
+        given["adapter"], to, private=given["private"], revision=given["revision"]
     )
-    if given["json"]:
-        print_json({"repo_id": given["repo_id"], "commit": address})
-    else:
-        make_console().say(f"pushed {given['adapter']} to {given['repo_id']}: {address}")
+    figures = {"repo_id": to, "commit": address}
+    tell(given, figures, f"pushed {given['adapter']} to {to}: {address}")
     return 0
 
 
@@ -37,25 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Log in with `hf auth login`, or set HF_TOKEN. Exit status: 0 done, 2 wrong arguments or"
         " the hub refuses, 5 adapter unusable."
     )
-    parser.add_argument(
-        "--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to"
-    )
-    parser.add_argument(
-        "--repo_id",
-        required=True,
-        metavar="USER/NAME",
-        help="repository; created if it does not exist",
-    )
+    add = parser.add_argument
+    add("--adapter", required=True, metavar="FOLDER", help="folder that an adapter was saved to")
+    new = "repository; created if it does not exist"
+    add("--repo_id", required=True, metavar="USER/NAME", help=new)
     add_switch(parser, "private", "make the repository private if it is created")
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="branch to push to (default: the main one)"
-    )
-    parser.add_argument(
-        "--fidelity", metavar="FILE.json", help="a run's fidelity.json, for the model card"
-    )
-    parser.add_argument(
-        "--message",
-        default="NPT adapter",
-        metavar="TEXT",
-        help="of the commit (default: 'NPT adapter')",
-    )
+    add("--revision", metavar="BRANCH", help="branch to push to (default: the main one)")

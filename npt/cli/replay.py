@@ -13,9 +13,9 @@ def replay(given: dict[str, Any]) -> int:
     """Take the last window of a run that gave up again: does the fault recur, where does it arise,
     is it the data or the state?
     """
-    from npt.postmortem.replay import replay as replay_bundle
+    from npt.forensics.student import replay_student
 
-    result = replay_bundle(
+    result = replay_student(
         given["bundle"],
         model_name=given["model_name"],
         device=given["device"],

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import print_json
-from npt.console import make_console
+from npt.cli.arguments import tell
 from npt.errors import ConfigError
 from npt.extras import require
 
@@ -42,10 +41,7 @@ def report(given: dict[str, Any]) -> int:
             f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl,"
             " checkpoints or study.json"
         )
-    if given["json"]:
-        print_json(figures)
-    else:
-        make_console().say(*lines, f"written to {output}")
+    tell(given, figures, *lines, f"written to {output}")
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, check_run, print_json
+from npt.cli.arguments import add_number, add_switch, check_run, tell
 from npt.console import make_console, silent_console
 from npt.errors import NPTError
 from npt.presets import studies, study_file
@@ -20,7 +20,14 @@ def sweep(given: dict[str, Any]) -> int:
     """
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import Display, check_folder, open_folder, run_workers, storage_url
+    from npt.tools.sweep.study import (
+        check_folder,
+        open_folder,
+        progress_line,
+        run_workers,
+        storage_url,
+        update_table,
+    )
     from npt.versions import versions
 
     console = silent_console() if given["json"] else make_console()
@@ -37,47 +44,53 @@ def sweep(given: dict[str, Any]) -> int:
         )
         return 0
     folder = Path(given["study"]) if given["study"] is not None else Path("outputs") / design.name
-    check_folder(folder, spec, design, given["storage"])
+    check_folder(folder, spec, design)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
     open_folder(folder, spec, design, given["storage"], versions())
+    lines = [""]
+
+    def look() -> None:
+        if (line := progress_line(storage, design)) != lines[-1]:
+            lines.append(line)
+            console.say(line)
+            update_table(storage, design, folder)
+
     with storage.reached():
         new = storage.enqueue(design.trials)
-        before = storage.progress(design.by_key).finished
+        finished = storage.progress(design.by_key).finished
         console.say(
-            f"study {design.name}: {len(design.trials)} trials, {new} new, {before} finished;"
+            f"study {design.name}: {len(design.trials)} trials, {new} new, {finished} finished;"
             f" {folder}"
         )
-        display = Display(storage, design, folder, console.say)
-        display.table()
+        update_table(storage, design, folder)
         count = given["workers"]
         threads = max(1, (os.cpu_count() or 1) // count)
         command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
         command += ["--parent", str(os.getpid())]
         command += ["--storage", given["storage"]] if given["storage"] is not None else []
         command += ["--json"] if given["json"] else []
-        status = run_workers(command, count, threads, display.update)
-        rows = display.table()
-    if given["json"]:
-        print_json({"study": str(folder), "trials": rows})
-        return status
+        status = run_workers(command, count, threads, look)
+        rows = update_table(storage, design, folder)
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
-    console.say(
-        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}"
+    tell(
+        given,
+        {"study": str(folder), "trials": rows},
+        f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}",
     )
     return status
 
 
 def check_design(design: Any) -> None:
-    """Raise the error of the first trial that cannot work, with its place; no weights are read."""
+    """Raise the error of the first trial that cannot work, with its part; no weights are read."""
     for trial in design.trials:
         s = trial.settings
         try:
             check_run(s.base, s.adapter, s.data, s.training)
         except NPTError as error:
-            place = trial.places[0]
-            arm = f", arm {place.arm}" if place.arm else ""
-            raise type(error)(f"part {place.part}{arm}: {error}") from error
+            origin = trial.origins[0]
+            arm = f", arm {origin.arm}" if origin.arm else ""
+            raise type(error)(f"part {origin.part}{arm}: {error}") from error
 
 
 def _work(given: dict[str, Any], console: Any) -> None:
@@ -86,35 +99,24 @@ def _work(given: dict[str, Any], console: Any) -> None:
     """
     from npt.tools.sweep.run import Bases
     from npt.tools.sweep.storage import Storage
-    from npt.tools.sweep.study import design_in, storage_url
+    from npt.tools.sweep.study import design_in, scratch_folder, storage_url
     from npt.tools.sweep.worker import Worker
 
     folder = Path(given["study"])
     design = design_in(folder)
     storage = Storage(storage_url(folder, given["storage"]), design.name)
-    with storage.reached():
-        Worker(design, storage, Bases(), console.say, given["parent"]).work()
+    with storage.reached(), scratch_folder(folder) as scratch:
+        Worker(design, storage, Bases(scratch), console.say, given["parent"]).work()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "spec",
-        metavar="SPEC",
-        help=(
-            f"the study, a YAML file or one of {', '.join(studies())}: settings, and the parts that"
-            " vary them"
-        ),
-    )
-    parser.add_argument(
-        "--study",
-        metavar="FOLDER",
-        help="the study's folder, continued if it exists (default: outputs/NAME)",
-    )
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        help="database that workers share, sqlite:/// or a server's (default: in the folder)",
-    )
+    add, names = parser.add_argument, ", ".join(studies())
+    text = f"the study, a YAML file or one of {names}: settings, and the parts that vary them"
+    add("spec", metavar="SPEC", help=text)
+    text = "the study's folder, continued if it exists (default: outputs/NAME)"
+    add("--study", metavar="FOLDER", help=text)
+    text = "database that workers share, sqlite:/// or a server's (default: in the folder)"
+    add("--storage", metavar="URL", help=text)
     add_number(parser, "workers", "processes that share the study", 1)
     add_switch(parser, "dry_run", "check the study and list its trials, and run nothing")
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    add("--parent", type=int, help=argparse.SUPPRESS)

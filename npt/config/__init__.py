@@ -17,7 +17,6 @@ from npt.config.adapter import (
 )
 from npt.config.base import (
     ATTENTIONS,
-    BASE_PRECISIONS,
     COMPUTE_DTYPES,
     DEVICE_MAPS,
     QUANT_TYPES,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from npt.config.field import POSITIVE, Bound, Need, Settings, at_least, setting
+from npt.config.field import POSITIVE, Bound, Need, SettingsGroup, at_least, setting
 from npt.config.texts import as_text, words
 from npt.errors import ConfigError
 
@@ -15,8 +16,10 @@ from npt.errors import ConfigError
 class Target:
     """A product, or the stream, that an adapter changes.
 
-    module: of the layer, whose product it is. width: of the product, `ffn` or `hidden`. stage:
-    under which an observer is shown the product, modulated.
+    Attributes:
+        module: of the layer, whose product it is.
+        width: of the product, `ffn` or `hidden`.
+        stage: under which an observer is shown the product, modulated.
     """
 
     module: str
@@ -38,8 +41,7 @@ TARGETS = {STREAM: Target("self_attn.o_proj", "hidden", STREAM), **PRODUCTS}
 MODULATIONS = ("both", "additive", "multiplicative")
 RESIDUALS = ("modulate", "keep")
 INITS = ("random", "calibrated")
-MULT_FORMS = ["sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded"]
-"""Forms of m; `register_multiplier` adds to them."""
+MULT_FORMS = ("sigmoid", "half_sigmoid", "one_plus_tanh", "unbounded")
 
 _adapter = partial(setting, group="adapter")
 
@@ -54,7 +56,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NPTConfig(Settings):
+class NPTConfig(SettingsGroup):
     """An adapter's size, place and form (DESIGN: the modulation of a layer's MLP by its
     attention).
     """
@@ -168,3 +170,13 @@ class NPTConfig(Settings):
     def additive(self) -> bool:
         """Products have B, the additive term."""
         return self.modulation in ("both", "additive")
+
+    @property
+    def multiplier_spread(self) -> tuple[float, float]:
+        """The middle of the range of m, and the distance of its ends; fp32 rounds to the ends."""
+        return {
+            "sigmoid": (1.0, self.mult_bound),
+            "half_sigmoid": (0.75, 0.25),
+            "one_plus_tanh": (1.0, 1.0),
+            "unbounded": (1.0, math.inf),
+        }[self.mult_form]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import Need, Settings, setting
+from npt.config.field import Need, SettingsGroup, setting
 from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
-BASE_PRECISIONS = ("4bit", "16bit")
 COMPUTE_DTYPES = ("fp32", "bf16")
 ATTENTIONS = ("sdpa", "eager", "flex_attention")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -28,7 +27,7 @@ def check_attention(name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig(Settings):
+class BaseConfig(SettingsGroup):
     """The frozen model, and how it is stored and computed."""
 
     model_name: str = _base(

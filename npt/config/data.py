@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import Bound, Settings, at_least, setting
+from npt.config.field import Bound, SettingsGroup, at_least, setting
 from npt.errors import ConfigError
 
 REPLAY_RATIO = 0.2
@@ -13,7 +13,7 @@ _data = partial(setting, group="data")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Settings):
+class DataConfig(SettingsGroup):
     """The text, and how it is cut into samples."""
 
     dataset_name: str = _data(

@@ -54,15 +54,12 @@ _METADATA = dict.fromkeys(("choices", "flag", "read", "bound", "need")) | {"ofte
 
 
 def setting(default: Any, help: str, *, group: str = "", **more: Any) -> Any:
-    """Return a dataclass field that is also a command-line flag.
+    """Return a dataclass field that is also a command-line flag, in one of the `GROUPS`.
 
-    Args:
-        default, help: of the field and of the flag.
-        group: one of `GROUPS`.
-        more: choices: of the value, or of a tuple's items. flag: its name, if it is not the
-            field's. often: shown by `--help`, not by `--help_all` alone. read: turns what YAML or
-            a caller may write into the value. bound: a `Bound` of a number, or of None. need: a
-            `Need` of any value but the default.
+    Of `more`, `choices` are those of the value, or of a tuple's items; `flag` is its name, if it is
+    not the field's; `--help` shows what is needed `often`, `--help_all` the rest; `read` turns what
+    YAML or a caller may write into the value; `bound` is that of a number, and `need` that of any
+    value but the default.
     """
     assert more.keys() <= _METADATA.keys()
     return field(default=default, metadata={**_METADATA, "help": help, "group": group, **more})
@@ -76,20 +73,17 @@ def flag_of(f: Field[Any]) -> str:
 @functools.cache
 def kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
     """Return the types that each field may have, that of its flag first: (int, NoneType) of
-    `int | None`. Annotations are text that must be evaluated, and a study makes settings by the
-    thousand.
+    `int | None`. Cached, since annotations are text that must be evaluated.
     """
-    found = {}
+    kinds = {}
     for name, hint in typing.get_type_hints(cls).items():
         parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        found[name] = tuple(typing.get_origin(part) or part for part in parts)
-    return found
+        kinds[name] = tuple(typing.get_origin(part) or part for part in parts)
+    return kinds
 
 
-class Settings:
-    """A group of settings. A subclass defines `check` for what concerns several of them at once;
-    it is called after every value has been checked by itself.
-    """
+class SettingsGroup:
+    """Settings that are checked when they are made, each by itself, then together by `check`."""
 
     def __post_init__(self) -> None:
         cls: Any = type(self)

@@ -1,4 +1,4 @@
-"""Values that are written as text: lists, steps, sizes in bytes."""
+"""Values that are written as text: lists and steps."""
 
 from __future__ import annotations
 
@@ -7,46 +7,26 @@ from typing import Any
 
 from npt.errors import ConfigError
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{tail}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for tail, base in (("b", 1000), ("ib", 1024))
-}
-
 
 def parse_steps(text: str, flag: str = "--trace_steps") -> tuple[range, ...]:
-    """Return steps, counted from 1, as ranges: `1,2,3`, `1-5` (both ends included) or `1-5,8`.
-
-    Raises:
-        ConfigError: not of that form; `flag` is what the message calls it.
+    """Return steps, counted from 1, as ranges: `1,2,3`, `1-5` (both ends included), `/100` (every
+    hundredth) or a mix of these; ConfigError, by `flag`, if it is not of that form.
     """
     steps = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
+        match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?|\s*/\s*(\d{1,18})\s*", part)
+        first, last, every = (int(n) if n else 0 for n in match.groups()) if match else (0, 0, 0)
+        last = last or first
+        if every:
+            steps.append(range(every, 10**18, every))
+        elif 1 <= first <= last:
+            steps.append(range(first, last + 1))
+        else:
             raise ConfigError(
-                f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5 or a mix"
-                " 1-5,8"
+                f"{flag} is {text!r}; write steps from 1 on as a list 1,2,3, a range 1-5, /100 for"
+                " every hundredth, or a mix 1-5,8"
             )
-        steps.append(range(first, last + 1))
     return tuple(steps)
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of `10GiB` (1024 each), `10GB` (1000 each), likewise K, M and T, or of a
-    plain number of bytes.
-
-    Raises:
-        ConfigError: not of that form, or less than a byte.
-    """
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]{0,3})\s*", text, re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS.get(match[2].lower(), 0)) if match else 0
-    if size < 1:
-        raise ConfigError(
-            f"--max_memory is {text!r}; write a size like 10GiB, 800MB or a number of bytes"
-        )
-    return size
 
 
 def as_text(value: Any) -> Any:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from npt.config.field import INT_MAX, POSITIVE, Bound, Need, Settings, at_least, setting
-from npt.config.texts import as_text, parse_bytes, parse_steps
+from npt.config.field import INT_MAX, POSITIVE, Need, SettingsGroup, at_least, setting
+from npt.config.texts import as_text, parse_steps
 from npt.errors import ConfigError
 
 STRATEGIES = ["local", "propagated", "end_to_end"]
 """`register_strategy` adds to them."""
-LOSSES = ["nmse", "nmse_update", "direction", "mse", "smooth_l1", "cosine"]
+LOSSES = ["nmse", "nmse_update", "direction", "mse", "cosine"]
 """`register_loss` adds to them."""
-LOGIT_LOSSES = ("kl", "reverse_kl", "jsd", "cross_entropy")
+LOGIT_LOSSES = ("kl", "reverse_kl", "cross_entropy")
 SCHEDULES = ("cosine", "linear", "constant")
 SEED_MAX = INT_MAX
 MAX_STEPS = 10_000_000
@@ -29,7 +29,7 @@ _LOGITS = Need(lambda c: c.logit_kl_weight > 0, "a --logit_kl_weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Settings):
+class TrainConfig(SettingsGroup):
     """All settings of the training of adapters, and of the run that does it."""
 
     strategy: str = _objective("local", "how the student is driven", choices=STRATEGIES, often=True)
@@ -44,16 +44,6 @@ class TrainConfig(Settings):
     )
     logit_loss: str = _objective(
         "kl", "loss on the logits, per position", choices=LOGIT_LOSSES, need=_LOGITS
-    )
-    logit_temperature: float = _objective(
-        1.0,
-        "temperature T of kl, reverse_kl and jsd, which are multiplied by T^2",
-        # beyond, fp32 has overflowing logits, or divergences that are all rounding
-        bound=at_least(1e-3, 1e3),
-        need=Need(
-            lambda c: c.logit_kl_weight > 0 and c.logit_loss != "cross_entropy",
-            "a --logit_kl_weight above 0 and kl, reverse_kl or jsd as --logit_loss",
-        ),
     )
     calibration_tokens: int = _objective(
         65536, "training tokens that init calibrated fits the start to", bound=_COUNT
@@ -85,32 +75,15 @@ class TrainConfig(Settings):
     gradient_checkpointing: bool = _guards(
         False, "end_to_end only: compute layers again in backward; less memory, the same bits"
     )
-    max_memory: str | None = _guards(
-        None,
-        "compute as many samples at once as stay below this predicted peak, as 10GiB",
-        read=as_text,
-    )
-    rank_timeout: float = _guards(
-        600.0,
-        "seconds that a process waits for the others",
-        # which the clocks of all libraries hold
-        bound=Bound(lambda value: 0 < value <= 1e9, "it must be above 0 and at most 1e9"),
-    )
     max_consecutive_bad: int = _guards(10, "stop after this many refusals in a row", bound=_COUNT)
     skip_spikes: bool = _guards(
         False, "refuse finite steps whose loss or gradient norm lies far above the accepted ones"
-    )
-    stop_on_divergence: bool = _guards(
-        False, "end a run that is finite and ruined, in place of a warning"
     )
     smoke_test: bool = _guards(
         True, "one batch forward and backward under anomaly detection before the loop"
     )
     trace_steps: str | None = _guards(
-        None, "steps whose tensors are recorded, as 1-5,8", read=as_text
-    )
-    trace_every: int | None = _guards(
-        None, "record the tensors of every so many steps", bound=_COUNT
+        None, "steps whose tensors are recorded, as 1-5,8; /100: every hundredth", read=as_text
     )
 
     output_dir: str | None = _output(
@@ -157,14 +130,8 @@ class TrainConfig(Settings):
                 f"--gradient_checkpointing with {driven}, which keeps one layer's graph at a time,"
                 " saves nothing; use --strategy end_to_end or drop it"
             )
-        _ = self.max_memory_bytes  # refuses what is no size
         if self.trace_steps is not None:
             parse_steps(self.trace_steps)
-
-    @property
-    def max_memory_bytes(self) -> int | None:
-        """`max_memory` in bytes."""
-        return None if self.max_memory is None else parse_bytes(self.max_memory)
 
     @property
     def judged_by(self) -> str:

@@ -14,12 +14,12 @@ import string
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from npt.data.encoding import check_characters
 from npt.data.source import Record
 from npt.errors import DataError, first_line
 
-AFTER = "messages after the last answer left out"
 WEIGHT = "weight"  # key of a message: 0 if it is not to be trained
 
 NO_ANSWER = frozenset({"system", "developer", "user", "tool"})
@@ -78,21 +78,34 @@ def fix_date(tokenizer: Any, date: str) -> None:
     setattr(tokenizer, _DATE, date)
 
 
-def prompt_and_answer(
-    name: str, record: Record, column: str, answer_column: str | None
-) -> tuple[list[Any], list[Any], int]:
-    """Return the messages before the last answer to train, those of it, and the number after."""
+class Conversation(NamedTuple):
+    """What is trained of a conversation.
+
+    Attributes:
+        texts: prompt and answer as the template writes them, start and end tokens included.
+        said: what is said in it, which does not depend on the day.
+        after: number of messages after the answer.
+        skipped: why it is left out, if it is.
+    """
+
+    texts: tuple[str, ...] = ()
+    said: str | None = None
+    after: int = 0
+    skipped: str | None = None
+
+
+def read_conversation(
+    name: str, tokenizer: Any, record: Record, column: str, answer_column: str | None
+) -> Conversation:
+    """Return the last answer to train and the messages before it, by the chat template.
+
+    Raises:
+        DataError: no list of messages, or the template is missing or cannot serve.
+    """
     prompt: list[Any] = list(record[column])
     after, answer = 0, None
     if answer_column is None:
-        answers = [
-            number
-            for number, message in enumerate(prompt)
-            if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
-        ]
-        # the last one that is to be trained, if any is
-        answers = [number for number in answers if prompt[number].get(WEIGHT) != 0] or answers
-        last = answers[-1] if answers else len(prompt) - 1
+        last = _last_answer(prompt)
         after = max(0, len(prompt) - last - 1)
         prompt, answer = prompt[:last], prompt[last : last + 1]
     elif isinstance(record.get(answer_column), list):
@@ -104,35 +117,8 @@ def prompt_and_answer(
             wanted = '{"role": "user", "content": ...}'
             raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
     assert answer is not None
-    return prompt, answer, after
-
-
-def _is_message(entry: Any) -> bool:
-    """Return whether an entry is a message: one that calls functions may lack a content."""
-    written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
-    return written and "role" in entry
-
-
-def why_skipped(prompt: list[Any], answer: list[Any]) -> str | None:
-    """Return why nothing of a conversation can be trained, or None."""
-    last = answer[-1] if answer else {"role": "user"}
-    if last.get(WEIGHT) == 0:
-        return "answer of weight 0"
-    silent = not str(last.get("content") or "").strip() and not last.get("tool_calls")
-    if last["role"] in NO_ANSWER or silent:
-        return "empty completion"
-    return None if prompt else "answer to nothing"  # which no template writes
-
-
-def written(
-    name: str, tokenizer: Any, prompt: list[Any], answer: list[Any]
-) -> tuple[str, str, str]:
-    """Return a conversation's prompt and answer as the chat template writes them, start and end
-    tokens included, and what is said in it, which does not depend on the day.
-
-    Raises:
-        DataError: there is no template, or it cannot serve.
-    """
+    if (skipped := _why_skipped(prompt, answer)) is not None:
+        return Conversation(after=after, skipped=skipped)
     if not has_template(tokenizer):
         raise DataError(
             f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
@@ -150,8 +136,41 @@ def written(
             f"record {name}: the chat template writes the prompt differently with an answer after"
             " it, so the answer's tokens cannot be told; use prompt and completion texts"
         )
+    texts = start, whole[len(start) :]
+    for what, text in zip(("prompt", "answer"), texts, strict=True):
+        check_characters(name, what, text)
     said = json.dumps([prompt, answer], sort_keys=True, default=str)
-    return start, whole[len(start) :], said
+    return Conversation(texts, said, after)
+
+
+def _last_answer(messages: list[Any]) -> int:
+    """Return the number of the last answer that is to be trained; else of the last answer, else of
+    the last message.
+    """
+    answers = [
+        number
+        for number, message in enumerate(messages)
+        if isinstance(message, Mapping) and message.get("role", "user") not in NO_ANSWER
+    ]
+    trained = [number for number in answers if messages[number].get(WEIGHT) != 0]
+    return (trained or answers or [len(messages) - 1])[-1]
+
+
+def _is_message(entry: Any) -> bool:
+    """Return whether an entry is a message: one that calls functions may lack a content."""
+    written = isinstance(entry, Mapping) and ("content" in entry or bool(entry.get("tool_calls")))
+    return written and "role" in entry
+
+
+def _why_skipped(prompt: list[Any], answer: list[Any]) -> str | None:
+    """Return why nothing of a conversation can be trained, or None."""
+    last = answer[-1] if answer else {"role": "user"}
+    if last.get(WEIGHT) == 0:
+        return "answer of weight 0"
+    silent = not str(last.get("content") or "").strip() and not last.get("tool_calls")
+    if last["role"] in NO_ANSWER or silent:
+        return "empty completion"
+    return None if prompt else "answer to nothing"  # which no template writes
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ generation.
 
 from __future__ import annotations
 
-import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,32 +19,34 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
-from npt.data.chat import AFTER, prompt_and_answer, why_skipped, written
-from npt.data.content import PIECE, filled
 from npt.data.continuation import (
     bare_tokens,
     begins_with_space,
     continuation_tokens,
     opening_tokens,
 )
-from npt.data.source import Record
+from npt.data.given_ids import IDS, read_ids
+from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
-_IDS = ("input_ids", "labels", "attention_mask")
+AFTER = "messages after the last answer left out"
 _COLUMNS_NAMED = 32
-_INT64_MAX = 2**63 - 1
 
 TEXT_AT_ONCE = 1 << 20
 """Characters that a tokenizer is given at once, of several texts. It takes some 200 bytes each."""
 
 
 @dataclass
-class Counts:
+class RecordCounts:
     """Counts of what became of the records, over every pass.
 
     Attributes:
-        cut_prompts, cut_completions: samples that lost tokens to `max_length`.
+        records: read.
+        samples: made of them.
+        tokens: of the samples.
+        cut_prompts: samples whose prompt lost tokens to `max_length`.
+        cut_completions: samples whose completion did.
         skipped: records, or windows of given ids, by reason.
         noted: messages by what became of them.
         unused: records by columns that nothing is made of.
@@ -77,7 +78,10 @@ class Encoded(NamedTuple):
     """A record's tokens.
 
     Attributes:
+        name: of the record.
+        ids: of the tokens.
         prompt: how many leading ones are no targets; None for a text.
+        labels: that came with given ids.
         said: what a conversation says, if its tokens may be others tomorrow.
     """
 
@@ -89,18 +93,22 @@ class Encoded(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """The trainable part of a record: texts (one, or a prompt and its completion), or ids.
+    """The trainable part of a record.
 
     Attributes:
         used: columns that it is made of.
-        opened, closed: add a start token, an end token.
+        texts: one, or a prompt and its completion; none of given ids.
+        given: ids and labels.
+        opened: add a start token.
+        closed: add an end token.
         skipped: why it is left out.
+        said: what a conversation says.
+        after: number of its messages that are left out.
     """
 
     used: tuple[str, ...]
     texts: tuple[str, ...] = ()
-    ids: list[int] | None = None
-    labels: list[int] | None = None
+    given: tuple[list[int], list[int] | None] | None = None
     opened: bool = True
     closed: bool = True
     skipped: str | None = None
@@ -114,7 +122,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, config: DataConfig):
         self.tokenizer, self._config = tokenizer, config
 
-    def encode(self, chunk: Sequence[tuple[int, Record]], counts: Counts) -> list[Encoded]:
+    def encode(self, chunk: Sequence[tuple[int, Record]], counts: RecordCounts) -> list[Encoded]:
         """Return the tokens of records that come with their number in the data; empty ones are
         counted and left out. A record with nothing to train on in it is a DataError."""
         read = [self._read(number, record) for number, record in chunk]
@@ -124,8 +132,9 @@ class Encoder:
             counts.add(record, content.used)
             if content.after:
                 counts.noted[AFTER] += content.after
-            if content.ids is not None:
-                encoded.append(Encoded(name, content.ids, labels=content.labels))
+            if content.given is not None:
+                ids, labels = content.given
+                encoded.append(Encoded(name, ids, labels=labels))
                 continue
             joined = self._join(name, content, [next(tokens) for _ in content.texts])
             if joined is None:
@@ -152,7 +161,7 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return name, _given_ids(name, columns)
+            return name, _Content(IDS, given=read_ids(name, columns))
         column = prompt_column(columns, config)
         answer = config.completion_column
         if config.prompt_column is None:
@@ -162,7 +171,11 @@ class Encoder:
             first, last = record.get(PIECE, (True, True))
             return name, _Content((config.text_column,), (text,), opened=first, closed=last)
         if isinstance(columns.get(column), list):
-            return name, self._conversation(name, columns, column, answer)
+            from npt.data.chat import read_conversation
+
+            used = (column,) if answer is None else (column, answer)
+            chat = read_conversation(name, self.tokenizer, columns, column, answer)
+            return name, _Content(used, opened=False, closed=False, **chat._asdict())
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
@@ -171,19 +184,6 @@ class Encoder:
             )
         completion = text_of(name, record, answer, "--completion_column")
         return name, _Content((column, answer), (prompt, completion))
-
-    def _conversation(
-        self, name: str, record: Record, column: str, answer_column: str | None
-    ) -> _Content:
-        prompt, answer, after = prompt_and_answer(name, record, column, answer_column)
-        used = (column,) if answer_column is None else (column, answer_column)
-        skipped = why_skipped(prompt, answer)
-        if skipped is not None:
-            return _Content(used, skipped=skipped, after=after)
-        *texts, said = written(name, self.tokenizer, prompt, answer)
-        for what, text in zip(("prompt", "answer"), texts, strict=True):
-            _check_characters(name, what, text)
-        return _Content(used, tuple(texts), opened=False, closed=False, said=said, after=after)
 
     def _join(self, name: str, content: _Content, tokens: list[list[int]]) -> Encoded | None:
         """Return start token, prompt, completion or text, and end token; None if it is empty."""
@@ -211,6 +211,14 @@ class Encoder:
         return opening_tokens(self.tokenizer)
 
 
+def filled(record: Record) -> Record:
+    """Return a record's columns that are not null, as merged tables have those of other forms; all
+    of them if it has a name at most besides.
+    """
+    columns = {column: value for column, value in record.items() if value is not None}
+    return columns if columns.keys() - {"id", PIECE} else record
+
+
 def prompt_column(record: Record, config: DataConfig) -> str | None:
     """Return the column of a record's prompt or conversation; None of a text."""
     if config.prompt_column is not None or config.text_column in record:
@@ -228,50 +236,14 @@ def text_of(name: str, record: Record, column: str, flags: str) -> str:
         have = ", ".join(sorted(map(str, record.keys() - {"id", PIECE}))) or "nothing"
         what = "has no" if column not in record else f"has {kind_of(text)} as"
         raise DataError(f"record {name} {what} {column!r} (it has: {have}); set {flags}")
-    _check_characters(name, repr(column), text)
+    check_characters(name, repr(column), text)
     return text
 
 
-def _check_characters(name: str, what: str, text: str) -> None:
+def check_characters(name: str, what: str, text: str) -> None:
     """Refuse half a character, which JSON allows and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         where = f"character {error.start} ({error.reason})"
         raise DataError(f"record {name}: {what} is broken at {where}; mend it there") from error
-
-
-def _given_ids(name: str, record: Record) -> _Content:
-    """Read token ids, with labels or without; padding that came with them stays out."""
-    filled_in = ("input_ids", *(key for key in _IDS[1:] if record.get(key) is not None))
-    lists = {key: _integers(name, key, record[key]) for key in filled_in}
-    ids = lists["input_ids"]
-    labels, mask = lists.get("labels"), lists.get("attention_mask")
-    for what, values in (("an attention_mask", mask), ("labels", labels)):
-        if values is not None and len(values) != len(ids):
-            raise DataError(
-                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
-                " belong together"
-            )
-    other = next((value for value in mask or () if value not in (0, 1)), None)
-    if other is not None:
-        raise DataError(
-            f"record {name} has {other} in its attention_mask, expected 0 (padding) or 1 (a token);"
-            " give packed documents as records of their own"
-        )
-    if mask is not None:
-        keep = [i for i, real in enumerate(mask) if real]
-        ids, labels = [ids[i] for i in keep], None if labels is None else [labels[i] for i in keep]
-    return _Content(_IDS, ids=ids, labels=labels)
-
-
-def _integers(name: str, key: str, values: Any) -> list[int]:
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
-    whole = isinstance(values, list | tuple) and all(
-        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in values
-    )
-    if not whole or any(abs(i) > _INT64_MAX for i in values):
-        raise DataError(
-            f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
-        )
-    return [int(i) for i in values]

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from npt.config import DataConfig
-from npt.data.content import PIECE
-from npt.data.source import READERS, FileError, Record, not_utf8, unreadable
+from npt.data.source import PIECE, READERS, FileError, Record, not_utf8, unreadable
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
@@ -38,6 +37,7 @@ class Lines(Iterator[Record]):
     on.
 
     Attributes:
+        path: of the file.
         line: of the latest record.
         blank_lines: passed so far.
     """
@@ -218,12 +218,12 @@ def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
     remedy = f"check the name and the network, or give --dataset_name a local file ({files})"
 
     def at_start(error: Exception) -> DataError:
-        said = f"cannot load the data set {name!r} (split {split!r}): {first_line(error)[:300]}"
-        return DataError(f"{said}; {remedy}")
+        why = first_line(error)[:300]
+        return DataError(f"cannot load the data set {name!r} (split {split!r}): {why}; {remedy}")
 
     def later(error: Exception) -> DataError:
-        said = f"the data set {name!r} broke off: {first_line(error)[:300]}"
-        return DataError(f"{said}; check the network, or download it and pass the files")
+        remedy = "check the network, or download it and pass the files"
+        return DataError(f"the data set {name!r} broke off: {first_line(error)[:300]}; {remedy}")
 
     return _loaded(name, config, at_start, later, name=config.dataset_config, split=split)
 
@@ -241,10 +241,10 @@ def _loaded(
         records = datasets.load_dataset(path, streaming=config.streaming, **options)
     except Exception as error:
         raise at_start(error) from error
-    return _Stream(records, later) if config.streaming else records
+    return _Streamed(records, later) if config.streaming else records
 
 
-class _Stream:
+class _Streamed:
     """A stream of `datasets`, whose later errors become faults of ours."""
 
     def __init__(self, records: Any, fault: Fault):
@@ -256,9 +256,9 @@ class _Stream:
         except Exception as error:
             raise self._fault(error) from error
 
-    def skip(self, count: int) -> _Stream:
+    def skip(self, count: int) -> _Streamed:
         """Return the records after the first `count`, without reading those."""
-        return _Stream(self._records.skip(count), self._fault)
+        return _Streamed(self._records.skip(count), self._fault)
 
 
 def read_builtin(name: str, config: DataConfig) -> Iterator[Record]:

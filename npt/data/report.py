@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from npt.data.chat import AFTER
-from npt.data.encoding import Counts
+from npt.data.encoding import AFTER, RecordCounts
 from npt.errors import DataError
 
 
-def lost(counts: Counts) -> str:
+def lost(counts: RecordCounts) -> str:
     """Return what was cut or left out, in words; empty if nothing was."""
     cut = {"prompts": counts.cut_prompts, "completions": counts.cut_completions}
     parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
@@ -23,7 +22,7 @@ def listed_columns(unused: Mapping[str, int]) -> str:
     return ", ".join(f"{name!r} of {count:,} records" for name, count in sorted(unused.items()))
 
 
-def no_sample(counts: Counts) -> DataError:
+def no_sample(counts: RecordCounts) -> DataError:
     """Return the error of data that gave nothing but `counts`."""
     held = f"{counts.samples:,} held out" if counts.samples else ""
     reasons = ", ".join(filter(None, (held, lost(counts))))

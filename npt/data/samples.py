@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Counts, Encoded, Encoder
-from npt.data.packing import pack
-from npt.data.report import no_sample
+from npt.data.encoding import Encoded, Encoder, RecordCounts
 from npt.data.source import Record, is_sequence
 
 _RECORDS_AT_ONCE = 32
@@ -68,23 +66,27 @@ def _mixed(value: int) -> int:
 
 
 def cut(
-    records: Iterable[Record], tokenizer: Any, config: DataConfig, counts: Counts | None = None
+    records: Iterable[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    counts: RecordCounts | None = None,
 ) -> Iterator[Sample]:
     """Tokenise records and cut them to samples, in order and lazily, counting each in `counts`. A
-    record with nothing to train on in it is a DataError, by its id or number."""
-    counts = counts if counts is not None else Counts()
+    record with nothing to train on in it is a DataError, by its id or number.
+    """
+    counts = counts if counts is not None else RecordCounts()
     return _cut(enumerate(records), Encoder(tokenizer, config), config.max_length, counts)
 
 
 def _cut(
-    numbered: Iterator[tuple[int, Record]], encoder: Encoder, max_length: int, counts: Counts
+    numbered: Iterator[tuple[int, Record]], encoder: Encoder, max_length: int, counts: RecordCounts
 ) -> Iterator[Sample]:
     while chunk := list(itertools.islice(numbered, _RECORDS_AT_ONCE)):
         for encoded in encoder.encode(chunk, counts):
             yield from _fit(encoded, max_length, counts)
 
 
-def _fit(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+def _fit(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
     """Return the samples of a record, counted."""
     cut_ = _fit_text if record.prompt is None else _fit_completion
     samples = cut_(record, max_length, counts)
@@ -93,7 +95,7 @@ def _fit(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
     return samples
 
 
-def _fit_text(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+def _fit_text(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
     """Cut a text, or given ids, to windows that do not overlap."""
     samples: list[Sample] = []
     for start in range(0, max(1, len(record.ids) - 1), max_length):
@@ -108,7 +110,7 @@ def _fit_text(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
     return samples
 
 
-def _fit_completion(record: Encoded, max_length: int, counts: Counts) -> list[Sample]:
+def _fit_completion(record: Encoded, max_length: int, counts: RecordCounts) -> list[Sample]:
     """Keep the whole completion if it fits after one token of prompt, and as much of the prompt's
     end as then fits."""
     assert record.prompt is not None
@@ -127,9 +129,10 @@ def _fit_completion(record: Encoded, max_length: int, counts: Counts) -> list[Sa
     return [Sample(f"{record.name}@{start}", tuple(ids), tuple(labels), said=record.said)]
 
 
-class Place(NamedTuple):
+class EpochPlace(NamedTuple):
     """A place in an epoch: after `taken` samples of the block that begins at record `record`, with
-    `before` samples in earlier blocks."""
+    `before` samples in earlier blocks.
+    """
 
     record: int = 0
     before: int = 0
@@ -141,10 +144,13 @@ class Samples:
 
     A sequence of records is visited in an order drawn once, a stream as it comes. Their samples are
     shuffled (and packed) anew every epoch within blocks of SHUFFLE_BLOCK or a few more, so no more
-    than a block is read ahead or kept. A spent generator cannot serve a second epoch.
-
-    The seed is that of both shuffles; `num_samples` is counted before packing. A sequence that no
+    than a block is read ahead or kept. `num_samples` is counted before packing. A sequence that no
     sample comes out of is a DataError.
+
+    Attributes:
+        counts: of what became of the records read by the run.
+        hold_out: leave out held-out samples.
+        sized: the records are a sequence.
     """
 
     def __init__(
@@ -158,11 +164,13 @@ class Samples:
     ):
         self._records, self._config, self._seed, self.hold_out = records, config, seed, hold_out
         self._encoder = Encoder(tokenizer, config)
-        self.counts = Counts()
+        self.counts = RecordCounts()
         self._counted: int | None = None
         self.sized = is_sequence(records)
         if self.sized and not self.count(1):
-            counts = Counts()
+            from npt.data.report import no_sample
+
+            counts = RecordCounts()
             list(_cut(self._numbered(), self._encoder, config.max_length, counts))
             raise no_sample(counts)
 
@@ -174,11 +182,12 @@ class Samples:
             return None
         if self._counted is None:
             if self._config.packing:
-                found: Iterator[Any] = self.walk(0, counts=Counts())
+                samples: Iterator[Any] = self.walk(0, counts=RecordCounts())
             else:
-                every = _cut(self._numbered(), self._encoder, self._config.max_length, Counts())
-                found = itertools.islice(self._kept(every), self._config.num_samples)
-            count = sum(1 for _ in itertools.islice(found, limit))
+                length, most = self._config.max_length, self._config.num_samples
+                every = _cut(self._numbered(), self._encoder, length, RecordCounts())
+                samples = itertools.islice(self._kept(every), most)
+            count = sum(1 for _ in itertools.islice(samples, limit))
             if count == limit:
                 return count
             self._counted = count
@@ -191,10 +200,10 @@ class Samples:
     def walk(
         self,
         epoch: int,
-        start: Place = Place(),  # noqa: B008 - a constant
+        start: EpochPlace = EpochPlace(),  # noqa: B008 - a constant
         end: float | None = None,
-        counts: Counts | None = None,
-    ) -> Iterator[tuple[Sample, int, Place]]:
+        counts: RecordCounts | None = None,
+    ) -> Iterator[tuple[Sample, int, EpochPlace]]:
         """Yield samples from a place on, each with its epoch and the place after it.
 
         Ends at epoch `end` (default: after one; math.inf for never), or after an empty epoch.
@@ -202,17 +211,17 @@ class Samples:
         end = epoch + 1 if end is None else end
         counts = self.counts if counts is None else counts
         while epoch < end:
-            empty = start == Place()
-            for found in self._walk(epoch, start, counts):
+            empty = start == EpochPlace()
+            for step in self._walk(epoch, start, counts):
                 empty = False
-                yield found
+                yield step
             if empty:
                 return
-            epoch, start = epoch + 1, Place()
+            epoch, start = epoch + 1, EpochPlace()
 
     def _walk(
-        self, epoch: int, start: Place, counts: Counts
-    ) -> Iterator[tuple[Sample, int, Place]]:
+        self, epoch: int, start: EpochPlace, counts: RecordCounts
+    ) -> Iterator[tuple[Sample, int, EpochPlace]]:
         """Yield the rest of an epoch, block by block."""
         length, most = self._config.max_length, self._config.num_samples
         record, before, taken = start
@@ -227,10 +236,14 @@ class Samples:
                 record += len(chunk)
                 samples += self._kept(_cut(iter(chunk), self._encoder, length, counts))
             samples = samples if most is None else samples[: most - before]
-            rows = pack(samples, length) if self._config.packing else samples
+            rows = samples
+            if self._config.packing:
+                from npt.data.packing import pack
+
+                rows = pack(samples, length)
             order = Permutation(len(rows), f"{self._seed}/{epoch}/{first}")
             for position in range(taken, len(rows)):
-                yield rows[order[position]], epoch, Place(first, before, position + 1)
+                yield rows[order[position]], epoch, EpochPlace(first, before, position + 1)
             before, taken = before + len(samples), 0
 
     def _kept(self, samples: Iterator[Sample]) -> Iterator[Sample]:

@@ -20,6 +20,9 @@ OWN_HELDOUT = (BUILTIN, PROSE)
 Record = Mapping[str, Any]
 """A text, a prompt and its completion, a conversation, or token ids."""
 
+PIECE = "npt:piece"
+"""The column of a piece of a longer text: whether it is the first, and the last one."""
+
 
 class FileError(DataError):
     """A file that cannot be read: `said` follows the place. line, column: from 1; at: the column,

@@ -6,14 +6,12 @@ Pure functions of the valid tokens' rows, [N, D] each, that return one value per
     nmse         ||o - t||^2 / ||t||^2
                  1 for o = 0. Small everywhere if a layer adds little to a large state
     nmse_update  ||o - t||^2 / ||t - h||^2
-                 1 for o = h. A token to which the layer adds next to nothing drowns the others
+                 1 for o = h. Asks for the same share of a layer's own work at every depth; a token
+                 to which the layer adds next to nothing drowns the others
     direction    mean over D of (o/||o|| - t/||t||)^2
                  0 to 4/D. Blind to the length of o: it sees the angle alone
     mse          mean over D of (o - t)^2
                  in the states' own units. A few tokens of huge norm drown the others
-    smooth_l1    mean over D of e^2 / (2 beta) below |e| = beta, |e| - beta/2 beyond
-                 likewise; beyond beta every channel pulls alike, outliers too. With a beta that
-                 does not fit the states it is MSE or L1
     cosine       (1 - w) NMSE + w (1 - cos(o, t))
                  1 - w/2 for o = 0. As nmse, with more weight on the angle
 
@@ -32,7 +30,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from npt.config import LOSSES, TrainConfig
 
@@ -47,11 +44,7 @@ def at_least_fp32(values: Tensor) -> Tensor:
 
 
 def nmse_per_token(output: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Return ||o - t||^2 / ||t||^2, or with `hidden` the update form ||o - t||^2 / ||t - h||^2.
-
-    The update form asks for the same share of the layer's own work at every depth; the plain form
-    asks less of layers that add little to a large residual stream.
-    """
+    """Return ||o - t||^2 / ||t||^2, or with `hidden` the update form ||o - t||^2 / ||t - h||^2."""
     target = at_least_fp32(target.detach())
     error = (at_least_fp32(output) - target).square().sum(dim=-1)
     reference = target if hidden is None else target - at_least_fp32(hidden.detach())
@@ -66,21 +59,12 @@ def direction(student: Tensor, teacher: Tensor) -> Tensor:
 
 def mse(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the mean over D of (o - t)^2."""
-    return _difference(student, teacher).square().mean(dim=-1)
-
-
-def smooth_l1(student: Tensor, teacher: Tensor, beta: float = 1.0) -> Tensor:
-    """Return the mean over D of e^2 / (2 beta) if |e| = |o - t| is below beta, else |e| - beta / 2.
-
-    No single channel's gradient exceeds 1 / D, so outlying channels, which residual streams have,
-    pull no harder than others.
-    """
-    error = _difference(student, teacher)
-    return F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none", beta=beta).mean(-1)
+    error = at_least_fp32(student) - at_least_fp32(teacher.detach())
+    return error.square().mean(dim=-1)
 
 
 def cosine(student: Tensor, teacher: Tensor, weight: float = 0.5) -> Tensor:
-    """Return (1 - w) ||o - t||^2 / ||t||^2 + w (1 - cos(o, t)), w being `weight`.
+    """Return (1 - w) NMSE + w (1 - cos(o, t)), w being `weight`.
 
     1 - cos is taken as ||o/||o|| - t/||t||||^2 / 2, which does not cancel near agreement. An o of
     zeros has no direction and counts as half.
@@ -97,7 +81,6 @@ HIDDEN_LOSSES: dict[str, HiddenLoss] = {
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
     "mse": lambda o, t, h: mse(o, t),
-    "smooth_l1": lambda o, t, h: smooth_l1(o, t),
     "cosine": lambda o, t, h: cosine(o, t),
 }
 """The losses that `--loss` names."""
@@ -135,13 +118,11 @@ def hidden_loss(
 
     Args:
         config: names the loss.
-        student, teacher, hidden: o, t, h, [N, D]; h only for losses in `READS_INPUT`.
+        student: o, [N, D].
+        teacher: t, [N, D].
+        hidden: h, [N, D], only for losses in `READS_INPUT`.
     """
     return HIDDEN_LOSSES[config.loss](student, teacher, hidden).sum()
-
-
-def _difference(student: Tensor, teacher: Tensor) -> Tensor:
-    return at_least_fp32(student) - at_least_fp32(teacher.detach())
 
 
 def _unit(states: Tensor) -> Tensor:

@@ -6,10 +6,6 @@ With p the teacher's and q the student's distribution, softmax(logits / T), per 
                      q must cover all that p does
     reverse KL       T^2 sum q (log q - log p)
                      q may leave parts of p out, and must not invent any
-    JSD              T^2 (w sum p (log p - log m) + (1 - w) sum q (log q - log m)),
-                     m = w p + (1 - w) q; at most -w log w - (1 - w) log(1 - w), which is log 2
-                     at w = 1/2, times T^2
-                     (Agarwal et al., "On-policy distillation of language models", 2024, eq. 1)
     cross-entropy    -log q(target), at T = 1; the teacher has no part in it
 
 The factor T^2 (Hinton et al., "Distilling the knowledge in a neural network", 2015) keeps the
@@ -44,7 +40,7 @@ LOGIT_CHUNK = 1 << 26
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
 """Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward
-some seven such tensors are alive at once, of the JSD thirteen. A product of r rows reads V D
+some seven such tensors are alive at once. A product of r rows reads V D
 weights for 2 r V D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep a card busy
 that computes 120 operations (TF32 on an H100, by its data sheet) in the time that it reads a byte.
 """
@@ -74,20 +70,6 @@ def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
     """Return T^2 KL(student || teacher) from logits, [N, V] twice."""
     log_q, log_p = _log_probabilities(student, teacher, temperature)
     return temperature**2 * kl_of_logs(log_q, log_p)
-
-
-def jsd(student: Tensor, teacher: Tensor, temperature: float = 1.0, weight: float = 0.5) -> Tensor:
-    """Return T^2 (w KL(teacher || m) + (1 - w) KL(student || m)) from logits, [N, V] twice.
-
-    w is `weight`, between 0 and 1, both left out. Finite whatever either side holds to be
-    impossible. The mixture m = w p + (1 - w) q is made of probabilities, because `logaddexp` of two
-    -inf has a NaN gradient.
-    """
-    log_q, log_p = _log_probabilities(student, teacher, temperature)
-    mixture = weight * log_p.exp() + (1.0 - weight) * log_q.exp()
-    log_m = torch.where(mixture == 0, 1.0, mixture).log()
-    per_token = weight * kl_of_logs(log_p, log_m) + (1.0 - weight) * kl_of_logs(log_q, log_m)
-    return temperature**2 * per_token
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -176,12 +158,10 @@ class _ChunkedSum(torch.autograd.Function):
 
 
 def row_loss(config: TrainConfig) -> RowLoss:
-    """Return the loss that `config.logit_loss` names, with its temperature and weight."""
-    temperature = config.logit_temperature
+    """Return the loss that `config.logit_loss` names."""
     losses: dict[str, RowLoss] = {
-        "kl": lambda student, teacher: forward_kl(student, teacher, temperature),
-        "reverse_kl": lambda student, teacher: reverse_kl(student, teacher, temperature),
-        "jsd": lambda student, teacher: jsd(student, teacher, temperature),
+        "kl": forward_kl,
+        "reverse_kl": reverse_kl,
         "cross_entropy": token_cross_entropy,
     }
     return losses[config.logit_loss]

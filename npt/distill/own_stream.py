@@ -7,29 +7,37 @@ the whole student, from hidden states and, optionally, from the logits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_layers, is_sharded
+from npt.adapters.converted import (
+    adapter_mode,
+    adapters_disabled,
+    decoder_layers,
+    is_sharded,
+    npt_layers,
+)
 from npt.adapters.layer import NPTLayer
 from npt.adapters.recompute import recomputed
 from npt.adapters.stream import Stream, open_stream
-from npt.adapters.trained import Work, Workspace
+from npt.adapters.trained import Workspace
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import READS_INPUT
 from npt.distill.local import (
+    BatchSums,
     LayerSums,
-    MicroBatch,
-    Sums,
+    backpropagated,
+    batch_sums,
+    layer_sums,
     run_layers,
     stream_at,
     student_rows,
-    work_of,
 )
 from npt.distill.logit_losses import row_loss, through_head
 from npt.errors import NotSupportedError
@@ -42,7 +50,7 @@ def propagated(
     batch: Batch,
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
-) -> MicroBatch:
+) -> BatchSums:
     """Feed each converted layer the student's own h, and teach it the teacher's output there.
 
     So a layer learns to make good what the converted layers below it got wrong, at the memory of
@@ -52,25 +60,29 @@ def propagated(
     Raises:
         NotSupportedError: the base is sharded.
     """
-    layers = decoder_layers(model)
-    sums, work = Sums(model, config, batch), work_of(config, Workspace())
+    layers, converted = decoder_layers(model), npt_layers(model)
+    regularised, space = config.regularization_lambda > 0, Workspace()
+    sums: list[LayerSums] = []
     with torch.no_grad(), adapters_disabled(model):
-        (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
-        taught_layers = layers if teacher is None else decoder_layers(teacher)
-        for index, layer in enumerate(layers[first : sums.last + 1], first):
-            before = taught
-            taught = run_layers(guide, taught_layers, taught, index, index + 1)
+        stream, guide, first = _begin(model, teacher, batch)
+        hidden = guide.hidden if teacher is None else stream.hidden
+        for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
+            taught_input = guide.hidden
+            guide = guide.after(index, index + 1)
             if not isinstance(layer, NPTLayer):
                 hidden = run_layers(stream, layers, hidden, index, index + 1)
                 continue
             here, hidden = stream_at(stream, layer, hidden)
-            target = here.rows(taught.to(hidden.device))
-            was = here.rows(before.to(hidden.device)) if config.loss in READS_INPUT else None
+            target = here.rows(guide.hidden.to(hidden.device))
+            h = None
+            if config.loss in READS_INPUT:
+                h = here.rows(taught_input.to(hidden.device))
             with torch.enable_grad():
-                student, energy = student_rows(layer, here, hidden, work, graph=False)
-                sums.take(sums.of_layer(index, here.batch, student, target, was, energy)).backward()
+                student, energy = student_rows(layer, here, hidden, regularised, space, graph=False)
+                of_layer = layer_sums(config, len(converted), student, target, h, energy)
+                sums.append(backpropagated(of_layer))
             hidden = here.scatter(student.detach())
-    return sums.micro_batch()
+    return batch_sums(config, batch, sums)
 
 
 def end_to_end(
@@ -78,7 +90,7 @@ def end_to_end(
     batch: Batch,
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
-) -> MicroBatch:
+) -> BatchSums:
     """Run the student on its own stream; a loss per converted layer, optionally on the logits.
 
     Up to the first converted layer teacher and student are the same and run once, unless the
@@ -92,23 +104,23 @@ def end_to_end(
     Raises:
         NotSupportedError: the base is sharded.
     """
-    layers = decoder_layers(model)
-    sums, work = Sums(model, config, batch), work_of(config)
-    depth = len(layers) if config.logit_kl_weight else sums.last + 1
-    taught_depth = sums.last + 1 if config.hidden_weight else 0
+    layers, converted = decoder_layers(model), npt_layers(model)
+    above_last = converted[-1][0] + 1
+    depth = len(layers) if config.logit_kl_weight else above_last
+    taught_depth = above_last if config.hidden_weight else 0
     if _teacher_has_logits(config):
         taught_depth = depth
     with torch.no_grad(), adapters_disabled(model):
-        (stream, hidden), (guide, taught), first = _begin(model, teacher, batch, layers, sums.first)
-        taught_layers = layers if teacher is None else decoder_layers(teacher)
+        stream, guide, first = _begin(model, teacher, batch)
+        hidden = guide.hidden if teacher is None else stream.hidden
         inputs, targets = {}, {}
         for index in range(first, taught_depth):
             if isinstance(layers[index], NPTLayer) and config.loss in READS_INPUT:
-                inputs[index] = taught
-            taught = run_layers(guide, taught_layers, taught, index, index + 1)
+                inputs[index] = guide.hidden
+            guide = guide.after(index, index + 1)
             if isinstance(layers[index], NPTLayer) and config.hidden_weight:
-                targets[index] = taught
-    parts: list[Tensor] = []
+                targets[index] = guide.hidden
+    sums: list[LayerSums] = []
     compute = recomputed if config.gradient_checkpointing else _computed
     with adapter_mode(model, "student"):
         for index, layer in enumerate(layers[first:depth], first):
@@ -117,86 +129,96 @@ def end_to_end(
                 plain = partial(run_layers, stream, layers, start=index, stop=index + 1)
                 hidden = compute(plain, hidden)
                 continue
-            before = inputs.pop(index).to(hidden.device) if inputs else None
+            taught_input = inputs.pop(index).to(hidden.device) if inputs else None
             target = targets.pop(index).to(hidden.device) if targets else None
-            student_layer = partial(_student_layer, layer, here, work, sums, index)
-            hidden, found = compute(student_layer, hidden, target, before)
-            parts.append(sums.take(found))
-        loss = torch.stack([part.to(hidden.device) for part in parts]).sum()
+            student_layer = partial(_student_layer, layer, here, config, len(converted))
+            hidden, of_layer = compute(student_layer, hidden, target, taught_input)
+            sums.append(of_layer)
+        loss = torch.stack([part.loss.to(hidden.device) for part in sums]).sum()
+        logit = None
         if config.logit_kl_weight:
-            guide_model = model if teacher is None else teacher
-            sums.logit = _logit_loss(config, (model, hidden), (guide_model, taught), stream)
-            loss = loss + config.logit_kl_weight * sums.logit.to(loss.device)
+            logit = _logit_loss(config, _Side(model, stream, hidden), guide)
+            loss = loss + config.logit_kl_weight * logit.to(loss.device)
         loss.backward()
-    return sums.micro_batch()
+    return batch_sums(config, batch, sums, logit)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Student or teacher on its way through the layers.
+
+    Attributes:
+        model: its own, or the base that both share.
+        stream: of that model.
+        hidden: [B, T, D], its states now.
+    """
+
+    model: PreTrainedModel
+    stream: Stream
+    hidden: Tensor
+
+    def after(self, start: int, stop: int) -> _Side:
+        """Return the side after the layers from `start` up to `stop`."""
+        layers = decoder_layers(self.model)
+        return replace(self, hidden=run_layers(self.stream, layers, self.hidden, start, stop))
 
 
 def _begin(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    batch: Batch,
-    layers: nn.ModuleList,
-    first: int,
-) -> tuple[tuple[Stream, Tensor], tuple[Stream, Tensor], int]:
-    """Return stream and h of student and of teacher before the first layer at which they part.
-
-    The third value is that layer's index.
+    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
+) -> tuple[Stream, _Side, int]:
+    """Return the student's stream, the teacher before the first layer at which the two part, and
+    its index; the student has the teacher's h there, or its own embeddings if that is layer 0.
     """
     if is_sharded(model):
         raise NotSupportedError(
-            "a sharded base has one whole layer at a time, which only --strategy local can do with;"
-            " use it"
+            "--strategy propagated and end_to_end do not support a sharded base; use --strategy"
+            " local"
         )
     stream = open_stream(model, batch)
-    if teacher is not None:
-        guide = open_stream(teacher, batch)
-        return (stream, stream.hidden), (guide, guide.hidden), 0
-    shared = stream, run_layers(stream, layers, stream.hidden, 0, first)
-    return shared, shared, first
+    if teacher is None:
+        first = npt_layers(model)[0][0]
+        return stream, _Side(model, stream, stream.hidden).after(0, first), first
+    guide = open_stream(teacher, batch)
+    return stream, _Side(teacher, guide, guide.hidden), 0
 
 
 def _student_layer(
     layer: NPTLayer,
     here: Stream,
-    work: Work,
-    sums: Sums,
-    index: int,
+    config: TrainConfig,
+    count: int,
     hidden: Tensor,
     target: Tensor | None,
-    before: Tensor | None,
+    taught_input: Tensor | None,
 ) -> tuple[Tensor, LayerSums]:
-    """Return the student's states after a converted layer and the layer's sums; change nothing.
+    """Return the student's states [B, T, D] after one of `count` converted layers, and the layer's
+    sums; change nothing.
 
-    hidden, target, before: [B, T, D], the student's h, the teacher's output, and for the loss that
-    needs it the teacher's h; without a loss on hidden states there is no target.
+    hidden, target, taught_input: [B, T, D], the student's h, the teacher's output, and its h for
+    the loss that needs it; without a loss on hidden states there is no target.
     """
-    student, energy = student_rows(layer, here, hidden, work)
-    guide, h = (None if states is None else here.rows(states) for states in (target, before))
-    return here.scatter(student), sums.of_layer(index, here.batch, student, guide, h, energy)
+    student, energy = student_rows(layer, here, hidden, config.regularization_lambda > 0)
+    t, h = (None if states is None else here.rows(states) for states in (target, taught_input))
+    return here.scatter(student), layer_sums(config, count, student, t, h, energy)
 
 
 def _computed(function: Callable[..., T], *arguments: object) -> T:
     return function(*arguments)
 
 
-def _logit_loss(
-    config: TrainConfig,
-    student: tuple[PreTrainedModel, Tensor],
-    teacher: tuple[PreTrainedModel, Tensor],
-    stream: Stream,
-) -> Tensor:
+def _logit_loss(config: TrainConfig, student: _Side, teacher: _Side) -> Tensor:
     """Return the loss on the logits, summed over the scored positions, on the device of lm_head.
 
-    Of each side a model and its last layer's [B, T, D] states are given; the teacher's are read
-    only if `_teacher_has_logits`.
+    The teacher's states, after its last layer, are read only if `_teacher_has_logits`.
     """
-    rows = _scored_states(*student, stream)
-    batch = stream.at(rows.device).batch
-    taught = _scored_states(*teacher, stream) if _teacher_has_logits(config) else None
-    if taught is None:
+    rows = _scored_states(student.model, student.hidden, student.stream)
+    batch = student.stream.at(rows.device).batch
+    if _teacher_has_logits(config):
+        taught = _scored_states(teacher.model, teacher.hidden, student.stream)
+    else:
         taught = batch.labels.flatten().index_select(0, batch.scored_index + 1)
-    head, vocab_size = student[0].lm_head, student[0].config.vocab_size
-    guide = teacher[0].lm_head
+    head, vocab_size = student.model.lm_head, student.model.config.vocab_size
+    guide = teacher.model.lm_head
     return through_head(head, row_loss(config), rows, taught, vocab_size, teacher_head=guide)
 
 

@@ -17,14 +17,16 @@ from operator import add
 import torch
 
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.errors import NoMemoryError, is_out_of_memory
 
 
 class MicroBatchSplitter:
     """Splits micro-batches into parts of at most `samples` rows.
 
-    shrunk_to: the samples that `shrink` has come down to, None if it never was called.
+    Attributes:
+        samples: at once.
+        shrunk_to: samples that `shrink` has come down to; None if it was never called.
     """
 
     def __init__(self, samples: int):
@@ -33,13 +35,10 @@ class MicroBatchSplitter:
 
     def parts(self, batch: Batch) -> list[Batch]:
         """Return the batch in parts of `samples` rows, or itself if it has no more."""
-        rows = len(batch.input_ids)
-        if rows <= self.samples:
+        count, size = len(batch.input_ids), self.samples
+        if count <= size:
             return [batch]
-        return [
-            _rows(batch, slice(start, start + self.samples))
-            for start in range(0, rows, self.samples)
-        ]
+        return [_rows(batch, slice(start, start + size)) for start in range(0, count, size)]
 
     def samples_of(self, batch: Batch) -> int:
         """Return how many samples of this batch are computed at once."""
@@ -51,21 +50,21 @@ class MicroBatchSplitter:
         Raises:
             NoMemoryError: it was one sample.
         """
-        before, length = self.samples_of(batch), batch.input_ids.shape[1]
-        if before == 1:
+        at_once, length = self.samples_of(batch), batch.input_ids.shape[1]
+        if at_once == 1:
             raise NoMemoryError(
                 f"out of memory with one sample of {length} tokens at once ({message}); lower"
                 " --max_length or --adapter_rank, convert fewer --layers, or take --strategy local"
                 " (or end_to_end with --gradient_checkpointing) and --use_quantization"
             )
-        self.samples = self.shrunk_to = (before + 1) // 2
-        return before
+        self.samples = self.shrunk_to = (at_once + 1) // 2
+        return at_once
 
 
-def added(parts: Sequence[MicroBatch]) -> MicroBatch:
+def added(parts: Sequence[BatchSums]) -> BatchSums:
     """Return the sums of a micro-batch from those of its parts."""
-    sums = {f.name: [getattr(part, f.name) for part in parts] for f in fields(MicroBatch)}
-    return MicroBatch(**{name: reduce(add, values) for name, values in sums.items()})
+    sums = {f.name: [getattr(part, f.name) for part in parts] for f in fields(BatchSums)}
+    return BatchSums(**{name: reduce(add, values) for name, values in sums.items()})
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:

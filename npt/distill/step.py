@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import adapter_parameters
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, added
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
@@ -71,7 +70,11 @@ def student_guard(
         fused=True,
     )
     spikes = SIGMAS if config.skip_spikes else None
-    own = {"max_grad_norm": config.max_grad_norm, "spike_sigmas": spikes}
+    defaults = {
+        "max_grad_norm": config.max_grad_norm,
+        "spike_sigmas": spikes,
+        "max_refused": float("inf"),
+    }
     return Guard(
         model,
         optimizer,
@@ -79,12 +82,12 @@ def student_guard(
         rates=rates,
         draws=Seeded(config.seed),
         late=late,
-        **{**own, "max_refused": float("inf"), **settings},
+        **{**defaults, **settings},
     )
 
 
 def add_batch(
-    guard: Guard, batch: Batch, compute: Callable[[Batch], MicroBatch], vocab_size: int | None
+    guard: Guard, batch: Batch, compute: Callable[[Batch], BatchSums], vocab_size: int | None
 ) -> None:
     """Add a micro-batch to the guard's window, or refuse it before anything is computed.
 
@@ -99,15 +102,14 @@ def add_batch(
         guard.refuse(fault, batch.sample_ids)
         return
     ids, offset = batch.sample_ids, batch.offset
-    again = partial(_drawn, guard, batch, compute)
+
+    def again() -> BatchSums:
+        with guard.draws.drawing(ids, offset):
+            return compute(batch)
+
     with guard.micro_batch(batch.tokens, ids, batch, again, offset=offset) as micro:
         sums = compute(batch)
         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
-
-
-def _drawn(guard: Guard, batch: Batch, compute: Callable[[Batch], MicroBatch]) -> MicroBatch:
-    with guard.draws.drawing(batch.sample_ids, batch.offset):
-        return compute(batch)
 
 
 def forward_backward(
@@ -116,7 +118,7 @@ def forward_backward(
     batch: Batch,
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
-) -> MicroBatch:
+) -> BatchSums:
     """Do what `summed` does, outside of a guard: with the random numbers of the micro-batch."""
     with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
         return summed(model, strategy, batch, config, splitter)
@@ -129,16 +131,14 @@ def summed(
     config: TrainConfig,
     splitter: MicroBatchSplitter | None = None,
     observe: Callable[[Batch], AbstractContextManager[None]] | None = None,
-) -> MicroBatch:
+) -> BatchSums:
     """Add the gradients of a micro-batch's summed loss to `.grad`; return its sums.
 
     Autocast is off. `splitter` gives the parts that are computed one after the other, `observe` a
     context around each.
     """
     device = next(model.parameters()).device
-    parts = [batch]
-    if splitter is not None and len(batch.input_ids) > splitter.samples:
-        parts = splitter.parts(batch)
+    parts = [batch] if splitter is None else splitter.parts(batch)
     sums = []
     with torch.autocast(device.type, enabled=False):
         for part in parts:

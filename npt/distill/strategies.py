@@ -5,26 +5,25 @@ flow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from transformers import PreTrainedModel
 
 from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch, local
+from npt.distill.local import BatchSums, local
 from npt.distill.own_stream import end_to_end, propagated
 
-Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], MicroBatch]
+Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], BatchSums]
 
-STRATEGIES: dict[str, Callable[..., MicroBatch]] = {
+STRATEGIES: dict[str, Callable[..., BatchSums]] = {
     "local": local,
     "propagated": propagated,
     "end_to_end": end_to_end,
 }
 
 
-def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
+def register_strategy(name: str, strategy: Callable[..., BatchSums]) -> None:
     """Add a strategy, which `--strategy` and `TrainConfig` then accept.
 
     It takes (model, batch, config, teacher), as `npt.distill.local.local`.
@@ -35,17 +34,11 @@ def register_strategy(name: str, strategy: Callable[..., MicroBatch]) -> None:
     STRATEGY_NAMES.append(name)
 
 
-def strategy_of(config: TrainConfig, teacher: PreTrainedModel | None = None) -> Strategy:
-    """Return the strategy of a run, bound to its teacher."""
-    strategy = STRATEGIES[config.strategy]
-    return strategy if teacher is None else partial(strategy, teacher=teacher)
-
-
 def drive(
     model: PreTrainedModel,
     batch: Batch,
     config: TrainConfig,
     teacher: PreTrainedModel | None = None,
-) -> MicroBatch:
+) -> BatchSums:
     """Run the strategy that `config` names; without a `teacher` the student's own base teaches."""
     return STRATEGIES[config.strategy](model, batch, config, teacher)

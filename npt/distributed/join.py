@@ -13,7 +13,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from npt.adapters.converted import viewed
 from npt.base.device import default_device
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
@@ -22,6 +24,15 @@ TIMEOUT = 600.0
 """Seconds that a process waits for the others before it gives up."""
 
 _VARIABLES = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+SHARDED_OVER = "_npt_processes"
+"""Attribute of a model whose base is sharded: the processes that share it."""
+
+
+def processes_of(model: nn.Module) -> ProcessGroup | None:
+    """Return the processes that a base is sharded over, or None."""
+    return getattr(viewed(model), SHARDED_OVER, None)
 
 
 def join_processes(

@@ -92,12 +92,12 @@ class ProcessGroup:
         """Return each process's value, by process, through JSON; a lone process's as it is."""
         if self.size == 1:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.index] = len(own)
+        lengths[self.index] = len(content)
         lengths = self.sum_(lengths.to(self.exchange_device)).cpu()
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(own)] = own
+        padded[: len(content)] = content
         padded = padded.to(self.exchange_device)
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         self._collect(lambda: dist.all_gather(everyone, padded))

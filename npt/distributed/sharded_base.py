@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 from npt.adapters.converted import attached_config, decoder_layers, viewed
 from npt.adapters.sharding import shard_layers
 from npt.base.identity import keep_identity
-from npt.distributed.join import join_processes
+from npt.distributed.join import SHARDED_OVER, join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
-
-_PROCESSES = "_npt_processes"
 
 _NONE = -1
 """Sent by a process that needs no layer now."""
@@ -51,9 +49,9 @@ class LayerGatherer:
         everyone: list[int] = []
 
         def ask() -> None:
-            own = torch.tensor([needed], device=processes.exchange_device)
-            answers = [torch.empty_like(own) for _ in range(processes.size)]
-            dist.all_gather(answers, own)
+            need = torch.tensor([needed], device=processes.exchange_device)
+            answers = [torch.empty_like(need) for _ in range(processes.size)]
+            dist.all_gather(answers, need)
             everyone.extend(int(answer) for answer in answers)
 
         processes.collect(ask)
@@ -98,10 +96,5 @@ def shard_base(model: PreTrainedModel, processes: ProcessGroup | None = None) ->
     gatherer = LayerGatherer(processes, model)
     shard_layers(model, mesh, processes.device, gatherer.gather)
     processes.before_sums = gatherer.hand_out
-    setattr(viewed(model), _PROCESSES, processes)
+    setattr(viewed(model), SHARDED_OVER, processes)
     return processes
-
-
-def processes_of(model: PreTrainedModel) -> ProcessGroup | None:
-    """Return the processes that a base is sharded over, or None."""
-    return getattr(viewed(model), _PROCESSES, None)

@@ -1,9 +1,6 @@
-"""Split a student's distance from the unquantised base into quantisation's part and the
-conversion's.
-
-Three comparisons on the same tokens: unquantised to 4-bit, 4-bit to NPT, unquantised to NPT. The
-unquantised base need not be in memory at the same time as the others: it runs first, its final
-states stay on the host, and of the model only its head is kept.
+"""What an evaluation keeps of the unquantised base, which need not be in memory at the same time as
+the other models: it runs first, its final states stay on the host, and of the model only its head
+is kept.
 """
 
 from __future__ import annotations
@@ -15,19 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled
+from npt.adapters.converted import adapters_disabled, evaluating
 from npt.data.batch import Sample, batches
-from npt.evaluation.metrics import checked_batches, evaluating, final_states, predicting
+from npt.evaluation.metrics import checked_batches, final_states, predicting
 from npt.random_state import kept_random_state
-
-UNQUANTIZED = "unquantized"
-
-COMPARISONS = {
-    "unquantized_to_4bit": ("teacher", UNQUANTIZED),
-    "4bit_to_npt": ("student", "teacher"),
-    "unquantized_to_npt": ("student", UNQUANTIZED),
-}
-"""Name in `fidelity.json`, and (model, what it is measured against)."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +29,6 @@ class Reference:
 
     states: tuple[Tensor, ...]
     head: nn.Module
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(states.numel() * states.element_size() for states in self.states)
-
-    @property
-    def head_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.head.parameters())
 
 
 @torch.no_grad()

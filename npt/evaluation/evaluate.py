@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config
+from npt.adapters.converted import attached_config, evaluating
 from npt.adapters.layer import Mode
 from npt.config import DataConfig
 from npt.data.batch import Sample, batches
 from npt.data.samples import cut
 from npt.data.source import Record
 from npt.errors import DataError
-from npt.evaluation.attribution import COMPARISONS, UNQUANTIZED, Reference, reference_outputs
-from npt.evaluation.greedy import Divergence, end_ids, measure_divergence, parting_prompts
 from npt.evaluation.layers import LayerErrors
 from npt.evaluation.metrics import (
     Figures,
     Pair,
     checked_batches,
     compare_pairs,
-    evaluating,
     figures,
     final_states,
     nan_for_null,
@@ -35,10 +32,18 @@ from npt.evaluation.metrics import (
 )
 from npt.random_state import kept_random_state
 
+if TYPE_CHECKING:
+    from npt.evaluation.attribution import Reference
+    from npt.evaluation.greedy import Divergence
+
 MODES: tuple[Mode, ...] = ("teacher", "floor", "student")
 
-_MODELS = ("teacher", "floor", "initial", "student")
-_Layers = dict[int, dict[str, float]]
+COMPARISONS = {
+    "unquantized_to_4bit": ("teacher", "unquantized"),
+    "4bit_to_npt": ("student", "teacher"),
+    "unquantized_to_npt": ("student", "unquantized"),
+}
+"""Name in `fidelity.json`, and (model, what it is measured against)."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,12 @@ class Fidelity:
     """Figures of each model, and of each layer.
 
     Attributes:
-        teacher, floor, student: the base, the layers without attention, the student.
+        teacher: the base.
+        floor: the converted layers without attention.
+        student: the student.
         initial: the student before training.
-        layers: of each converted layer the NMSE over all `layer_tokens`, fed the teacher's h
+        layers: of each converted layer the NMSE over all valid tokens, fed the teacher's h
             (`nmse_<model>`) and of the model's own stream (`free_running_<model>`), with `_se`.
-        unconverted_layers: the latter of unconverted layers after the first converted one.
-        layer_tokens: valid tokens.
         divergence: where greedy texts part, if that was asked for.
         attribution: `COMPARISONS`, if an unquantised base was given.
         positions: the student's figures by how many tokens of the text lie before the one that
@@ -62,9 +67,7 @@ class Fidelity:
     floor: Figures
     student: Figures
     initial: Figures | None = None
-    layers: _Layers = field(default_factory=dict)
-    unconverted_layers: _Layers = field(default_factory=dict)
-    layer_tokens: int | None = None
+    layers: dict[int, dict[str, float]] = field(default_factory=dict)
     divergence: Divergence | None = None
     attribution: dict[str, Figures] = field(default_factory=dict)
     positions: dict[str, Figures] = field(default_factory=dict)
@@ -78,34 +81,33 @@ class Fidelity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `fidelity.json`."""
-        names = (*_MODELS, *(f.name for f in fields(self) if f.name not in _MODELS))
-        values = {name: _plain(getattr(self, name)) for name in names}
-        return {name: value for name, value in values.items() if name == "layers" or value}
+        values = {name: value for name, value in asdict(self).items() if value or name == "layers"}
+        return {**values, "layers": {str(index): layer for index, layer in self.layers.items()}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fidelity:
         """Return the figures of an `as_dict`, now or of an earlier version, through JSON or not;
         null becomes NaN.
         """
-        models = {m: Figures.from_dict(values[m]) for m in _MODELS if values.get(m)}
-        if not {"teacher", "floor", "student"} <= models.keys():
-            raise ValueError(
-                f"figures of teacher, floor and student are needed, there are {', '.join(values)}"
-            )
-        parted = values.get("divergence")
+        models = {
+            name: Figures.from_dict(values[name])
+            for name in (*MODES, "initial")
+            if values.get(name) or name in MODES
+        }
+        divergence = None
+        if values.get("divergence"):
+            from npt.evaluation.greedy import Divergence
+
+            divergence = Divergence.from_dict(values["divergence"])
         attribution, positions = (
             {name: Figures.from_dict(f) for name, f in values.get(kind, {}).items()}
             for kind in ("attribution", "positions")
         )
+        layers = {int(index): nan_for_null(layer) for index, layer in values["layers"].items()}
         return cls(
-            models["teacher"],
-            models["floor"],
-            models["student"],
-            models.get("initial"),
-            layers=_layers(values["layers"]),
-            unconverted_layers=_layers(values.get("unconverted_layers", {})),
-            layer_tokens=values.get("layer_tokens"),
-            divergence=Divergence(**nan_for_null(parted)) if parted else None,
+            **models,
+            layers=layers,
+            divergence=divergence,
             attribution=attribution,
             positions=positions,
         )
@@ -114,24 +116,16 @@ class Fidelity:
         """Return these figures of the trained student, with those of `initial`'s student, the one
         before training.
         """
-
-        def both(now: _Layers, before: _Layers) -> _Layers:
-            return {
-                index: values
-                | {
-                    key.replace("_student", "_initial"): value
-                    for key, value in before.get(index, {}).items()
-                    if "_student" in key
-                }
-                for index, values in now.items()
+        layers = {
+            index: values
+            | {
+                key.replace("_student", "_initial"): value
+                for key, value in initial.layers.get(index, {}).items()
+                if "_student" in key
             }
-
-        return replace(
-            self,
-            initial=initial.student,
-            layers=both(self.layers, initial.layers),
-            unconverted_layers=both(self.unconverted_layers, initial.unconverted_layers),
-        )
+            for index, values in self.layers.items()
+        }
+        return replace(self, initial=initial.student, layers=layers)
 
 
 @kept_random_state()
@@ -140,10 +134,7 @@ def evaluate(
     tokenizer: Any,
     data: Iterable[Record] | Sequence[Sample],
     *,
-    max_length: int = 256,
-    text_column: str = "text",
-    prompt_column: str | None = None,
-    completion_column: str | None = None,
+    data_config: DataConfig | None = None,
     batch_size: int = 8,
     max_samples: int | None = None,
     divergence_prompts: int = 0,
@@ -155,22 +146,19 @@ def evaluate(
     on the same tokens.
 
     Three forwards of the model a batch, and three of its head. Memory besides the model: the logits
-    of a chunk of tokens, and the teacher's states after every layer from the first converted one
-    on, N * D values a layer, for one batch at a time.
+    of a chunk of tokens, and the teacher's states after every converted layer, N * D values a
+    layer, for one batch at a time.
 
     Args:
         model: with adapters attached; not changed.
         tokenizer: of the base model.
         data: records, or samples already cut. Of prompts with completions only the completions'
             tokens are predicted; the layers' NMSE is over all tokens.
-        max_length: tokens of a sample, when `data` are records.
-        text_column: of a record that is text.
-        prompt_column: of one with a completion.
-        completion_column: likewise.
+        data_config: columns of the records and tokens of a sample.
         batch_size: samples at a time; does not change the figures beyond rounding.
         max_samples: use at most this many.
         divergence_prompts: continue the beginnings of so many samples greedily and see where the
-            student parts from its teacher.
+            student leaves its teacher.
         max_new_tokens: of such a continuation.
         unquantized: the base before quantisation, to attribute the loss, or the outputs that
             `attribution.reference_outputs` kept of it for these samples, which need it no longer.
@@ -183,27 +171,24 @@ def evaluate(
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    config = DataConfig(
-        max_length=max_length,
-        text_column=text_column,
-        prompt_column=prompt_column,
-        completion_column=completion_column,
-    )
-    samples = _samples(data, tokenizer, config, max_samples)
-    limit = getattr(model.config, "max_position_embeddings", None)
-    prompts = parting_prompts(samples, divergence_prompts, max_new_tokens, limit)
-    if unquantized is not None and not isinstance(unquantized, Reference):
-        unquantized = reference_outputs(unquantized, samples, batch_size=batch_size)
-    if unquantized is not None and len(unquantized.states) != len(samples):
-        raise DataError("the unquantised base was run on other samples than are evaluated on")
-    comparisons = COMPARISONS if unquantized is not None else {}
+    samples = _samples(data, tokenizer, data_config or DataConfig(), max_samples)
+    reference = None if unquantized is None else _reference(unquantized, samples, batch_size)
+    comparisons = COMPARISONS if reference is not None else {}
     pairs = dict.fromkeys([*((mode, "teacher") for mode in MODES), *comparisons.values()])
     sums: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     octaves: dict[int, list[Tensor]] = {}
     layer_errors = LayerErrors(model)
-    parted = None
-    done = 0
+    divergence, done = None, 0
     with torch.no_grad(), evaluating(model):
+        if divergence_prompts:
+            from npt.evaluation.greedy import end_ids, measure_divergence, parting_prompts
+
+            limit = getattr(model.config, "max_position_embeddings", None)
+            prompts = parting_prompts(samples[:divergence_prompts], max_new_tokens, limit)
+            ends = end_ids(model, tokenizer)
+            divergence = measure_divergence(
+                model, prompts, ends, max_new_tokens, batch_size, between
+            )
         every = batches(samples, batch_size)
         for batch in checked_batches(model, every, "evaluation data", between):
             hidden: dict[str, Tensor] = {}
@@ -213,10 +198,10 @@ def evaluate(
             layer_errors.add(batch)
             heads = dict.fromkeys(hidden, model.lm_head)
             size = len(batch.input_ids)
-            if unquantized is not None:
-                states = torch.cat(unquantized.states[done : done + size])
-                hidden[UNQUANTIZED] = states.to(batch.input_ids.device)
-                heads[UNQUANTIZED] = unquantized.head
+            if reference is not None:
+                states = torch.cat(reference.states[done : done + size])
+                hidden["unquantized"] = states.to(batch.input_ids.device)
+                heads["unquantized"] = reference.head
             predicted = predicting(batch)
             rows, targets = predicted.nonzero()[:, 0], batch.labels[:, 1:][predicted]
             per_token = compare_pairs(hidden, heads, targets, model.config.vocab_size, list(sums))
@@ -228,23 +213,17 @@ def evaluate(
                 inside = per_sample_sums(columns, rows[octave == index], size)
                 octaves.setdefault(index, []).append(inside)
             done += size
-        if prompts:
-            ends = end_ids(model, tokenizer)
-            parted = measure_divergence(model, prompts, ends, max_new_tokens, batch_size, between)
     per_sample = {pair: torch.cat(parts) for pair, parts in sums.items()}
     if not len(per_sample["student", "teacher"]):
         raise DataError("no token to predict in the evaluation data; check labels and prompts")
     measured = {pair: figures(parts) for pair, parts in per_sample.items()}
-    layers = layer_errors.figures()
     teacher, floor, student = (measured[mode, "teacher"] for mode in MODES)
     return Fidelity(
         teacher,
         floor,
         student,
-        layers={i: values for i, values in layers.items() if "nmse_student" in values},
-        unconverted_layers={i: v for i, v in layers.items() if "nmse_student" not in v},
-        layer_tokens=layer_errors.tokens,
-        divergence=parted,
+        layers=layer_errors.figures(),
+        divergence=divergence,
         attribution={name: measured[pair] for name, pair in comparisons.items()},
         positions={
             f"{2 ** (index - 1) if index > 1 else 0}-{2**index - 1}": figures(torch.cat(parts))
@@ -254,15 +233,17 @@ def evaluate(
     )
 
 
-def _plain(value: Any) -> Any:
-    """Return figures as JSON has them."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return asdict(value) if isinstance(value, Figures | Divergence) else value
+def _reference(
+    unquantized: PreTrainedModel | Reference, samples: Sequence[Sample], batch_size: int
+) -> Reference:
+    """Return the unquantised base's outputs for these samples."""
+    from npt.evaluation.attribution import Reference, reference_outputs
 
-
-def _layers(values: Mapping[str, Mapping[str, Any]]) -> _Layers:
-    return {int(index): nan_for_null(layer) for index, layer in values.items()}
+    if not isinstance(unquantized, Reference):
+        return reference_outputs(unquantized, samples, batch_size=batch_size)
+    if len(unquantized.states) != len(samples):
+        raise DataError("the unquantised base was run on other samples than are evaluated on")
+    return unquantized
 
 
 def _samples(

@@ -24,7 +24,7 @@ class Figure:
         name: in words, with the unit unless that follows the number.
         short: for a table's narrow column.
         digits: after the point.
-        percent: it is a share.
+        percent: whether it is a share.
         ideal: the teacher's against itself; None if that depends on the text.
     """
 
@@ -42,20 +42,18 @@ class Figure:
         digits, most, tail = self.digits, self.digits + MORE_DIGITS, ""
         if self.ideal is not None and abs(value - self.ideal) >= NO_ERROR:
             ideal = scale * self.ideal
-            told = (n for n in range(digits, most) if f"{scale * value:.{n}f}" != f"{ideal:.{n}f}")
-            digits = next(told, most)
+            while digits < most and f"{scale * value:.{digits}f}" == f"{ideal:.{digits}f}":
+                digits += 1
         if math.isfinite(error) and error >= NO_ERROR:
-            told = (n for n in range(digits, most) if float(f"{scale * error:.{n}f}"))
-            digits = next(told, digits)
+            enough = (n for n in range(digits, most) if float(f"{scale * error:.{n}f}"))
+            digits = next(enough, digits)
             tail = f" ± {scale * error:.{digits}f}"
         return f"{scale * value:.{digits}f}{tail}{unit}".replace("-", "−")
 
 
 FIGURES: dict[str, Figure] = {
     "kl": Figure("KL(teacher, model), nats", "KL, nats", 4, ideal=0.0),
-    "reverse_kl": Figure("KL(model, teacher), nats", "reverse KL", 4, ideal=0.0),
     "top1": Figure("top-1 agreement", "top-1", 1, percent=True, ideal=1.0),
-    "top5": Figure("top-5 agreement", "top-5", 1, percent=True, ideal=1.0),
     "acceptance": Figure("speculative acceptance", "acceptance", 1, percent=True, ideal=1.0),
     "perplexity": Figure("perplexity", "perplexity", 3),
     "perplexity_ratio": Figure("perplexity over the teacher's", "ratio", 4, ideal=1.0),
@@ -63,19 +61,22 @@ FIGURES: dict[str, Figure] = {
 """By the key that files have them under."""
 
 
+COMPARISON_NAMES = {
+    "unquantized_to_4bit": "unquantised to 4-bit",
+    "4bit_to_npt": "4-bit to NPT",
+    "unquantized_to_npt": "unquantised to NPT",
+}
+"""What is compared, by the key that `fidelity.json` has it under."""
+
+
 def percent(share: float, digits: int = 1) -> str:
-    """Return any other share, in per cent, with more digits or a sign if it would read as none or
-    all of it and is neither.
+    """Return any other share, in per cent, with more digits if it would read as none or all of it
+    and is neither.
     """
     if not math.isfinite(share):
         return "not finite"
-
-    def told(digits: int) -> bool:
-        return share in (0.0, 1.0) or abs(float(f"{100 * share:.{digits}f}")) not in (0.0, 100.0)
-
-    most = digits + MORE_DIGITS
-    digits = next((n for n in range(digits, most) if told(n)), most)
-    if told(digits):
-        return f"{100 * share:.{digits}f}%".replace("-", "−")
-    least = 10.0**-digits
-    return f"<{least:.{digits}f}%" if share < 0.5 else f">{100 - least:.{digits}f}%"
+    for more in range(digits, digits + MORE_DIGITS + 1):
+        written = f"{100 * share:.{more}f}"
+        if share in (0.0, 1.0) or abs(float(written)) not in (0.0, 100.0):
+            break
+    return f"{written}%".replace("-", "−")

@@ -1,91 +1,22 @@
-"""Text out of a model, token by token, through transformers' own `generate`, as users get it."""
+"""The text that a model writes after a prompt, by its most likely tokens.
+
+`npt.student_view(model).generate(...)` is transformers' own way, with its ways to draw.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
-from transformers.utils import logging as transformers_logging
-
-from npt.base.linear import cast_once
-from npt.config import SEED_MAX
-from npt.data.batch import PAD_ID
-from npt.data.chat import has_template, render
+from npt.adapters.converted import evaluating
+from npt.adapters.token_modulation import as_row
 from npt.data.continuation import bare_tokens, continuation_text, prompt_tokens
-from npt.errors import ConfigError, DataError, NumericalError
-from npt.evaluation.greedy import end_ids
-
-Show = Callable[[str], None]
-
-_CONTEXT = 8
-"""Tokens decoded again before those that follow them: special ones are no text."""
-
-LEAST_TEMPERATURE = 1e-6
-"""Logits divided by far less are not finite in fp32."""
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """The choice of tokens.
-
-    Attributes:
-        temperature: 0 for the most likely token, else logits are divided by it and one is drawn.
-        top_p: of the most likely tokens that together have this probability.
-        seed: of the draws.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        finite = LEAST_TEMPERATURE <= self.temperature < math.inf
-        for name, fits, bound in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "it must be at least 1"),
-            (
-                "temperature",
-                self.temperature == 0 or finite,
-                "it must be 0 (the most likely token) or a finite number of at least"
-                f" {LEAST_TEMPERATURE:g}",
-            ),
-            ("top_p", 0 < self.top_p <= 1, "it is a share above 0, at most 1"),
-            ("seed", 0 <= self.seed <= SEED_MAX, f"it must be from 0 to {SEED_MAX}"),
-        ):
-            if not fits:
-                raise ConfigError(f"--{name} is {getattr(self, name)}; {bound}")
-        if self.top_p < 1 and not self.temperature:
-            raise ConfigError(
-                f"--top_p {self.top_p} has no effect without --temperature: add --temperature or"
-                " remove --top_p"
-            )
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    def described(self) -> str:
-        """Return the choice of tokens in words."""
-        most = f"{self.max_new_tokens:,} at most"
-        if self.greedy:
-            return f"{most}, the most likely ones"
-        share = f", from {self.top_p:g} of the probability" if self.top_p < 1 else ""
-        return f"{most}, drawn at temperature {self.temperature:g}{share}, seed {self.seed}"
-
-    def arguments(self) -> dict[str, Any]:
-        """Return arguments for `generate` that override the model's own settings for drawing."""
-        drawn: dict[str, Any] = {"do_sample": not self.greedy}
-        if not self.greedy:
-            drawn |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-        return {"max_new_tokens": self.max_new_tokens, "num_beams": 1, **drawn}
+from npt.errors import ConfigError, DataError
+from npt.evaluation.greedy import continue_greedily, end_ids
 
 
 @dataclass(frozen=True)
@@ -96,7 +27,7 @@ class Written:
         ids: the new tokens.
         text: theirs after the prompt, without special tokens.
         seconds: of wall-clock time.
-        ended: by an end token, not by the limit.
+        ended: whether an end token ended it, not the limit.
     """
 
     ids: tuple[int, ...]
@@ -115,47 +46,6 @@ class Written:
         }
 
 
-class NoNaN(LogitsProcessor):
-    """Ends a generation whose logits are not numbers, of which a token would come all the same."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if bool((torch.isnan(scores) | (scores == math.inf)).any()):
-            raise NumericalError(
-                f"the logits after token {input_ids.shape[1]} are not finite; npt trace --adapter"
-                " finds the operation"
-            )
-        return scores
-
-
-class Streamer(TextStreamer):
-    """Shows text as soon as it is words. Tokens are decoded together with the last ones that were
-    shown: by themselves they would lose the space that they begin with.
-    """
-
-    def __init__(self, tokenizer: Any, show: Show, prompt: Sequence[int]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._show = show
-        self._continue_after(list(prompt))
-
-    def put(self, value: Tensor) -> None:
-        shown = [*self.token_cache, *value.flatten().tolist()]
-        super().put(value)
-        if not self.token_cache:  # a line has ended
-            self._continue_after(shown)
-
-    def _continue_after(self, ids: list[int]) -> None:
-        size = _CONTEXT  # a character that was cut in two may spoil all that follows it
-        while "\ufffd" in (text := self._decoded(ids[-size:])) and size < len(ids):
-            size *= 2
-        self.token_cache, self.print_len = ids[-size:], len(text)
-
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, **self.decode_kwargs))
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._show(text)
-
-
 def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     """Return a prompt's tokens: the text as the user's turn in the tokenizer's chat template, if it
     has one and `chat` is set, else the text itself.
@@ -169,7 +59,9 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
         raise DataError(
             f"the prompt is broken at character {error.start} ({error.reason}); mend it there"
         ) from error
-    if chat and has_template(tokenizer):
+    if chat and getattr(tokenizer, "chat_template", None) is not None:
+        from npt.data.chat import render
+
         try:
             text = render(tokenizer, [{"role": "user", "content": text}], to_answer=True)
         except Exception as error:  # templates raise what their authors wrote into them
@@ -187,54 +79,25 @@ def prompt_ids(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     return ids
 
 
-def write(
-    model: Any,
-    tokenizer: Any,
-    prompt: Sequence[int],
-    decoding: Decoding,
-    *,
-    show: Show | None = None,
-) -> Written:
-    """Continue one prompt with a model, in the mode that it is in, or a view. The random state
-    stays as it is. `show` is given the text as it comes.
-
-    Memory: the cache, and the fp32 form of a head that is stored in 16 bit, 4 V D bytes.
+def write(model: Any, tokenizer: Any, prompt: Sequence[int], max_new_tokens: int = 64) -> Written:
+    """Continue one prompt with the most likely tokens, in the mode of the model's adapters.
 
     Raises:
-        ConfigError: prompt and new tokens exceed the model's positions.
-        DataError: an id outside the vocabulary.
+        ConfigError: prompt and new tokens exceed the model's positions, or an id lies outside the
+            vocabulary.
         NumericalError: logits that are not finite.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and len(prompt) + decoding.max_new_tokens > positions:
+    if positions is not None and len(prompt) + max_new_tokens > positions:
         raise ConfigError(
-            f"the prompt's {len(prompt)} tokens and --max_new_tokens {decoding.max_new_tokens}"
-            f" exceed the model's {positions} positions; lower --max_new_tokens or shorten the"
-            " prompt"
+            f"the prompt's {len(prompt)} tokens and --max_new_tokens {max_new_tokens} exceed the"
+            f" model's {positions} positions; lower --max_new_tokens or shorten the prompt"
         )
-    outside = [i for i in prompt if not 0 <= i < model.config.vocab_size]
-    if outside:
-        raise DataError(
-            f"the prompt has the token id {outside[0]}, the model's vocabulary is [0,"
-            f" {model.config.vocab_size}); wrong tokenizer?"
-        )
-    device = next(model.parameters()).device
-    ids = torch.tensor([list(prompt)], device=device)
-    ends = sorted(end_ids(model, tokenizer))
-    cuda = [device] if device.type == "cuda" else []
+    as_row(model, prompt)  # refuses ids outside the vocabulary
+    ends = end_ids(model, tokenizer)
     started = time.perf_counter()
-    with _quiet(), torch.random.fork_rng(devices=cuda), cast_once(model.get_output_embeddings()):
-        torch.manual_seed(decoding.seed)
-        whole = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            eos_token_id=ends or None,
-            pad_token_id=PAD_ID,  # one row has none; the tokenizer's may be one without a row
-            logits_processor=LogitsProcessorList([NoNaN()]),
-            streamer=Streamer(tokenizer, show, prompt) if show is not None else None,
-            **decoding.arguments(),
-        )
-    new = whole[0, len(prompt) :].tolist()
+    with evaluating(model):
+        (new,) = continue_greedily(model, [prompt], [max_new_tokens], ends, ["the prompt"])
     seconds = time.perf_counter() - started
     text = continuation_text(tokenizer, prompt, new)
     return Written(tuple(new), text, seconds, bool(new) and new[-1] in ends)
@@ -257,14 +120,3 @@ def shared_text(
     whole = continuation_text(tokenizer, prompt, ids)
     common = continuation_text(tokenizer, prompt, ids[:position]).rstrip("\ufffd")
     return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)
-
-
-@contextmanager
-def _quiet():
-    """Silence transformers' advice on arguments: they are ours, not the user's."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)

@@ -1,19 +1,17 @@
 """Greedy texts: continue prompts in batches, and find where the student's leaves its teacher's.
 
-Prompts are padded on the left, so that the tokens of a row, and those that are added, are
-neighbours: a window counts columns, and padding after a prompt would use up some. Padding sees
-itself and nothing else, as a document of its own in a packed row does: some attention kernels
-answer a query without a key with NaN. Tokens do not depend on the batch they are in, except for
-ties that rounding decides: rows of another width sum in another order.
+Prompts are padded on the left, because a sliding window counts columns. Padding sees itself and
+nothing else, as a document of its own in a packed row does: some attention kernels answer a query
+without a key with NaN. Tokens do not depend on the batch they are in, except for ties that rounding
+decides: rows of another width sum in another order.
 
 The teacher continues each prompt; on its tokens the student is asked, position by position, for
-its own. Up to the first position at which that differs the two texts are the same, so this is
-where the student, left to itself, would part from its teacher: one forward of the student instead
-of a second text.
+its own. Up to the first difference the two texts are the same, so one forward of the student finds
+where its own text would leave its teacher's.
 
-A text that agrees up to the limit on new tokens is *censored*: it parts later, if at all. A mean
-position over the others would be biased low, so none is given. The median is by the product-limit
-estimator, which takes censoring into account (Kaplan and Meier, 1958).
+Some continuations never diverge within the limit on new tokens; they are right-censored, and a mean
+position over the others would be biased low. The median is by the product-limit estimator (Kaplan
+and Meier, 1958).
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from npt.base.linear import cast_once
 from npt.data.batch import IGNORE_INDEX, Batch, Sample, batch_from_tensors, collate
 from npt.errors import ConfigError, NumericalError
 from npt.evaluation.metrics import (
+    Measured,
     check_ids,
     compare_tokens,
     final_states,
@@ -41,6 +40,7 @@ from npt.evaluation.metrics import (
     most_likely,
 )
 
+MODES: tuple[Mode, ...] = ("teacher", "student")
 PROMPT_TOKENS = 32  # of a text, at most
 
 
@@ -163,22 +163,24 @@ def compare_prompts(
         Sample(p.id, (*p.input_ids, *new), (*[IGNORE_INDEX] * len(p.input_ids), *new))
         for p, new in zip(prompts, added, strict=True)
     ]
-    hidden = {mode: completion_states(model, rows, mode) for mode in ("teacher", "student")}
-    tokens = torch.tensor([token for new in added for token in new]).to(hidden["teacher"].device)
+    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
+    # needs no embedding.
+    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
+    hidden: dict[Mode, Tensor] = {}
+    for mode in MODES:
+        with adapter_mode(model, mode):
+            hidden[mode] = final_states(model, batch)
+    tokens = torch.tensor([token for new in added for token in new], device=batch.input_ids.device)
     head, size = model.lm_head, model.config.vocab_size
     with cast_once(head):
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
         written = {mode: most_likely(states, head, size) for mode, states in hidden.items()}
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
     lengths = [len(new) for new in added]
+    by_prompt = (figures, leaves, written["student"].cpu())
     comparisons = []
     for prompt, new, per_token, leaving, of_student in zip(
-        prompts,
-        added,
-        figures.split(lengths),
-        leaves.split(lengths),
-        written["student"].cpu().split(lengths),
-        strict=True,
+        prompts, added, *(each.split(lengths) for each in by_prompt), strict=True
     ):
         if not torch.isfinite(per_token).all():
             raise NumericalError(
@@ -192,28 +194,20 @@ def compare_prompts(
     return comparisons
 
 
-def completion_states(model: PreTrainedModel, rows: Sequence[Sample], mode: Mode) -> Tensor:
-    """Return the states that the completions' tokens are predicted from, [N, D], row by row."""
-    # Padded on the right by a token of the batch: every padded query has keys, and the pad token
-    # needs no embedding.
-    batch = collate(rows, pad_id=rows[0].input_ids[0]).to(next(model.parameters()).device)
-    with adapter_mode(model, mode):
-        return final_states(model, batch)
-
-
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Measured):
     """Greedy texts of student and teacher after the same prompts; `_se` is the standard error, over
     prompts, of the figure before it.
 
     Attributes:
-        prompts, parted: how many, and how many of their texts part within `max_new_tokens`.
-        censored, ended: still the same at that limit, and the same up to an end token.
+        prompts: how many there are.
+        parted: those whose two texts differ within `max_new_tokens`.
+        censored: those whose texts are the same up to that limit.
+        ended: those whose texts are the same up to an end token.
         tokens: of the teacher's texts.
-        agreed: mean number of tokens that are the same before the parting, the limit or the end; a
-            lower bound.
-        median: of the number of tokens before the parting; NaN if fewer than half part.
-        rate: partings per token that was compared.
+        agreed: mean number of tokens that are the same before the first difference, the limit or
+            the end; a lower bound.
+        median: of the number of tokens before the first difference; NaN if fewer than half differ.
     """
 
     prompts: int
@@ -225,8 +219,6 @@ class Divergence:
     agreed: float
     agreed_se: float
     median: float
-    rate: float
-    rate_se: float
 
 
 def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Divergence:
@@ -238,8 +230,6 @@ def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Diverg
     agreed, parted = torch.tensor(texts, dtype=torch.float64).T.contiguous()
     censored = texts.count((max_new_tokens, False))
     mean, error = mean_and_error(agreed, torch.ones_like(agreed))
-    # the token at which two texts part was compared as well
-    rate, rate_error = mean_and_error(parted, agreed + parted)
     return Divergence(
         prompts=len(texts),
         max_new_tokens=max_new_tokens,
@@ -250,8 +240,6 @@ def divergence(comparisons: Sequence[Comparison], max_new_tokens: int) -> Diverg
         agreed=mean,
         agreed_se=error,
         median=_median(texts),
-        rate=rate,
-        rate_se=rate_error,
     )
 
 
@@ -270,22 +258,22 @@ def _median(texts: Sequence[tuple[int, bool]]) -> float:
 
 
 def parting_prompts(
-    samples: Sequence[Sample], count: int, max_new_tokens: int, positions: int | None
+    samples: Sequence[Sample], max_new_tokens: int, positions: int | None
 ) -> list[Sample]:
-    """Return prompts of the first `count` samples: the text before a completion, or the leading
-    tokens of the first document. They lose their beginning to fit the model's positions.
+    """Return the samples' prompts: the text before a completion, or the leading tokens of the first
+    document. They lose their beginning to fit the model's positions.
 
     Raises:
         ConfigError: no room for a prompt.
     """
     room = PROMPT_TOKENS + max_new_tokens if positions is None else positions - max_new_tokens
-    if count and (max_new_tokens < 1 or room < 1):
+    if max_new_tokens < 1 or room < 1:
         raise ConfigError(
             f"--max_new_tokens is {max_new_tokens}; it must be at least 1 and below the model's"
             f" {positions} positions"
         )
     prompts = []
-    for sample in samples[:count]:
+    for sample in samples:
         ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
         labels = sample.labels or ()
         masked = len(list(itertools.takewhile(lambda label: label == IGNORE_INDEX, labels)))

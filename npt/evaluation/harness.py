@@ -17,18 +17,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import attached_config
+from npt.adapters.converted import attached_config, evaluating
 from npt.errors import ConfigError, DataError, first_line
 from npt.evaluation.evaluate import MODES
-from npt.evaluation.metrics import evaluating
 from npt.evaluation.view import mode_view
 from npt.extras import require
 
 Results = dict[str, dict[str, dict[str, float]]]
-"""Of each model, of each task: metrics by name, their standard errors as `<metric>_se`, NaN where
-the harness gives none, and `samples`; of multiple-choice tasks besides `flips`, the share of items
-whose answer is not the teacher's. A metric after another filter than the harness's default is
-named `<metric>,<filter>`."""
+"""Of each model, of each task: metrics by name (`<metric>,<filter>` after another filter than the
+default), their standard errors as `<metric>_se`, and `samples`; of multiple-choice tasks besides
+`flips`, the share of items whose answer is not the teacher's."""
 
 
 def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> Any:
@@ -54,10 +52,9 @@ def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> An
         )
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
-        there = f"; there are: {', '.join(manager.all_tasks[:20]) or 'none'}" if path else ""
         raise ConfigError(
             f"--lm_eval names the task {unknown[0]!r}, which {path or 'lm-evaluation-harness'} does"
-            f" not have{there}"
+            " not have"
         )
     return manager
 
@@ -75,7 +72,8 @@ def lm_eval(
 
     Args:
         model: with adapters attached; not changed.
-        tasks, tasks_path: as for `find_tasks`.
+        tasks: names, as for `find_tasks`.
+        tasks_path: as for `find_tasks`.
         limit: documents of each task, at most.
 
     Raises:
@@ -89,9 +87,8 @@ def lm_eval(
     tokenizer = copy.deepcopy(tokenizer)  # the harness changes it, and has its padding looked up
     if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
         tokenizer.pad_token = None
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    found: Results = {}
-    taught: dict[str, list[int]] = {}
+    scores: Results = {}
+    of_teacher: dict[str, list[int]] = {}
     with evaluating(model), _quiet():
         try:
             manager.load(list(tasks))
@@ -107,30 +104,29 @@ def lm_eval(
                     tasks=list(tasks),
                     task_manager=manager,
                     limit=limit,
-                    **dict.fromkeys(seeds, 0),
                 )
-            found[mode] = {task: _figures(values) for task, values in run["results"].items()}
+            scores[mode] = {task: _figures(values) for task, values in run["results"].items()}
             for task, chosen in _answers(run).items():
                 # the teacher is the first mode
-                found[mode][task] |= _flips(chosen, taught.setdefault(task, chosen))
-    return found
+                scores[mode][task] |= _flips(chosen, of_teacher.setdefault(task, chosen))
+    return scores
 
 
 def _answers(run: dict[str, Any]) -> dict[str, list[int]]:
     """Return the number of the choice that each item of each multiple-choice task got."""
-    found = {}
+    answers = {}
     for task, samples in run["samples"].items():
         if run["configs"][task]["output_type"] == "multiple_choice":
             likelihoods = [[float(each[0]) for each in s["filtered_resps"]] for s in samples]
-            found[task] = [row.index(max(row)) for row in likelihoods]
-    return found
+            answers[task] = [row.index(max(row)) for row in likelihoods]
+    return answers
 
 
-def _flips(chosen: Sequence[int], taught: Sequence[int]) -> dict[str, float]:
+def _flips(chosen: Sequence[int], of_teacher: Sequence[int]) -> dict[str, float]:
     """Return the share of answers that are not the teacher's, which shows what two equal scores
     hide (Dutta et al., "Accuracy is not all you need", 2024).
     """
-    differs = [float(a != b) for a, b in zip(chosen, taught, strict=True)]
+    differs = [float(a != b) for a, b in zip(chosen, of_teacher, strict=True)]
     error = stdev(differs) / len(differs) ** 0.5 if len(differs) > 1 else math.nan
     return {"flips": fmean(differs), "flips_se": error}
 
@@ -139,29 +135,27 @@ def _figures(values: dict[str, Any]) -> dict[str, float]:
     """Return {"acc": 0.5, "acc_se": 0.1, "samples": 20} for the harness's {"acc,none": 0.5,
     "acc_stderr,none": 0.1, "sample_len": 20}.
     """
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for key, value in values.items():
         name, _, kind = key.partition(",")
-        if not kind:
-            continue
-        tail = "" if kind == "none" else f",{kind}"
-        tail += "_se" if name.endswith("_stderr") else ""
-        metric = name.removesuffix("_stderr")
-        found[f"{metric}{tail}"] = float(value) if isinstance(value, int | float) else math.nan
+        if kind:
+            tail = "" if kind == "none" else f",{kind}"
+            tail += "_se" if name.endswith("_stderr") else ""
+            number = float(value) if isinstance(value, int | float) else math.nan
+            figures[f"{name.removesuffix('_stderr')}{tail}"] = number
     if isinstance(values.get("sample_len"), int):
-        found["samples"] = values["sample_len"]
-    return found
+        figures["samples"] = values["sample_len"]
+    return figures
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the harness's notes on the model that it is given: the choice is ours."""
-    loggers = [logging.getLogger("lm_eval"), logging.getLogger("lm-eval")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in ("lm_eval", "lm-eval")}
     try:
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.ERROR)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -19,14 +19,15 @@ def evaluation_samples(
     config: DataConfig,
     count: int,
     vocab_size: int,
-    own: Iterable[Record] | None = None,
+    heldout: Iterable[Record] | None = None,
 ) -> tuple[list[Sample], bool]:
-    """Return at most `count` samples to evaluate on, and whether they are held out: spread over the
-    source's `own` held-out records, else the one in twenty that training on `records` leaves out;
-    if there is none, training samples. Samples with ids outside the vocabulary are left out.
+    """Return at most `count` samples to evaluate on, and whether they are held out: spread over
+    `heldout`, the source's own held-out records, else the one in twenty that training on `records`
+    leaves out; if there is none, training samples. Samples with ids outside the vocabulary are left
+    out.
     """
-    if own is not None:
-        samples = spread(within(cut(own, tokenizer, config), vocab_size), count)
+    if heldout is not None:
+        samples = spread(within(cut(heldout, tokenizer, config), vocab_size), count)
     else:
         held = (s for s in cut(records, tokenizer, config) if s.heldout)
         samples = list(itertools.islice(within(held, vocab_size), count))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, decoder_layers
-from npt.adapters.layer import Mode, NPTLayer, student_output, whole
+from npt.adapters.converted import adapter_mode, npt_layers
+from npt.adapters.layer import Mode, student_output, whole
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import nmse_per_token
 from npt.evaluation.metrics import mean_and_error
@@ -28,18 +28,15 @@ Key = tuple[int, str]
 
 
 class LayerErrors:
-    """NMSE by layer: of every batch pass the teacher through `watching` first, then floor and
-    student, and `add` it.
+    """NMSE of the converted layers: of every batch pass the teacher through `watching` first, then
+    floor and student, and `add` it.
 
-    Until a batch is added the teacher's states after every layer from the first converted one on
-    are kept: N * D values a layer.
+    Until a batch is added the teacher's states after every converted layer are kept: N * D values a
+    layer.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model = model
-        layers: list[Any] = list(decoder_layers(model))
-        first = next(index for index, layer in enumerate(layers) if isinstance(layer, NPTLayer))
-        self._layers = list(enumerate(layers))[first:]
+        self._model, self._layers = model, npt_layers(model)
         self._targets: dict[int, Tensor] = {}
         self._per_token: dict[Key, Tensor] = {}
         self._sums: dict[Key, list[Tensor]] = {}
@@ -61,8 +58,6 @@ class LayerErrors:
 
         def forced(_: Any, args: tuple[Tensor, ...], named: dict[str, Any], output: Tensor) -> None:
             t = self._targets[index] = _rows(batch, output)
-            if not isinstance(layer, NPTLayer):
-                return
             hidden = args[0] if args else named["hidden_states"]
             h, a = _rows(batch, hidden).to(t.device), _rows(batch, attention.pop())
             try:
@@ -74,9 +69,8 @@ class LayerErrors:
             finally:
                 layer.npt.mode = "teacher"
 
-        if isinstance(layer, NPTLayer):
-            keep = layer.self_attn.register_forward_hook(lambda *call: attention.append(call[2][0]))
-            stack.callback(keep.remove)
+        keep = layer.self_attn.register_forward_hook(lambda *call: attention.append(call[2][0]))
+        stack.callback(keep.remove)
         stack.callback(layer.register_forward_hook(forced, with_kwargs=True).remove)
 
     def _watch_stream(
@@ -91,20 +85,13 @@ class LayerErrors:
     def add(self, batch: Batch) -> None:
         """Sum a batch's errors by sample, in fp64 on the host, and drop its states."""
         count, length = batch.input_ids.shape
-        device = batch.input_ids.device
-        # one wait for all
-        table = torch.stack([values.to(device) for values in self._per_token.values()])
-        sums = torch.zeros(len(table), count, dtype=torch.float64)
         rows = batch.valid_index.cpu() // length
-        sums.index_add_(1, rows, table.to("cpu", torch.float64))
-        for key, of_batch in zip(self._per_token, sums, strict=True):
-            self._sums.setdefault(key, []).append(of_batch)
+        for key, values in self._per_token.items():
+            sums = torch.zeros(count, dtype=torch.float64)
+            sums.index_add_(0, rows, values.to("cpu", torch.float64))
+            self._sums.setdefault(key, []).append(sums)
         self._counts.append(batch.attention_mask.sum(dim=-1).to("cpu", torch.float64))
         self._targets, self._per_token = {}, {}
-
-    @property
-    def tokens(self) -> int:
-        return int(torch.cat(self._counts).sum())
 
     def figures(self) -> dict[int, dict[str, float]]:
         """Return by layer the mean NMSE per valid token by name, and its standard error over

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,25 +23,40 @@ from npt.data.batch import IGNORE_INDEX, Batch, find_fault
 from npt.distill.logit_losses import LOGIT_CHUNK, kl_of_logs
 from npt.errors import DataError
 
-COLUMNS = ("teacher_nll", "nll", "kl", "reverse_kl", "top1", "top5", "acceptance", "tokens")
+COLUMNS = ("teacher_nll", "nll", "kl", "top1", "acceptance", "tokens")
 
 Pair = tuple[str, str]
 """(a model, the one that it is measured against), by name."""
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measured:
+    """Numbers that a JSON file holds, null for what is not finite."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return what a file holds, now or of an earlier version, which had more; null becomes NaN.
+        KeyError if a number is missing.
+        """
+        plain = nan_for_null(values)
+        return cls(**{field.name: plain[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Figures(Measured):
     """One model against the teacher on the same tokens; `_se` is the standard error of the figure
-    before it. Figures that a file of an earlier version lacks are NaN.
+    before it.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood of the text.
         perplexity_ratio: over the teacher's, its error from paired differences.
-        kl, reverse_kl: KL(teacher || model) and KL(model || teacher), nats per token.
+        kl: KL(teacher || model), nats per token.
+        top1: share of tokens on which the teacher's most likely token is the model's.
         acceptance: sum over the vocabulary of min(p, q), the expected rate at which speculative
             sampling would accept the model's draft.
-        top1, top5: share of tokens on which the teacher's most likely token is the model's, or
-            among the model's five.
     """
 
     tokens: int
@@ -56,39 +70,11 @@ class Figures:
     top1_se: float
     acceptance: float
     acceptance_se: float
-    reverse_kl: float = math.nan
-    reverse_kl_se: float = math.nan
-    top5: float = math.nan
-    top5_se: float = math.nan
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Figures:
-        """Return the figures of an `as_dict`, now or of an earlier version; null becomes NaN.
-
-        Raises:
-            TypeError: a figure that every version has is missing, or one is unknown.
-        """
-        return cls(**nan_for_null(values))
 
 
 def nan_for_null(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with NaN for null, as which JSON writes it."""
     return {key: math.nan if value is None else value for key, value in values.items()}
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Set a model to evaluation mode, and each module back afterwards."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in in_training:
-            module.training = True
 
 
 def check_ids(batch: Batch, model: PreTrainedModel, data: str) -> None:
@@ -145,10 +131,14 @@ def compare_pairs(
     pairs: Sequence[Pair],
 ) -> dict[Pair, Tensor]:
     """Return [N, len(COLUMNS)] fp32 per pair of models: the quantities of COLUMNS, per token. Every
-    model goes through its head once, whatever the pairs.
+    model goes through its head once, whatever the pairs. Memory: logits of a chunk of tokens, and
+    the fp32 form of a head that is stored in 16 bit.
 
-    hidden: [N, D] of each model. targets: [N], the next tokens of the text. Memory: logits of a
-    chunk of tokens, and the fp32 form of a head that is stored in 16 bit.
+    Args:
+        hidden: [N, D] of each model.
+        heads: of each model.
+        targets: [N], the next tokens of the text.
+        pairs: a model, and the one that it is measured against.
     """
     parts: dict[Pair, list[Tensor]] = {pair: [] for pair in pairs}
     rows = max(1, LOGIT_CHUNK // vocab_size)
@@ -175,17 +165,14 @@ def compare_pairs(
 def _columns(model: _Predicted, teacher: _Predicted, targets: Tensor) -> Tensor:
     (log_q, likeliest), (log_p, wanted) = model, teacher
     pick = targets.unsqueeze(-1)
-    first = log_q.gather(-1, wanted.unsqueeze(-1))
-    # Comparisons with NaN are false, so a count of larger ones would take it for agreement.
-    known = ~(torch.isnan(first).squeeze(-1) | torch.isnan(log_p[:, 0]))
+    # the most likely of NaN is some token
+    numbers = ~(torch.isnan(log_q[:, 0]) | torch.isnan(log_p[:, 0]))
     return torch.stack(
         [
             -log_p.gather(-1, pick).squeeze(-1),
             -log_q.gather(-1, pick).squeeze(-1),
             kl_of_logs(log_p, log_q),
-            kl_of_logs(log_q, log_p),
-            torch.where(known, (likeliest == wanted).to(torch.float32), torch.nan),
-            torch.where(known, ((log_q > first).sum(dim=-1) < 5).to(torch.float32), torch.nan),
+            torch.where(numbers, (likeliest == wanted).to(torch.float32), torch.nan),
             overlap_of(log_p.exp(), log_q.exp()),
             torch.ones_like(targets, dtype=torch.float32),
         ],
@@ -254,7 +241,7 @@ def figures(per_sample: Tensor) -> Figures:
     nll, nll_se = mean_and_error(column["nll"], counts)
     excess, excess_se = mean_and_error(column["nll"] - column["teacher_nll"], counts)
     means: dict[str, float] = {}
-    for name in ("kl", "reverse_kl", "top1", "top5", "acceptance"):
+    for name in ("kl", "top1", "acceptance"):
         means[name], means[f"{name}_se"] = mean_and_error(column[name], counts)
     return Figures(
         tokens=int(counts.sum()),

@@ -2,15 +2,13 @@
 bounds, how large the additive terms are.
 
 A loss does not show that a multiplicative term has run into its bounds, so that it has no gradient
-left, or that an additive term has outgrown the product it corrects. Only counts and sums of squares
-are kept.
+left, or that an additive term has outgrown the product it corrects.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,18 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, decoder_layers, npt_layers
-from npt.adapters.layer import NPTAdapter, device_of
-from npt.adapters.modulation import multiplier_spread
-from npt.adapters.stream import open_stream
+from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
+from npt.adapters.layer import NPTAdapter
+from npt.adapters.token_modulation import observed
 from npt.config import TARGETS
 from npt.data.batch import Batch
 from npt.errors import DataError
-from npt.evaluation.metrics import checked_batches, evaluating
+from npt.evaluation.metrics import checked_batches, final_states
 from npt.random_state import kept_random_state
-
-BINS = 40
-"""Of a histogram of multipliers over (1 - beta, 1 + beta); an even number, so that 1 is an edge."""
 
 SATURATED = 0.99
 """A multiplier is saturated beyond this share of the way from the middle of its form's range to an
@@ -40,43 +34,21 @@ Stages = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class TargetModulation:
-    """One target of one layer; what its form does not have is None.
+class Modulation:
+    """The modulation of the converted layers.
 
     Attributes:
-        counts: finite multipliers in each of BINS equal parts of the range.
-        saturated, bad: shares of multipliers at their bounds, and not finite.
-        mean, std: of the finite ones.
-        add_rms, product_rms: of the additive term, and of what it is added to.
-    """
-
-    counts: list[int] | None
-    saturated: float | None
-    bad: float | None
-    mean: float | None
-    std: float | None
-    add_rms: float | None
-    product_rms: float
-
-
-@dataclass(frozen=True)
-class LayerModulation:
-    """One converted layer. stream_rms: of the residual stream that its MLP adds to."""
-
-    stream_rms: float
-    targets: dict[str, TargetModulation]
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """All converted layers by index, over `tokens` valid tokens. mult_bound: beta. additive_scale:
-    alpha.
+        tokens: valid tokens.
+        mult_bound: beta.
+        layers: by index {"stream_rms", "targets": {target: figures}}. The figures are `product_rms`
+            and `add_rms`, of the additive term and of what it is added to; `saturated` and `bad`,
+            the shares of multipliers at their bounds and not finite; `mean` and `std`, of the
+            finite ones. What the form of a target does not have is None.
     """
 
     tokens: int
     mult_bound: float
-    additive_scale: float
-    layers: dict[int, LayerModulation]
+    layers: dict[int, dict[str, Any]]
 
     @property
     def saturated(self) -> tuple[float, str]:
@@ -84,10 +56,10 @@ class Modulation:
         targets of other widths weigh alike.
         """
         shares = {
-            f"layer {index}, {name}": target.saturated
+            f"layer {index}, {name}": target["saturated"]
             for index, layer in self.layers.items()
-            for name, target in layer.targets.items()
-            if target.saturated is not None
+            for name, target in layer["targets"].items()
+            if target["saturated"] is not None
         }
         if not shares:
             return 0.0, "no layer"
@@ -95,16 +67,15 @@ class Modulation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; `layers` by the index as text."""
-        layers = {str(index): asdict(layer) for index, layer in self.layers.items()}
-        return {**asdict(self), "layers": layers}
+        return {**asdict(self), "layers": {str(index): x for index, x in self.layers.items()}}
 
 
 @kept_random_state()
 def measure_modulation(
     model: PreTrainedModel, batches: Iterable[Batch], between: Callable[[], None] | None = None
 ) -> Modulation:
-    """Run the student over some batches and look at its modulation of their valid tokens. The model
-    does not change. `between` is called before every batch, and may raise.
+    """Measure the student's modulation of the valid tokens of some batches. The model does not
+    change. `between` is called before every batch, and may raise.
 
     Raises:
         DataError: no batch, or token ids outside the vocabulary.
@@ -122,35 +93,12 @@ def measure_modulation(
         for batch in checked_batches(model, batches, "modulation data", between):
             for of_layer in sums:
                 of_layer.valid = batch.valid_index
-            stream = open_stream(model, batch)
-            hidden = stream.hidden
-            for layer in decoder_layers(model)[: layers[-1][0] + 1]:
-                here, hidden = stream.at(device_of(layer)), hidden.to(device_of(layer))
-                hidden = here.clean(layer(hidden, **here.context_of(layer)))
+            final_states(model, batch)
             tokens += batch.tokens
     if not tokens:
         raise DataError("no token to look at the modulation on; check the data")
-    return Modulation(
-        tokens,
-        config.mult_bound,
-        config.additive_scale,
-        {index: of.result() for (index, _), of in zip(layers, sums, strict=True)},
-    )
-
-
-@contextmanager
-def observed(
-    observers: Sequence[tuple[NPTAdapter, Callable[[Stages], None] | None]],
-) -> Iterator[None]:
-    """Show each adapter's stages to its observer."""
-    before = [adapter.observer for adapter, _ in observers]
-    try:
-        for adapter, observer in observers:
-            adapter.observer = observer
-        yield
-    finally:
-        for (adapter, _), observer in zip(observers, before, strict=True):
-            adapter.observer = observer
+    figures = {index: of.result() for (index, _), of in zip(layers, sums, strict=True)}
+    return Modulation(tokens, config.mult_bound, figures)
 
 
 class _Sums:
@@ -161,33 +109,17 @@ class _Sums:
     """
 
     def __init__(self, adapter: NPTAdapter):
-        self.config = adapter.config
+        self._config, self._multiplied = adapter.config, frozenset(adapter.M)
         self.valid: Tensor | None = None
-        self._sums: dict[str, Tensor] = {}  # by "residual", target, or "m_<target>"
-        self._sizes: dict[str, int] = {}  # elements in them
+        self._sums: dict[str, Tensor] = {}  # by target; of the residual stream too
 
     def __call__(self, stages: Stages) -> None:
-        stream = stages.get("stream")
-        if stream is not None:
-            rows = self._rows(stream)
-            self._add("residual", _squares(rows), rows)
-        for name in self.config.targets:
-            product = stages.get(TARGETS[name].stage)
-            if product is None:
-                continue
-            rows, m, s = self._rows(product), stages.get(f"m_{name}"), stages.get(f"s_{name}")
-            added = torch.zeros((), dtype=torch.float64, device=rows.device)
-            if s is not None:
-                shift = self._rows(s)
-                added, rows = _squares(shift), rows - shift
-            self._add(name, torch.stack([added, _squares(rows)]), rows)
-            if m is not None:
-                multipliers = self._rows(m)
-                self._add(f"m_{name}", self._spread(multipliers), multipliers)
-
-    def _add(self, key: str, part: Tensor, rows: Tensor) -> None:
-        self._sums[key] = self._sums[key] + part if key in self._sums else part
-        self._sizes[key] = self._sizes.get(key, 0) + rows.numel()
+        shown = {name: TARGETS[name].stage for name in self._config.targets}
+        for key, stage in {"residual": "stream", **shown}.items():
+            if stages.get(stage) is not None:
+                terms = (stages[stage], stages.get(f"s_{key}"), stages.get(f"m_{key}"))
+                part = self._part(*(None if term is None else self._rows(term) for term in terms))
+                self._sums[key] = self._sums[key] + part if key in self._sums else part
 
     def _rows(self, states: Tensor) -> Tensor:
         """Return the valid tokens' rows of [B, T, O], as fp32: [N, O]."""
@@ -195,42 +127,41 @@ class _Sums:
         rows = states.reshape(-1, states.shape[-1])
         return rows.index_select(0, self.valid.to(states.device)).to(torch.float32)
 
-    def _spread(self, m: Tensor) -> Tensor:
-        """Return [BINS + 4] of [N, O] multipliers m: counts, saturated, bad, sum and sum of squares
-        of m - 1. At the ends fp32 rounds m to the bound itself, which belongs to the outermost bin.
+    def _part(self, result: Any, shift: Tensor | None, m: Tensor | None) -> Tensor:
+        """Return [7] of [N, O] results, shifts in them and multipliers m: how many numbers; squares
+        of results without shifts, and of shifts; how many m are saturated, how many not finite; sum
+        and squares of m - 1.
         """
-        bound = self.config.mult_bound
-        away = m - 1.0
-        finite = torch.isfinite(away)
-        away = torch.where(finite, away, 0.0)
-        part = ((away + bound) * (BINS / (2 * bound))).floor().clamp(0, BINS - 1).to(torch.int64)
-        counts = torch.bincount(torch.where(finite, part, BINS).flatten(), minlength=BINS + 1)
-        middle, half = multiplier_spread(self.config.mult_form, bound)
-        saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum()
-        sums = torch.stack([away.sum(dtype=torch.float64), _squares(away)])
-        return torch.cat(
-            [counts[:BINS].double(), saturated.double().reshape(1), counts[BINS:].double(), sums]
-        )
+        nothing = torch.zeros((), dtype=torch.float64, device=result.device)
+        count = torch.full_like(nothing, result.numel())
+        added = nothing if shift is None else _squares(shift)
+        product = _squares(result if shift is None else result - shift)
+        if m is None:
+            return torch.stack([count, product, added, *[nothing] * 4])
+        finite = torch.isfinite(m)
+        away = torch.where(finite, m - 1.0, 0.0)
+        middle, half = self._config.multiplier_spread
+        saturated = (finite & ((m - middle).abs() > SATURATED * half)).sum().double()
+        bad, total = (~finite).sum().double(), away.sum(dtype=torch.float64)
+        return torch.stack([count, product, added, saturated, bad, total, _squares(away)])
 
-    def result(self) -> LayerModulation:
+    def result(self) -> dict[str, Any]:
         """Return the layer's figures."""
-        stream = math.sqrt(float(self._sums["residual"]) / self._sizes["residual"])
-        targets = [target for target in TARGETS if target in self._sums]
-        return LayerModulation(stream, {target: self._result(target) for target in targets})
+        count, squares, *_ = self._sums["residual"].tolist()
+        targets = {target: self._result(target) for target in TARGETS if target in self._sums}
+        return {"stream_rms": math.sqrt(squares / count), "targets": targets}
 
-    def _result(self, target: str) -> TargetModulation:
-        n = self._sizes[target]
-        added, product = (math.sqrt(x / n) for x in self._sums[target].tolist())
-        add_rms = added if target in self.config.shifted else None
-        if f"m_{target}" not in self._sums:
-            return TargetModulation(None, None, None, None, None, add_rms, product)
-        *counts, saturated, bad, total, squares = self._sums[f"m_{target}"].tolist()
-        finite = n - bad
-        mean = total / finite if finite else math.nan
-        std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
-        return TargetModulation(
-            [int(x) for x in counts], saturated / n, bad / n, 1.0 + mean, std, add_rms, product
-        )
+    def _result(self, target: str) -> dict[str, float | None]:
+        count, product, added, saturated, bad, total, squares = self._sums[target].tolist()
+        figures: dict[str, float | None] = dict.fromkeys(("saturated", "bad", "mean", "std"))
+        if target in self._multiplied:
+            finite = count - bad
+            mean = total / finite if finite else math.nan
+            std = math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan
+            shares = {"saturated": saturated / count, "bad": bad / count}
+            figures = {**shares, "mean": 1.0 + mean, "std": std}
+        add_rms = math.sqrt(added / count) if target in self._config.shifted else None
+        return {"product_rms": math.sqrt(product / count), "add_rms": add_rms, **figures}
 
 
 def _squares(values: Tensor) -> Tensor:

@@ -6,30 +6,29 @@ changes, token by token and layer by layer, is what the context does there:
     change = ||MLP'(x) - MLP(x)|| / ||MLP(x)||
 
 for the same input x, with the modulation and without: 0 if it changes nothing, 1 if the change is
-as large as the output itself. It is the same quantity for every form, bound and scale of an
-adapter. Left out: the change that later layers make of it.
+as large as the output itself. Left out: the change that later layers make of it.
 
 Shapes: T tokens, L converted layers, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
 from npt.adapters.layer import NPTLayer, student_output, whole
-from npt.adapters.token_modulation import as_row
+from npt.adapters.token_modulation import as_row, observed
 from npt.config import TARGETS
-from npt.distill.hidden_losses import nmse_per_token
-from npt.evaluation.metrics import COLUMNS, compare_tokens, evaluating, most_likely
-from npt.evaluation.modulation import Stages, observed
+from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
+from npt.evaluation.modulation import Stages
 
 _CONTEXT = 8
 """Tokens that are decoded before a token, at least: alone it would lose its leading space."""
@@ -42,24 +41,21 @@ class ModulationMap:
 
     Attributes:
         ids: [T], the text.
-        layers, targets: L indices, and names.
+        layers: L indices.
+        targets: names.
         change: [T, L], ||MLP'(x) - MLP(x)|| / ||MLP(x)||.
-        distance: [T, L], ||o - t||^2 / ||t||^2 of the student's stream after the layer, fed by the
-            layers before it, from the teacher's.
         kl: [T], KL(teacher, student) in nats of the predictions of each token from those before it.
-        teacher_p, student_p: [T], the probability of the token to each of them.
-        teacher_first, student_first: [T] int64, the token that each finds most likely there.
-            Nothing predicts the first token: its entries are NaN, and -1.
+            Nothing predicts the first token: its entry is NaN.
+        teacher_first: [T] int64, the token that the teacher finds most likely there; -1 for the
+            first.
+        student_first: the same of the student.
     """
 
     ids: Tensor
     layers: tuple[int, ...]
     targets: tuple[str, ...]
     change: Tensor
-    distance: Tensor
     kl: Tensor
-    teacher_p: Tensor
-    student_p: Tensor
     teacher_first: Tensor
     student_first: Tensor
 
@@ -72,7 +68,7 @@ class ModulationMap:
 
         tokenizer: names the tokens; None shows their ids.
         """
-        numbers = ("change", "distance", "kl", "teacher_p", "student_p")
+        numbers = ("change", "kl")
         return {
             "tokens": self.texts(tokenizer),
             "layers": list(self.layers),
@@ -87,8 +83,7 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     """Run teacher and student over a text, and measure the modulation of each of its tokens.
 
     The text need not be the student's own: `ids` may be a text that the teacher or a person wrote.
-    The model does not change. Memory: the teacher's states after each converted layer, 4 L T D
-    bytes, and the logits of a few tokens at a time.
+    The model does not change. Memory: the logits of a few tokens at a time.
 
     Args:
         model: with adapters attached, or a view of such a model.
@@ -100,50 +95,34 @@ def modulation_map(model: PreTrainedModel, ids: Any) -> ModulationMap:
     """
     config = attached_config(model)
     row, layers = as_row(model, ids), npt_layers(model)
-    teacher: dict[int, Tensor] = {}
     stages: dict[int, Stages] = {index: {} for index, _ in layers}
     changes: list[Tensor] = []
-    distances: list[Tensor] = []
 
-    def keep(index: int, _: NPTLayer, output: Tensor) -> None:
-        teacher[index] = output[0].to(torch.float32)
-
-    def compare(index: int, layer: NPTLayer, output: Tensor) -> None:
+    def compare(index: int, layer: NPTLayer) -> None:
         plain = _unmodulated(layer, stages[index])
         moved = torch.linalg.vector_norm(_row(stages[index], "mlp") - plain, dim=-1)
         changes.append((moved / torch.linalg.vector_norm(plain, dim=-1)).cpu())
-        distances.append(nmse_per_token(output[0], teacher.pop(index)).to("cpu", torch.float32))
         stages[index].clear()  # the adapter's observer is its `update`
 
-    def states(look: Callable[[int, NPTLayer, Tensor], None]) -> Tensor:
-        with ExitStack() as stack:
-            for index, layer in layers:
-
-                def hook(layer: Any, _: Any, output: Tensor, index: int = index) -> None:
-                    look(index, layer, output)
-
-                stack.callback(layer.register_forward_hook(hook).remove)
-            return model.model(row, use_cache=False).last_hidden_state[0, :-1]
-
-    with evaluating(model):
+    with evaluating(model), ExitStack() as stack:
         with adapter_mode(model, "teacher"):
-            of_teacher = states(keep)
+            of_teacher = model.model(row, use_cache=False).last_hidden_state[0, :-1]
+        for index, layer in layers:
+            hook = partial(lambda index, layer, *_: compare(index, layer), index)
+            stack.callback(layer.register_forward_hook(hook).remove)
         observers = [(layer.npt, stages[index].update) for index, layer in layers]
         with adapter_mode(model, "student"), observed(observers):
-            of_student = states(compare)
+            of_student = model.model(row, use_cache=False).last_hidden_state[0, :-1]
         head, size = model.get_output_embeddings(), model.config.vocab_size
         columns = compare_tokens(of_student, of_teacher, row[0, 1:], head, size).cpu()
         first = [most_likely(each, head, size).cpu() for each in (of_teacher, of_student)]
-    kl, teacher_nll, nll = (columns[:, COLUMNS.index(c)] for c in ("kl", "teacher_nll", "nll"))
-    nothing, nobody = torch.tensor([torch.nan]), torch.tensor([-1])
     return ModulationMap(
         row[0].cpu(),
         tuple(index for index, _ in layers),
         tuple(target for target in TARGETS if target in config.targets),
         torch.stack(changes, dim=1),
-        torch.stack(distances, dim=1),
-        *(torch.cat([nothing, each]) for each in (kl, (-teacher_nll).exp(), (-nll).exp())),
-        *(torch.cat([nobody, each]) for each in first),
+        torch.cat([torch.tensor([torch.nan]), columns[:, COLUMNS.index("kl")]]),
+        *(torch.cat([torch.tensor([-1]), each]) for each in first),
     )
 
 
@@ -178,9 +157,9 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         return [str(token) for token in ids]
     texts = []
     for number, token in enumerate(ids):
-        before = list(ids[max(0, number - _CONTEXT) : number])
-        earlier = tokenizer.decode(before).rstrip("\ufffd") if before else ""
-        text = tokenizer.decode([*before, token])
+        context = list(ids[max(0, number - _CONTEXT) : number])
+        earlier = tokenizer.decode(context).rstrip("\ufffd") if context else ""
+        text = tokenizer.decode([*context, token])
         inside = text.startswith(earlier)
         texts.append(text[len(earlier) :] if inside else tokenizer.decode([token]))
     return texts

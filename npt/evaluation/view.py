@@ -1,8 +1,7 @@
 """Views of one model: each runs in its own mode, as teacher, student or floor, and shares all else.
 
-The mode is a flag on the adapters, so one model object is the teacher or the student, never both.
 Code that takes two models at once takes two views: each is a shallow copy, with settings of its own
-for generation, whose forward is the model's own forward with the flag set for as long as it runs.
+for generation, whose forward is the model's own with its adapters' mode set for as long as it runs.
 Weights, buffers and modules are the model's, also as they change later; a view costs no memory and
 does not keep the adapters alive after `detach`.
 """

@@ -23,16 +23,16 @@ from npt.guard.settings import GuardSettings
 from npt.guard.traces import Seeded
 
 if TYPE_CHECKING:
-    from npt.guard.postmortem import Postmortem, read_postmortem
-    from npt.guard.retrace import replay
+    from npt.forensics.bundle import Postmortem, read_postmortem
+    from npt.forensics.replay import replay
     from npt.guard.trainer import TrainerMixin, protect
 
 _LATER = {
-    "Postmortem": "postmortem",
-    "TrainerMixin": "trainer",
-    "protect": "trainer",
-    "read_postmortem": "postmortem",
-    "replay": "retrace",
+    "Postmortem": "npt.forensics.bundle",
+    "TrainerMixin": "npt.guard.trainer",
+    "protect": "npt.guard.trainer",
+    "read_postmortem": "npt.forensics.bundle",
+    "replay": "npt.forensics.replay",
 }
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'npt.guard' has no attribute {name!r}")
-    value = getattr(import_module(f"npt.guard.{_LATER[name]}"), name)
+    value = getattr(import_module(_LATER[name]), name)
     globals()[name] = value
     return value
 

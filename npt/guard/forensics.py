@@ -7,7 +7,6 @@ The model's calls are noted, not copied: overwrite no input before `guard.step()
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from npt.guard.outcome import MicroBatchRecord, Refusal, Snapshot
 from npt.guard.parallel import unsynchronised, whole
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from npt.recorder.record import Record
     from npt.tracer.verdict import Verdict
 
-SUSPECTS = 4
-"""Refused micro-batches that are kept for a post-mortem."""
+SUSPECTS = ACCEPTED = 4
+"""Micro-batches at most that are kept for a post-mortem; of a window that was refused as a whole,
+all.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,17 @@ class Call:
 class Kept:
     """All that is needed to compute a micro-batch again.
 
-    random: the state that it was computed from. inputs, run: as given to `Guard.micro_batch`.
+    Attributes:
+        random: the state that it was computed from.
+        inputs, run, ids, tokens: as given to `Guard.micro_batch`.
+        calls: of the model, noted meanwhile.
     """
 
     random: States
     inputs: Any = None
     run: Callable[[], Any] | None = None
+    ids: tuple[str, ...] = ()
+    tokens: float = 1
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -129,14 +136,15 @@ class Forensics:
         record: what is traced.
 
     Attributes:
-        suspects: those.
+        suspects: those, since the last window without a refusal.
     """
 
     def __init__(
         self, model: nn.Module | None, traces: int, keep: bool = False, record: bool = False
     ):
         self.findings: list[Finding] = []
-        self.suspects: deque[tuple[Refusal, Kept]] = deque(maxlen=SUSPECTS)
+        self.suspects: list[tuple[Refusal, Kept]] = []
+        self._accepted: list[tuple[Kept, list[int]]] = []
         self._keep, self._record = keep, record
         self._parallel = model
         self._model = model = None if model is None else whole(model)
@@ -207,15 +215,27 @@ class Forensics:
         return found
 
     def settle(self, window: int, refusals: Sequence[Refusal]) -> None:
-        """Set this process's refused micro-batches aside, if they are to be kept."""
+        """Set this process's refused micro-batches of a window aside, if they are to be kept."""
         for refusal in refusals if self._keep else ():
-            place = refusal.micro_batch
-            suspects = [
-                kept
-                for at, kept in self._open.items()
-                if at[0] == window and place in (None, at[1])
-            ]
-            self.suspects += [(refusal, replace(kept, run=None)) for kept in suspects]
+            new = [(refusal, kept) for kept in self._closed(window, refusal.micro_batch)]
+            self.suspects = [*self.suspects, *new][-max(SUSPECTS, len(new)) :]
+
+    def accept(self, window: int) -> None:
+        """Set the micro-batches of a window without refusals aside, to be compared with."""
+        self.suspects = []
+        if self._keep:
+            kept = self._closed(window, None)[:ACCEPTED]
+            self._accepted = [(each, _versions(each.batch)) for each in kept]
+
+    @property
+    def accepted(self) -> list[Kept]:
+        """Those, but for what was overwritten since."""
+        return [kept for kept, versions in self._accepted if versions == _versions(kept.batch)]
+
+    def _closed(self, window: int, place: int | None) -> list[Kept]:
+        """Return what was kept at a place of a window, or at all; `run` may see other data now."""
+        kept = [(at, each) for at, each in self._open.items() if at[0] == window]
+        return [replace(each, run=None) for at, each in kept if place in (None, at[1])]
 
     def forget(self, window: int | None = None) -> None:
         """Forget the micro-batches of a window; default of all."""
@@ -237,6 +257,12 @@ class Forensics:
         self._now.calls.append(Call(arguments, named, autocast))
 
 
+def _versions(inputs: Any) -> list[int]:
+    """Return how often each tensor was written to."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+
+
 @contextmanager
 def weights_of(snapshot: Snapshot | None, update: GuardedUpdate) -> Iterator[None]:
     """Give the parameters the values of a snapshot within the context; None leaves them."""
@@ -256,8 +282,11 @@ def weights_of(snapshot: Snapshot | None, update: GuardedUpdate) -> Iterator[Non
                 parameters[name].copy_(value)
 
 
-def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
-    """Compute a refused micro-batch once more under the tracer; nothing of it stays in the run."""
+def traced(model: nn.Module, refusal: Refusal, kept: Kept, exploded: bool = True) -> Finding:
+    """Compute a micro-batch once more under the tracer; nothing of it stays in the run.
+
+    exploded: look also for a finite number too large to be squared.
+    """
     if kept.run is None and not kept.calls and kept.inputs is None:
         return Finding(refusal, None, "the model was not called: there is nothing to compute again")
     outcomes: list[Any] = []
@@ -272,7 +301,7 @@ def traced(model: nn.Module, refusal: Refusal, kept: Kept) -> Finding:
 
         with kept_random_state():
             set_random_state(kept.random)
-            verdict = first_fault(model, kept.batch, compute, exploded=True)
+            verdict = first_fault(model, kept.batch, compute, exploded=exploded)
     except Exception as error:  # the run is more than its diagnosis
         return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
     if verdict is not None:

@@ -86,6 +86,7 @@ class Guard:
 
     Attributes:
         outcome: of the last window, also of one that ended in TooManyRefusalsError.
+        refusals: the last ones, with their windows.
 
     Raises:
         ConfigError: a setting, or an optimizer or scheduler that cannot be guarded.
@@ -153,8 +154,8 @@ class Guard:
         if model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         keep = self.settings.postmortem is not None
-        self._forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
-        self._refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
+        self.forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
+        self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         self._findings: list[Finding] = []  # in the open window
         self.outcome: Outcome | None = None
         self._buffers = Buffers(model)
@@ -193,11 +194,11 @@ class Guard:
         with self._own_place(place):
             self.window.begin()
             try:
-                kept = Kept(before, inputs, run)
+                kept = Kept(before, inputs, run, names, micro.tokens)
                 at = self.window.committed, self.window.place
                 with (
                     unsynchronised(self._model),
-                    self._forensics.watching(at, kept),
+                    self.forensics.watching(at, kept),
                     self.draws.drawing(names, offset),
                 ):
                     yield micro
@@ -244,8 +245,8 @@ class Guard:
         """
         self._follow()
         step = self.counts.windows + 1
-        if self._forensics.left and not self.update.late:
-            self._findings += self._forensics.trace(
+        if self.forensics.left and not self.update.late:
+            self._findings += self.forensics.trace(
                 self.window.committed, self.window.open_refusals(), step
             )
         if self.lists:
@@ -271,7 +272,7 @@ class Guard:
             outcome.longest = self.counts.add(outcome, self.window.processes)
         self._settle(outcome, own)
         self._forget()
-        self._forensics.forget()
+        self.forensics.forget()
         if self.settings.loss != "share":  # a Trainer does it when it begins a window
             share_buffers(self._model)
         return self._ended(outcome)
@@ -300,8 +301,8 @@ class Guard:
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
             window = self.window.committed
-            self._findings += self._forensics.trace(window, own, self.counts.windows + 1)
-            self._forensics.settle(window, own)
+            self._findings += self.forensics.trace(window, own, self.counts.windows + 1)
+            self.forensics.settle(window, own)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -320,11 +321,11 @@ class Guard:
     @property
     def findings(self) -> Sequence[Finding]:
         """All that were made, of as many refusals as `trace` says."""
-        return self._forensics.findings
+        return self.forensics.findings
 
     def count_findings(self, made: int) -> None:
         """Count findings that were made before a resume among those that `trace` allows."""
-        self._forensics.left = max(0, self.settings.trace - made)
+        self.forensics.left = max(0, self.settings.trace - made)
 
     def first_bad(self) -> str | None:
         """Return the name of a parameter or moment that is not finite, or None."""
@@ -346,7 +347,7 @@ class Guard:
     def close(self) -> None:
         """Release model and parameters: their gradients are None, their hooks gone."""
         self.window.gradients.close()
-        self._forensics.close()
+        self.forensics.close()
 
     def __enter__(self) -> Guard:
         return self
@@ -400,45 +401,41 @@ class Guard:
 
     def _forget(self) -> None:
         self.draws.forget()
-        self._forensics.forget(self.window.committed)  # of a window that has not happened
+        self.forensics.forget(self.window.committed)  # of a window that has not happened
         self._before = None
 
     def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Count late outcomes, and trace what was refused in them, in the state of its window."""
         for outcome in outcomes:
             if outcome.halts:
-                self._forensics.forget(outcome.index)
+                self.forensics.forget(outcome.index)
                 continue
             outcome.longest = self.counts.add(outcome, self.window.processes)
-            if self._forensics.left and outcome.refused:
+            if self.forensics.left and outcome.refused:
                 step = self.counts.windows
                 with weights_of(outcome.snapshot, self.update):
                     if self.update.late:
-                        self._findings += self._forensics.trace(
-                            outcome.index, outcome.refused, step
-                        )
+                        self._findings += self.forensics.trace(outcome.index, outcome.refused, step)
                     if not outcome.applied:
                         self._trace_window(outcome, step)
             self._settle(outcome, outcome.refused)
-            self._forensics.forget(outcome.index)
+            self.forensics.forget(outcome.index)
             self._ended(outcome)
         return list(outcomes)
 
     def _trace_window(self, outcome: Outcome, step: int) -> None:
         largest = _largest(self.window, outcome)
-        self._findings += self._forensics.trace_window(
-            outcome.index, outcome.refused, largest, step
-        )
+        self._findings += self.forensics.trace_window(outcome.index, outcome.refused, largest, step)
 
     def _settle(self, outcome: Outcome, own: Sequence[Refusal]) -> None:
         """Keep this process's refused micro-batches, if a post-mortem may need them."""
         if not outcome.refused:
-            self._forensics.suspects.clear()
-        self._forensics.settle(outcome.index, own)
+            self.forensics.accept(outcome.index)
+        self.forensics.settle(outcome.index, own)
 
     def _ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome with its findings, or end a run with too many refusals."""
-        self._refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
+        self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
         outcome.findings = tuple(self._findings)
         self._aside, self._findings, self.outcome = [], [], outcome
         over, reported = outcome.longest >= self.settings.max_refused, ""
@@ -459,24 +456,14 @@ class Guard:
         """Write it, if it is asked for; return what to say of it."""
         if self.settings.postmortem is None:
             return ""
-        from npt.guard.postmortem import (  # a run that ends well has none
-            Situation,
-            tried_postmortem,
-        )
+        from npt.forensics.bundle import write_postmortem  # a run that ends well needs none of it
 
-        before = outcome.snapshot
-        situation = Situation(
-            reason=reason,
-            step=outcome.steps - (outcome.applied and before is not None),
-            process=self.window.processes.index,
-            refusals=tuple(self._refusals),
-            suspects=tuple(self._forensics.suspects),
-            findings=self.findings,
-            state=before or self.update.snapshot(),
-            groups=self.update.groups(),
-            settings=self.settings,
-        )
-        return f"; {tried_postmortem(self.settings.postmortem, situation)}"
+        step = outcome.steps - (outcome.applied and outcome.snapshot is not None)
+        try:
+            written = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
+        except Exception as error:  # the end of the run matters more
+            return f"; the post-mortem could not be written: {type(error).__name__}: {error}"
+        return f"; post-mortem: {written}"
 
 
 def _all_processes(device: torch.device) -> ProcessGroup:

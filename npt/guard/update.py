@@ -135,9 +135,10 @@ class GuardedUpdate:
         update.holdings = update.snapshot = None
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the settings of the optimizer's parameter groups, without the parameters."""
+        """Return the optimizer's parameter groups, with the names of their parameters."""
+        names = {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
         return [
-            {key: value for key, value in group.items() if key != "params"}
+            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
             for group in self.optimizer.param_groups
         ]
 

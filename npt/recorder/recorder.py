@@ -55,7 +55,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from npt.adapters.layer import NPTAdapter
-from npt.adapters.modulation import multiplier_spread
 from npt.adapters.recompute import is_recomputing
 from npt.base.hooks import only_looks
 from npt.recorder.observations import Observations, Reduced
@@ -245,7 +244,7 @@ class Recorder:
         source = None if made_of is None else made_of.entries[-1]
         stages[stage] = reduced = self._add(site, stage, tensor, source)
         if stage.startswith("m_"):
-            middle, half = multiplier_spread(adapter.config.mult_form, adapter.config.mult_bound)
+            middle, half = adapter.config.multiplier_spread
             self._observed.add_saturation(reduced, tensor, middle, SATURATED * half)
         if stage in ("o", "t") and made_of is not None:
             self._observed.add_update(reduced, tensor, made_of)

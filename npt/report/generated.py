@@ -16,7 +16,6 @@ import numpy as np
 from npt.report.pages import render
 from npt.report.words import clean, number
 
-TOKENS = 2000  # of a text that a page shows
 COLOURS = 12  # steps of the colour scale, `.h0` to `.h11` of the style sheet
 LETTERS = 40  # of a token that are shown
 
@@ -44,40 +43,41 @@ def page(words: str, facts: Facts, recipe: Facts, passages: Passages) -> str:
 
 def token_view(passages: Passages) -> dict[str, Any] | None:
     """Return what `tokens.html.j2` shows; None if no passage has a finite number."""
-    changes = [np.array(found["change"][:TOKENS], np.float64) for _, found in passages]
+    changes = [np.array(measured["change"], np.float64) for _, measured in passages]
     finite = np.concatenate([change[np.isfinite(change)] for change in changes])
     if not len(finite):
         return None
     high = max(float(np.quantile(finite, 0.99)), 1e-12)
     return {
         "texts": [
-            _text(title, found, change, high)
-            for (title, found), change in zip(passages, changes, strict=True)
+            _text(title, measured, change, high)
+            for (title, measured), change in zip(passages, changes, strict=True)
         ],
         "high": number(high, 2),
         "colours": range(COLOURS),
-        "prompt": any(found.get("start") for _, found in passages),
+        "prompt": any(measured.get("start") for _, measured in passages),
     }
 
 
-def _text(title: str, found: Mapping[str, Any], change: np.ndarray, high: float) -> dict[str, Any]:
-    """Return a text. change: [T, L]. high: of the colour scale, which begins at 0."""
+def _text(
+    title: str, measured: Mapping[str, Any], change: np.ndarray, high: float
+) -> dict[str, Any]:
+    """Return a text, coloured by [T, L] changes on a scale from 0 to `high`."""
     finite = np.isfinite(change)
     sums = np.where(finite, change, 0).sum(axis=1)
     means = np.where(finite.any(axis=1), sums / np.maximum(finite.sum(axis=1), 1), np.nan)
     tokens = []
-    for i, text in enumerate(found["tokens"][:TOKENS]):
-        kind = f"{_colour(means[i], high)}{' q' * (i < found.get('start', 0))}"
+    for i, text in enumerate(measured["tokens"]):
+        kind = f"{_colour(means[i], high)}{' q' * (i < measured.get('start', 0))}"
         hint = f"token {i + 1}, change {number(means[i], 3)}"
         if i:
-            first = [found[f"{who}_first"][i] for who in ("teacher", "student")]
-            hint += f", KL {number(found['kl'][i], 3)} nats; most likely here: "
+            first = [measured[f"{who}_first"][i] for who in ("teacher", "student")]
+            hint += f", KL {number(measured['kl'][i], 3)} nats; most likely here: "
             hint += f"teacher {visible(first[0])}, student {visible(first[1])}"
         cells = [(_colour(value, high), number(value, 2)) for value in change[i]]
-        kind += " p" * (i == found.get("parts"))
+        kind += " p" * (i == measured.get("parts"))
         tokens.append((visible(text), kind, text.count("\n"), hint, cells))
-    more = len(found["tokens"]) - len(tokens)
-    return {"title": title, "tokens": tokens, "layers": found["layers"], "more": more}
+    return {"title": title, "tokens": tokens, "layers": measured["layers"]}
 
 
 def _colour(value: float, high: float) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +29,23 @@ SECTIONS = {
 
 LISTED = 200  # events at most, the last ones
 
-_ROUTINE = frozenset({"refusal", "save", "evaluation", "diagnosis", "epoch", "trace"})
-"""Events that a long run has so many of that the others would be lost among them."""
 
-_RECIPE = {
-    "base": ("model_name", "base_hash", "device"),
-    "adapters": ("layers", "rank", "targets", "modulation", "trainable_parameters"),
-    "start": ("init", "adapter", "additive_scale", "mult_bound"),
-    "training": ("strategy", "loss", "learning_rate", "scheduler_type", "batch_size", "seed"),
-    "data": ("dataset_name", "num_samples", "max_length"),
-    "versions": ("npt", "torch", "transformers", "bitsandbytes", "python"),
-}
-"""What of `run.json` is at the head of the page, a line each."""
-
-
-def page(record: RunRecord, place: Path) -> str:
-    """Return the HTML page about a run; `place` is where it will be, for its links."""
+def page(record: RunRecord, output: Path) -> str:
+    """Return the HTML page about a run; `output` is its path, from which its links lead."""
     parts = {
-        "recipe": _part(record, "run.json", _recipe) or [],
         "fidelity": _part(record, "fidelity.json", fidelity),
         "training": _part(record, "metrics.jsonl", training) or [],
         "refusals": _part(record, "events.jsonl", refusals) or [],
         "layers": _part(record, "fidelity.json", layers),
         "modulation": _part(record, "modulation.json", modulation),
         "passage": _part(record, "modulation.json", _passage),
-        "saved": _part(record, "postmortem", _saved),
+        "causes": _part(record, "postmortem", _causes) or {},
         "events": _part(record, "events.jsonl", _events) or [],
         "configuration": _part(record, "run.json", _configuration) or [],
     }
     return render(
         "run.html.j2", title=f"{clean(record.name, 80)}: report of a run", sections=SECTIONS,
-        record=record, status=status(record), facts=_facts(record), place=place,
+        record=record, status=status(record), facts=_facts(record), output=output,
         notes=record.notes, **parts,
     )  # fmt: skip
 
@@ -92,10 +78,8 @@ def status(record: RunRecord) -> tuple[str, str]:
     if state == "error":
         message = f"{event.get('error', '')}: {event.get('message', '')}"
         return "bad", f"Ended with an error{at}: {message}"
-    if record.writing:
-        return "warn", f"Still running{at}"
     if state == "open":
-        return "warn", f"No end is on record{at}: killed, or running on another machine"
+        return "warn", f"No end is on record{at}: the run was killed, or goes on"
     return "warn", "No start is on record"
 
 
@@ -111,65 +95,30 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     return facts + ([("warnings", f"{warnings:,}")] if warnings else [])
 
 
-def _recipe(record: RunRecord) -> list[tuple[str, str]]:
-    """Return the lines of `_RECIPE`; nothing that `run.json` does not say."""
-    values = {**record.settings, **record.run, **record.run.get("versions", {})}
-    lines = {
-        line: [
-            f"{name} {clean(flat(values[name]), 60)}"
-            for name in names
-            if values.get(name) is not None
-        ]
-        for line, names in _RECIPE.items()
-    }
-    if quantization := record.run.get("precision", {}).get("quantization"):
-        lines["base"].append(quantization)
-    return [(line, ", ".join(words)) for line, words in lines.items() if words]
-
-
 def _passage(record: RunRecord) -> dict[str, Any] | None:
     passage = record.modulation.get("passage")
     return token_view([("", passage)]) if passage else None
 
 
-def _saved(record: RunRecord) -> dict[str, Any]:
-    """Return the best student, recorded steps and post-mortem bundles."""
-    best, folder = record.best, record.folder
-    student = (best.get("attribution") or {}).get("unquantized_to_npt") or best.get("student", {})
-    return {
-        "best": f"of step {best.get('step')}, KL {figure(student, 'kl')} nats" if best else "",
-        "traces": sorted((folder / "trace").glob("*.html"))[-LISTED:],
-        "postmortems": [
-            (path.relative_to(folder).as_posix(), path, _cause(bundle))
-            for path, bundle in record.postmortems[-LISTED:]
-        ],
-    }
-
-
-def _cause(bundle: Mapping[str, Any]) -> str:
-    """Return why the run stopped, and which number was the first bad one."""
-    words = [str(bundle.get("reason", "no reason on record"))]
-    if refusals := bundle.get("refusals"):
-        words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
-    if verdict := bundle.get("verdict"):
-        words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
-    return ". ".join(words)
+def _causes(record: RunRecord) -> dict[Path, str]:
+    """Return why the run stopped, and which number was the first bad one, by post-mortem."""
+    causes = {}
+    for path, bundle in record.postmortems[-LISTED:]:
+        words = [str(bundle.get("reason", "no reason on record"))]
+        if refusals := bundle.get("refusals"):
+            words.append(f"Refused last: {refusals[-1].get('kind')}: {refusals[-1].get('detail')}")
+        verdicts = [entry.get("verdict") for entry in bundle.get("findings") or ()]
+        if verdict := next(filter(None, reversed(verdicts)), None):
+            words.append(f"The first bad number: {verdict.get('explanation') or flat(verdict)}")
+        causes[path] = ". ".join(words)
+    return causes
 
 
 def _events(record: RunRecord) -> list[tuple[str, str, str, str]]:
-    """Return the last events but refusals, which are next to the loss; routine ones only if there
-    is room.
-    """
+    """Return the last events but refusals, which are next to the loss."""
     events = [event for event in record.events if event["event"] != "refusal"]
-    if len(events) > LISTED:
-        events = [event for event in events if event["event"] not in _ROUTINE]
     return [
-        (
-            _clock(e.get("time")),
-            "" if e["step"] is None else f"{e['step']:,}",
-            e["event"],
-            _words(e),
-        )
+        (_clock(e.get("time")), "" if e["step"] is None else str(e["step"]), e["event"], _words(e))
         for e in events[-LISTED:]
     ]
 
@@ -204,7 +153,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
     figures = {name: as_number(student, name) for key in FIGURES for name in (key, f"{key}_se")}
     return {
         "name": record.name,
-        "state": "running" if state == "open" and record.writing else state,
+        "state": state,
         "status": status(record)[1],
         "step": record.step,
         "total_steps": record.total_steps,

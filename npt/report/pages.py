@@ -24,7 +24,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **data: Any) -> str:
-    """Return a whole HTML page of a template that extends `frame.html.j2`. data: what it shows."""
+    """Return a whole HTML page of a template that extends `frame.html.j2` and shows these data."""
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = (

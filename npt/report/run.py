@@ -45,7 +45,9 @@ class RunRecord:
     changes, and nothing wrong with it raises.
 
     Attributes:
-        run, fidelity, modulation, best: the objects of the JSON files.
+        run: the object of `run.json`.
+        fidelity: of `fidelity.json`.
+        modulation: of `modulation.json`.
         steps: logged, ascending.
         columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
             infinite if it was not finite.
@@ -54,7 +56,6 @@ class RunRecord:
             into, and what is wrong.
         postmortems: their folders and records.
         notes: by file, why it says nothing, or what it is of instead of the run's end.
-        writing: whether a process holds the folder; None if that cannot be seen.
     """
 
     def __init__(self, folder: Path, verify: Verify | None = None):
@@ -62,8 +63,6 @@ class RunRecord:
         self.run, self.fidelity, self.modulation = (
             self._object(folder / f"{name}.json") for name in ("run", "fidelity", "modulation")
         )
-        best = folder / "best"
-        self.best = self._object(best / "fidelity.json") if best.is_dir() else {}
         self.steps, self.columns = list[int](), dict[str, list[float]]()
         for line in self._lines("metrics.jsonl"):
             self._add_metrics(line)
@@ -73,7 +72,6 @@ class RunRecord:
         self.checkpoints = list(_checkpoints(folder / "checkpoints", verify))
         bundles = _step_folders(folder / "postmortem")
         self.postmortems = [(path, self._object(path / "postmortem.json")) for path in bundles]
-        self.writing = _is_locked(folder)
         settings = self.run.get("settings")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         if self.events and self.fidelity and self.end[0] != "done":
@@ -174,10 +172,10 @@ class RunRecord:
         step, steps, columns = _count(line.get("step")), self.steps, self.columns
         if step is None:
             return
-        place = bisect_left(steps, step)
-        del steps[place:]
+        position = bisect_left(steps, step)
+        del steps[position:]
         for column in columns.values():
-            del column[place:]
+            del column[position:]
         for key in [key for key in line if key not in columns]:
             if _COLUMNS.fullmatch(key) or _LAYER.fullmatch(key):
                 columns[key] = [math.nan] * len(steps)
@@ -195,8 +193,8 @@ class RunRecord:
         event, events = {**line, "step": _count(line.get("step"))}, self.events
         if line.get("event") == "resume":
             saves = [i for i, e in enumerate(events) if e["event"] == "save"]
-            place = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
-            events[place + 1 :] = [e for e in events[place + 1 :] if e["event"] not in _UNDONE]
+            last = max((i for i in saves if events[i]["step"] == event["step"]), default=-1)
+            events[last + 1 :] = [e for e in events[last + 1 :] if e["event"] not in _UNDONE]
         if isinstance(line.get("event"), str):
             events.append(event)
 
@@ -222,26 +220,14 @@ def _checkpoints(folder: Path, verify: Verify | None) -> Iterator[tuple[Path, bo
 
 def _step_folders(folder: Path) -> list[Path]:
     """Return the folders that are named for a step, by that; links are left out."""
-    try:
-        paths = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)]
-    except OSError:
-        return []
-    paths = [path for path in paths if path.is_dir() and not path.is_symlink()]
+    paths = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if _STEP_FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
 def step_of(folder: Path) -> int:
     """Return the step that a folder is named for."""
     return int(folder.name.removeprefix("step-").partition(".")[0])
-
-
-def _is_locked(folder: Path) -> bool | None:
-    """Return whether a process on this machine holds the folder as a run does; None if that cannot
-    be seen. The lock itself is not tried: a run that starts wants it.
-    """
-    try:
-        inode = folder.stat().st_ino
-        locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    return any("FLOCK" in line and f":{inode} " in line for line in locks.splitlines())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from npt.evaluation.formatting import FIGURES, percent
+from npt.evaluation.formatting import COMPARISON_NAMES, FIGURES, percent
 from npt.report import charts
 from npt.report.run import RunRecord
 from npt.report.words import as_number, figure, number
@@ -24,12 +24,6 @@ MODELS = {
     "teacher": "teacher (the base)",
 }
 
-_COMPARISONS = {
-    "unquantized_to_4bit": "unquantised to 4-bit",
-    "4bit_to_npt": "4-bit to NPT",
-    "unquantized_to_npt": "unquantised to NPT",
-}
-
 _CHARTS = (
     ("grad_norm", "Gradient norm, before clipping", "norm", None),
     ("lr", "Learning rate", "rate", False),
@@ -37,7 +31,6 @@ _CHARTS = (
 )
 
 REFUSALS = 200  # the last ones, which are listed one by one
-
 SATURATED = 0.05
 """Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
 
@@ -49,7 +42,7 @@ Table = tuple[list[str], list[list[str]]]
 Models = Mapping[str, Mapping[str, Any]]
 
 
-def training(record: RunRecord) -> list[tuple[str, charts.Picture]]:
+def training(record: RunRecord) -> list[tuple[str, charts.Chart]]:
     """Return the charts of a run over its steps, with their headings."""
     steps, columns, pictures = record.steps, record.columns, []
 
@@ -91,64 +84,38 @@ def fidelity(record: RunRecord) -> dict[str, Any] | None:
     models = {name: values for name in MODELS if (values := record.fidelity.get(name))}
     if not models:
         return None
-    shares = {key: share for key in FIGURES if (share := _share(models, key)) is not None}
-    tables = [(*_table(models, MODELS, shares), "Fidelity to the teacher")]
+    tables = [(*_table(models, MODELS), "Fidelity to the teacher")]
     if positions := record.fidelity.get("positions"):
         caption = "The student by position, the tokens before the one that predicts"
         tables.append((*_table(positions, {}), caption))
     if costs := record.fidelity.get("attribution"):
-        tables.append((*_table(costs, _COMPARISONS), "What costs how much"))
+        tables.append((*_table(costs, COMPARISON_NAMES), "What costs how much"))
     if divergence := record.fidelity.get("divergence"):
         parted = _table({"student and teacher": divergence}, {})
         tables.append((*parted, "Greedy texts after the same prompts, until they part"))
     return {
-        "headline": _headline(models, shares),
+        "headline": _headline(models.get("floor", {}), models.get("student", {})),
         "tables": tables,
         "training_text": record.fidelity.get("heldout") is False,
     }
 
 
-def _share(models: Models, key: str) -> float | None:
-    """Return how much of the way from floor (0) to teacher (1) the student has gone in a figure;
-    None if there is no way, since the floor is not worse than the teacher by more than rounding.
-    """
-    floor, student, teacher = (
-        as_number(models.get(name, {}), key) for name in ("floor", "student", "teacher")
-    )
-    ideal = FIGURES[key].ideal
-    if ideal is None or math.isnan(student) or not math.isfinite(floor):
-        return None
-    way = (teacher if math.isfinite(teacher) else ideal) - floor
-    worse = abs(way) > 1e-6 and (way > 0) == FIGURES[key].percent
-    return (student - floor) / way if worse else None
-
-
-def _headline(models: Models, shares: Mapping[str, float]) -> str:
-    """Return how far the student has got in the first figure that has a way."""
-    key = next(iter(shares), "")
-    if not key:
+def _headline(floor: Mapping[str, Any], student: Mapping[str, Any]) -> str:
+    """Return how much of the KL at its floor the student has closed; "" if the floor has none."""
+    start, kl = as_number(floor, "kl"), as_number(student, "kl")
+    if math.isnan(kl) or not 1e-6 < start < math.inf:
         return ""
-    written = FIGURES[key]
-    if not math.isfinite(shares[key]):
-        return f"The student's {written.name} is not finite."
+    if not math.isfinite(kl):
+        return "The student's KL to its teacher is not finite."
+    gone = 1 - kl / start
+    share = percent(gone) if 0 <= gone <= 1 else f"{100 * gone:.1f}%".replace("-", "−")
     return Markup(
-        "The student has gone <strong>{}</strong> of the way from its floor to its teacher in {}:"
-        " {}, from {} at the floor."
-    ).format(
-        _in_words(shares[key]), written.name, figure(models["student"], key),
-        written.write(models["floor"][key]),
-    )  # fmt: skip
+        "The student has gone <strong>{}</strong> of the way from its floor to its teacher: KL {}"
+        " nats, from {} at the floor."
+    ).format(share, figure(student, "kl"), FIGURES["kl"].write(start))
 
 
-def _in_words(share: float) -> str:
-    if 0 <= share <= 1 or not math.isfinite(share):
-        return percent(share)
-    return f"{100 * share:.1f}%".replace("-", "−")
-
-
-def _table(
-    models: Models, names: Mapping[str, str], shares: Mapping[str, float] | None = None
-) -> Table:
+def _table(models: Models, names: Mapping[str, str]) -> Table:
     """Return every figure that any of them has; one with a `<name>_se` is written with it."""
     keys = dict.fromkeys(key for values in models.values() for key in values)
     shown = [
@@ -161,9 +128,6 @@ def _table(
         [names.get(name, name), *(figure(values, key) for key in shown)]
         for name, values in models.items()
     ]
-    if shares:
-        cells = (_in_words(shares[key]) if key in shares else "" for key in shown)
-        rows.append(["the student's way from floor to teacher", *cells])
     return ["of", *(f"*{head}" for head in heads)], rows
 
 
@@ -208,12 +172,12 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         for name, layer in layers.items()
         for target, cell in layer["targets"].items()
     }
-    bad = {place: cell["bad"] for place, cell in cells.items() if cell.get("bad")}
-    finite = {place: cell for place, cell in cells.items() if bad.get(place, 0.0) < 1}
-    saturated = _largest({place: cell.get("saturated") for place, cell in finite.items()})
+    bad = {key: cell["bad"] for key, cell in cells.items() if cell.get("bad")}
+    finite = {key: cell for key, cell in cells.items() if bad.get(key, 0.0) < 1}
+    saturated = _largest({key: cell.get("saturated") for key, cell in finite.items()})
     bound = float(measured.get("mult_bound", 0.5))
     return {
-        "rows": [[*place, *_row(cell)] for place, cell in cells.items()],
+        "rows": [[*key, *_row(cell)] for key, cell in cells.items()],
         "range": f"({number(1 - bound)}, {number(1 + bound)})",
         "tokens": measured.get("tokens", 0),
         "kind": "held-out" if measured.get("heldout") is not False else "training",
@@ -221,7 +185,7 @@ def modulation(record: RunRecord) -> dict[str, Any] | None:
         "bad": (len(bad), _largest(bad)),
         "saturated": saturated,
         "additive_only": len(finite) == len(cells) and saturated is None,
-        "ratio": _largest({place: _ratio(cell, "product_rms") for place, cell in cells.items()}),
+        "ratio": _largest({key: _ratio(cell, "product_rms") for key, cell in cells.items()}),
         "worth_saying": SATURATED,
     }
 
@@ -254,7 +218,7 @@ def _ratio(cell: Mapping[str, Any], key: str) -> float | None:
 
 def _largest(values: Mapping[tuple[str, str], float | None]) -> tuple[float, str] | None:
     numbers = {
-        place: value for place, value in values.items() if value is not None and value < math.inf
+        key: value for key, value in values.items() if value is not None and value < math.inf
     }
-    place = max(numbers, key=lambda place: numbers[place], default=None)
-    return None if place is None else (numbers[place], f"layer {place[0]}, {place[1]}")
+    key = max(numbers, key=lambda key: numbers[key], default=None)
+    return None if key is None else (numbers[key], f"layer {key[0]}, {key[1]}")

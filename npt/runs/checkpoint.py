@@ -8,7 +8,7 @@
 
 A checkpoint exists as a whole or not at all, and holds safetensors and JSON only: nothing in it can
 run code. It may come from somebody else, so all of it is checked against what the run needs before
-anything is changed. A post-mortem (`npt.postmortem`) is such a folder with two more files.
+anything is changed.
 """
 
 from __future__ import annotations
@@ -167,8 +167,9 @@ class Checkpoint:
             for name, tensor in adapters.items()
             for key in OPTIMIZER_TENSORS
         }
-        own = {n: h for n, h in self.headers.items() if not n.startswith(("rng.", "spikes."))}
-        check_tensors(path, own, wanted, CheckpointError)
+        others = ("rng.", "spikes.")
+        moments = {n: h for n, h in self.headers.items() if not n.startswith(others)}
+        check_tensors(path, moments, wanted, CheckpointError)
         tensors = _read(path, wanted, finite)
         return {
             name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})

@@ -42,6 +42,7 @@ _RETIRED = {
     "layer_weights": "uniform",
     "token_weighting": "none",
     "padding_side": "right",
+    "logit_temperature": 1.0,
 }
 """Settings of earlier versions that decided what was trained, with the only value that is left."""
 
@@ -180,9 +181,9 @@ def _same_source(old: Any, new: Any) -> bool:
     plain = isinstance(old, str) and isinstance(new, str) and "\0" not in old
     if old == new or not plain or not is_local(new):  # a record may hold anything
         return old == new
-    before, after = (Path(os.path.expanduser(name)) for name in (old, new))
-    moved = not glob.glob(str(before)) and after.parts[-len(before.parts) :] == before.parts
-    return moved or _same(before, after)
+    one, other = (Path(os.path.expanduser(name)) for name in (old, new))
+    moved = not glob.glob(str(one)) and other.parts[-len(one.parts) :] == one.parts
+    return moved or _same(one, other)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

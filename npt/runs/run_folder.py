@@ -170,14 +170,14 @@ class _Log:
 
     def write(self, line: str) -> None:
         content = line.encode("utf-8")
-        before = os.fstat(self._handle).st_size
+        size = os.fstat(self._handle).st_size
         try:
             written = os.write(self._handle, content)
             if written != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, before)
+                os.ftruncate(self._handle, size)
             raise
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class StopOnSignal:
     def __init__(self, at_once: bool = False) -> None:
         self.number: int | None = None
         self.at_once = at_once
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
         self._around: StopOnSignal | None = None
 
     def __enter__(self) -> StopOnSignal:
@@ -40,7 +40,7 @@ class StopOnSignal:
                     continue
                 owner = getattr(handler, "__self__", None)
                 self._around = owner if isinstance(owner, StopOnSignal) else self._around
-                self._before[number] = signal.signal(number, self._note)
+                self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def check(self) -> None:
@@ -57,13 +57,13 @@ class StopOnSignal:
             context = context._around
         if self.at_once:
             raise StoppedError(number)
-        said = f"signal {number}: finishing the micro-batch and saving; once more ends at once\n"
+        line = f"signal {number}: finishing the micro-batch and saving; once more ends at once\n"
         with contextlib.suppress(OSError):  # nobody may be reading any more
-            os.write(2, said.encode())
+            os.write(2, line.encode())
 
     def _restore(self) -> None:
-        before, self._before = self._before, {}
-        for number, handler in before.items():
+        handlers, self._handlers = self._handlers, {}
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from npt.adapters.fused import unfused
 from npt.data.batch import IGNORE_INDEX, Batch
-from npt.diagnostics.guards import quantization_statistics
 from npt.errors import ConfigError
 from npt.tracer import rules
 from npt.tracer.ledger import Ledger
@@ -37,6 +36,7 @@ from npt.tracer.passes import (
 from npt.tracer.source_location import Place, Tokens, layer_of
 from npt.tracer.tensors import absmax, count, dtype_name, element, first_bad
 from npt.tracer.verdict import OUTSIDE, Operand, Phase, Verdict
+from npt.tracer.watchdogs import quantization_statistics
 
 OPERANDS_SHOWN = 6
 

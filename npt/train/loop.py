@@ -202,7 +202,6 @@ class Loop:
         Later checkpoints bear the step of their weights: that of this window, if it was applied, or
         of the last one after it.
         """
-        steps_before = self.steps
         later = [*self._outcomes, *self.guard.flush()]
         self._outcomes.clear()
         for each in (outcome, *later):
@@ -216,9 +215,7 @@ class Loop:
         last = (window, outcome)
         if not outcome.refused and self._refused is not None:
             last = self._refused  # the share was exceeded at a window without a refusal
-        counters = {"tokens": self.tokens, "micro_batches": self.micro_batches}
-        steps = (self.steps, steps_before)
-        self.refusals.stop(reason, last, self._accepted, steps, counters, self.strategy)
+        self.refusals.stop(reason, last, self._accepted, self.steps)
 
     def _after_step(self, outcome: Outcome) -> None:
         c, context = self.config, self.context

@@ -15,7 +15,8 @@ import torch
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.distill.local import REPORTED
-from npt.errors import DivergedError, StoppedError
+from npt.errors import StoppedError
+from npt.evaluation.evaluate import Fidelity
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
@@ -115,19 +116,19 @@ class StepMetrics:
 
 class StepRecording:
     """Records the first micro-batch that the main process computes of each step that
-    `--trace_steps` and `--trace_every` choose. The micro-batch is computed once in any case.
+    `--trace_steps` chooses. The micro-batch is computed once in any case.
     """
 
     def __init__(self, context: RunContext, metrics: StepMetrics):
         self._context, self._metrics, c = context, metrics, context.setup.config
         self._recording: Recording | None = None
         self._step: int | None = None  # the open window's, until its first micro-batch is recorded
-        if not context.setup.processes.main or (c.trace_steps is None and c.trace_every is None):
+        if not context.setup.processes.main or c.trace_steps is None:
             return
         from npt.recorder.recording import Recording
 
         folder = context.folder.path / "trace"
-        self._recording = Recording(folder, c.trace_steps, c.trace_every, context.say)
+        self._recording = Recording(folder, c.trace_steps, say=context.say)
         context.say(str(self._recording))
 
     def open(self, step: int) -> None:
@@ -166,7 +167,7 @@ class DivergenceWatch:
     Three signs, none of which is refused: a loss far above its start, multipliers at their bounds
     with next to no gradient left, and a student that is worse than the floor, which has no
     adapters: further from its teacher, or of a higher perplexity if it learns the data's own
-    tokens. With `stop_on_divergence` all but `at_end` raise DivergedError.
+    tokens.
 
     Args:
         context: where to report.
@@ -182,7 +183,6 @@ class DivergenceWatch:
         self._last: list[float] = []
         self.causes: dict[str, str] = {}
         self._warned: set[str] = set()
-        self._stops = context.setup.config.stop_on_divergence
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint that says where the loss began."""
@@ -227,8 +227,7 @@ class DivergenceWatch:
         self._judge("floor", step, cause, least > floor)
 
     def at_end(self, step: int, fidelity: Fidelity, modulation: Modulation | None) -> None:
-        """Judge the figures of a run that has come to its end, which nothing stops any more."""
-        self._stops = False
+        """Judge the figures of a run that has come to its end."""
         self.after_evaluation(step, fidelity)
         if modulation is not None:
             self._judge_multipliers(step, modulation)
@@ -248,12 +247,6 @@ class DivergenceWatch:
             self._warned.add(kind)
             advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
             self._warn(step, f"the run has diverged: {cause}; {advice}", kind)
-        if self._stops:
-            self._context.folder.event("stopped", step=step, reason=f"diverged: {cause}")
-            raise DivergedError(
-                f"stopped at step {step}: {cause} (--stop_on_divergence); start again with a"
-                " smaller --learning_rate"
-            )
 
     def _warn(self, step: int, message: str, kind: str | None = None) -> None:
         self._context.say(f"warning: step {step}: {message}")

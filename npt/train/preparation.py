@@ -15,15 +15,17 @@ from transformers import PreTrainedModel
 
 from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
-from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
-from npt.base.precision import audit_precision, policy_dtype, quantization_of
+from npt.base.precision import audit_precision, policy_dtype
+from npt.calibration.calibrate import calibrate
+from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
-from npt.errors import ConfigError, SmokeTestError
+from npt.errors import SmokeTestError
+from npt.evaluation.evaluate import Fidelity, evaluate
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.attribution import Reference
     from npt.evaluation.evaluate import Fidelity
-    from npt.planning.memory import MemoryPlan
 
 T = TypeVar("T")
 
@@ -48,10 +49,9 @@ rounding."""
 
 
 class MemoryFit:
-    """Plans for `--max_memory`, and repeats with fewer samples whatever did not fit.
+    """Repeats with fewer samples whatever did not fit into memory.
 
     Attributes:
-        plan: under `--max_memory`, None without.
         evaluation: how many samples an evaluation has at once.
         folder: for events about lacks of memory, once there is one.
     """
@@ -60,16 +60,12 @@ class MemoryFit:
         self._setup, self._events = setup, list[dict[str, Any]]()
         self.folder: RunFolder | None = None
         self.evaluation = MicroBatchSplitter(setup.config.batch_size)
-        self.plan = None if setup.config.max_memory is None else _memory_plan(setup)
-        if self.plan is not None:
-            setup.splitter.samples = self.plan.samples_at_once
-            self.evaluation.samples = self.plan.evaluated_at_once
 
     def recall(self, checkpoint: Checkpoint) -> None:
-        """Begin with the samples that fitted in the resumed run, under the same limit."""
+        """Begin with the samples that fitted in the resumed run."""
         remembered = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
         samples, splitter = remembered.get(self._setup.processes.index), self._setup.splitter
-        if samples is not None and "max_memory" not in self._setup.changed:
+        if samples is not None:
             splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
 
     def fitting(
@@ -107,38 +103,6 @@ class MemoryFit:
             self.folder.event("out_of_memory", **self._events.pop(0))
 
 
-def _memory_plan(setup: RunSetup) -> MemoryPlan:
-    """Return the largest plan below `--max_memory`; ConfigError if one sample is too much, or for a
-    base on several devices.
-    """
-    from npt.planning.memory import Workload, shown
-
-    model, teacher, config = setup.model, setup.teacher, setup.config
-    if is_sharded(model) or len({parameter.device for parameter in model.parameters()}) > 1:
-        raise ConfigError(
-            f"--max_memory is {config.max_memory}, but the base is spread over several"
-            " devices; lower --batch_size"
-        )
-    workload = Workload(
-        model.config,
-        setup.adapter_config,
-        config,
-        setup.data_config.max_length,
-        quantization_of(model),
-        model.model.embed_tokens.weight.dtype,
-        None if teacher is None else teacher.model.embed_tokens.weight.dtype,
-        setup.device,
-        setup.processes.size,
-        attention_name(model) == "eager",
-    )
-    plan = workload.fitting(config.max_memory_bytes or 0)
-    setup.say(
-        f"--max_memory {config.max_memory}: {plan.samples_at_once} of {config.batch_size}"
-        f" samples at once, predicted peak {shown(plan.peak)} in the {plan.phase}"
-    )
-    return plan
-
-
 def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration | None:
     """Solve the adapters' start, and give every process the main one's.
 
@@ -147,9 +111,6 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
     config, model, processes = setup.config, setup.model, setup.processes
     if not makes_start(model):
         return None
-
-    from npt.calibration.calibrate import calibrate
-    from npt.calibration.report import print_calibration
 
     if setup.teacher is not None:
         setup.say(
@@ -203,7 +164,6 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
 
     def measure() -> Fidelity:
         from npt.evaluation.attribution import reference_outputs
-        from npt.evaluation.evaluate import evaluate
 
         size = splitter.samples
         if setup.teacher is not None and not reference:
@@ -225,10 +185,12 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
     return evaluated
 
 
-def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, Any]:
+def run_record(
+    setup: RunSetup, data: RunData, base: BaseIdentity, calibration: Calibration | None
+) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
     from npt.base.quantization_error import product_errors
+    from npt.base.recipe import ORIGIN_ENTRY, origin_of
 
     model = setup.model
     return {
@@ -247,6 +209,7 @@ def run_record(setup: RunSetup, data: RunData, base: BaseIdentity) -> dict[str, 
         "versions": versions(),
         "heldout": data.heldout,
         "sources": [{"name": source.label, "share": source.share} for source in data.sources],
+        "calibration": None if calibration is None else calibration.as_dict(),
     }
 
 
@@ -271,10 +234,10 @@ def smoke_test(
             " truncation and padding"
         )
     parameters = adapter_parameters(model)
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     batch = batch.to(next(model.parameters()).device)
 
-    def compute() -> MicroBatch:
+    def compute() -> BatchSums:
         # the same random numbers each time: a base that draws would have another loss for those
         with micro_batch_draws(config.seed, batch.sample_ids, batch.offset):
             return strategy(model, batch, config)
@@ -299,7 +262,7 @@ def smoke_test(
         optimizer.zero_grad()
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(before[name])
+                parameter.copy_(snapshot[name])
     if not after < loss:
         raise _failure(
             f"{DESCENT_STEPS} small steps on one batch took its loss from {loss:.6g} to"
@@ -316,7 +279,7 @@ def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
 
 
-def _under_anomaly_detection(compute: Callable[[], MicroBatch]) -> MicroBatch:
+def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
     try:
         with warnings.catch_warnings():
             # anomaly mode announces itself, and a fault with the forward's traceback

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
-from npt.distill.step import forward_backward
-from npt.distill.strategies import Strategy
 from npt.errors import TooManyRefusalsError
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome
+from npt.guard.schedule import kind_of_run, rate_at
 from npt.guard.shared import gathered
 from npt.guard.window import HISTORY
 from npt.train.run_context import RunContext, Window
-
-if TYPE_CHECKING:
-    from npt.postmortem.write import Situation
 
 REFUSED_SHARE = 0.2
 """A run stops when more of its micro-batches were refused."""
@@ -80,13 +76,7 @@ class Refusals:
         return f"{self.total} of {micro_batches} micro-batches refused, over {REFUSED_SHARE:.0%}"
 
     def stop(
-        self,
-        reason: str,
-        last: tuple[Window, Outcome],
-        accepted: Window | None,
-        steps: tuple[int, int],
-        counters: dict[str, int],
-        strategy: Strategy,
+        self, reason: str, last: tuple[Window, Outcome], accepted: Window | None, steps: int
     ) -> None:
         """Write the post-mortem and raise.
 
@@ -94,48 +84,19 @@ class Refusals:
             reason: of the stop.
             last: the last window with a refusal, and its result.
             accepted: the last window without one.
-            steps: applied by now, and before that window.
-            counters: of the run.
-            strategy: that computes a micro-batch.
+            steps: applied by now.
         """
-        context, (window, result), (now, before) = self._context, last, steps
-        setup, processes = context.setup, context.setup.processes
-        history = self._guard.window.history
+        context, (window, result) = self._context, last
+        processes, history = context.setup.processes, self._guard.window.history
         if processes.size > 1:  # the last micro-batches of every process, in their order
             records = gathered(history, MicroBatchRecord, processes)
             records.sort(key=lambda record: (record.window, record.micro_batch))
             self._guard.window.history = deque(records, maxlen=HISTORY * processes.size)
-
-        def fill(batch: Batch) -> MicroBatch:
-            return forward_backward(setup.model, strategy, batch, setup.config, setup.splitter)
-
-        from npt.postmortem.write import Situation  # it brings the tracer; few runs end so
-
-        situation = Situation(
-            model=setup.model,
-            gradients=self._guard.window,
-            fill=fill,
-            window=window.batches,
-            result=result,
-            accepted=() if accepted is None else accepted.batches,
-            reason=reason,
-            step=now if result.snapshot is None else before,
-            total_steps=context.total_steps,
-            config=setup.config,
-            counters={
-                "steps": now,
-                **counters,
-                "refused": dict(self.by_kind),
-                "epoch": window.epoch,
-                "in_a_row": self._guard.counts.in_a_row,
-            },
-            record=context.record,
-            samples_at_once=setup.splitter.samples,
-        )
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
-        message = f"stopped at step {now}: {reason}{ending}"
-        bundle = processes.first(lambda: self._write_postmortem(situation))
-        context.folder.event("stopped", step=now, reason=reason, **bundle)
+        message = f"stopped at step {steps}: {reason}{ending}"
+        batches = () if accepted is None else accepted.batches
+        bundle = processes.first(lambda: self._bundle(reason, window, result, batches, steps))
+        context.folder.event("stopped", step=steps, reason=reason, **bundle)
         path = context.folder.path
         if bundle["postmortem"] is None:
             message += (
@@ -146,12 +107,28 @@ class Refusals:
             message += f"; look into it with: npt replay {path / bundle['postmortem']}"
         raise processes.everywhere(TooManyRefusalsError(message))
 
-    def _write_postmortem(self, situation: Situation) -> dict[str, Any]:
+    def _bundle(
+        self, reason: str, window: Window, result: Outcome, accepted: Sequence[Batch], steps: int
+    ) -> dict[str, Any]:
         """Return the bundle's path, or why there is none; the run reports its end either way."""
-        from npt.postmortem.write import write_postmortem
+        from npt.forensics.bundle import write_postmortem  # few runs end so
+        from npt.forensics.student import student_part
 
-        path = self._context.folder.path
+        setup, record, path = self._context.setup, self._context.record, self._context.folder.path
+        c, total = setup.config, self._context.total_steps
+        step = steps if result.snapshot is None else result.steps - result.applied
+        kind = kind_of_run(c.scheduler_type, total)
+        entry = {
+            "settings": {**record["settings"], **asdict(c)},
+            "samples_at_once": setup.splitter.samples or c.batch_size,
+            "rate": rate_at(step, c.learning_rate, kind, c.warmup_steps, total),
+        }
         try:
-            return {"postmortem": str(write_postmortem(path, situation).relative_to(path))}
+            student = student_part(
+                setup.model, window.batches, result.refused, accepted, entry, record
+            )
+            folder = path / "postmortem"
+            written = write_postmortem(folder, self._guard, result, reason, step, student)
+            return {"postmortem": str(written.relative_to(path.absolute()))}
         except Exception as error:
             return {"postmortem": None, "error": str(error)}

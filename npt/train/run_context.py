@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch
 from npt.data.loader import Position
+from npt.evaluation.evaluate import Fidelity
 from npt.guard.update import EXACT
 from npt.runs.run_folder import RunFolder
 from npt.train.run_setup import RunSetup
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.modulation import Modulation
     from npt.runs.trackers import Trackers
+
+if TYPE_CHECKING:
+    from npt.evaluation.modulation import Modulation
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunActions:
-    """What a loop calls between steps.
+    """The acts of a loop between steps.
 
     Attributes:
         evaluate: measure the model as it is at a step, and report it.

@@ -21,17 +21,17 @@ from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import Counts
-from npt.data.loader import Loader, Other, Position, Prefetcher
+from npt.data.encoding import RecordCounts
+from npt.data.loader import Loader, Position, Prefetcher
 from npt.data.report import listed_columns, lost, no_sample
-from npt.data.samples import within
+from npt.data.samples import Samples, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of
 from npt.evaluation.heldout import evaluation_samples
 from npt.runs.resume import check_same_data, data_fingerprint
 from npt.train.run_context import RunContext, Window
 from npt.train.run_setup import RunSetup, check_replay
-from npt.train.sources import REPLAY, open_sources, samples_of
+from npt.train.sources import FIRST, REPLAY, open_sources
 
 RESIZING = frozenset({"batch_size", "gradient_accumulation_steps", "processes"})
 """Settings that change how many samples a window has."""
@@ -134,9 +134,9 @@ class RunData:
 
     def report(self, context: RunContext, position: Position) -> None:
         """Report which records were cut, left out or not used, at the run's end."""
-        others = enumerate(self.loader.others)
         read = [(self.loader.samples, position.epoch)]
-        read += [(other.samples, position.other(number)[0]) for number, other in others]
+        if self.loader.replay is not None:
+            read.append((self.loader.replay, position.replay_epoch))
         for source, (samples, begun_again) in zip(self.sources, read, strict=True):
             counts, label = samples.counts, source.label
             share = {"share": source.share} if len(self.sources) > 1 else {}
@@ -186,9 +186,9 @@ class RunData:
         """Choose evaluation samples; return of which sources training must leave some out."""
         setup, first, others = self._setup, self.sources[0], self.sources[1:]
         size, vocabulary = setup.config.eval_samples, setup.model.config.vocab_size
-        own = first.own if eval_data is None else eval_data
+        held_out = first.held_out if eval_data is None else eval_data
         self.eval_samples, self.heldout = evaluation_samples(
-            first.records, setup.tokenizer, first.config, size, vocabulary, own
+            first.records, setup.tokenizer, first.config, size, vocabulary, held_out
         )
         if eval_data is not None and not self.heldout:  # it would be training samples
             raise DataError(
@@ -196,20 +196,26 @@ class RunData:
                 f" ids outside the vocabulary [0, {vocabulary}); mend them, or leave eval_data out"
             )
         # one sample in twenty of the replayed data is left out in any case
-        return [self.heldout and own is None, *(True for _ in others)]
+        return [self.heldout and held_out is None, *(True for _ in others)]
 
     def _make_loader(self, leave_out: list[bool]) -> Loader:
-        setup, config, sources = self._setup, self._setup.config, self.sources
-        samples, *others = samples_of(sources, setup.tokenizer, config.seed, leave_out)
+        """Return the loader of all sources, each in an order of its own."""
+        setup, config, every = self._setup, self._setup.config, list[Samples]()
+        for number, (source, hold_out) in enumerate(zip(self.sources, leave_out, strict=True)):
+            part, seed = (source.records, setup.tokenizer, source.config), config.seed + number
+            try:
+                every.append(Samples(*part, seed=seed, hold_out=hold_out))
+            except DataError as error:
+                if source.label == FIRST:
+                    raise
+                raise DataError(f"{source.label}: {error}") from error
         loader = Loader(
-            samples,
+            every[0],
             config.batch_size,
             epochs=config.num_epochs,
             endless=config.max_steps is not None,
-            others=[
-                Other(other, source.share, source.label)
-                for other, source in zip(others, sources[1:], strict=True)
-            ],
+            replay=every[1] if len(every) > 1 else None,
+            share=self.sources[-1].share,
             seed=config.seed,
         )
         loader.pin = setup.device.type == "cuda"
@@ -230,7 +236,7 @@ class RunData:
                 left -= len(usable.input_ids)
             if left < 2:  # as calibration stops
                 break
-        self.loader.samples.counts = Counts()  # none of the run's is read yet
+        self.loader.samples.counts = RecordCounts()  # none of the run's is read yet
         return first, position
 
     def _leaves_enough(self, after: Position) -> bool:
@@ -239,7 +245,7 @@ class RunData:
         """
         samples, batch_size = self.loader.samples, self._setup.config.batch_size
         if not samples.sized or self._setup.config.max_steps is not None:
-            return next(samples.walk(0, after.place, counts=Counts()), None) is not None
+            return next(samples.walk(0, after.place, counts=RecordCounts()), None) is not None
         later = (self.count_steps(after.begun) or 0) * self._setup.window_size
         return after.begun <= LEFT_OUT * (after.begun + later * batch_size)
 

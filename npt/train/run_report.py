@@ -16,6 +16,6 @@ def write_report(run: Path, output: Path | None = None) -> RunRecord:
     `report.html` in the folder; OSError if it cannot be written.
     """
     record = RunRecord(run, verify_checkpoint)
-    place = run / REPORT if output is None else output
-    write_text(place, page(record, place))
+    output = run / REPORT if output is None else output
+    write_text(output, page(record, output))
     return record

@@ -17,7 +17,6 @@ from npt.adapters.converted import adapter_parameters, attached_config, is_attac
 from npt.adapters.fit import check_length
 from npt.base.attention import attention_name, repeats_exactly
 from npt.base.identity import BaseIdentity, base_hash
-from npt.base.load import COMPUTE
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import say
@@ -32,7 +31,6 @@ from npt.runs.checkpoint import Checkpoint, read_checkpoint
 from npt.runs.resume import Resumed, changed_settings, find_resumed, plain_settings
 from npt.runs.run_folder import check_free, default_folder
 from npt.runs.signals import StopOnSignal
-from npt.runs.trackers import check_trackers
 from npt.versions import versions
 
 MAY_DIFFER = ("model_name", "dataset_name", "replay_dataset")
@@ -111,8 +109,7 @@ class RunSetup:
         for part in (self.adapter_config, self.data_config, self.config):
             settings |= asdict(part)
         if quantization_of(self.model) is not None:
-            names = {dtype: name for name, dtype in COMPUTE.items()}
-            settings["compute_dtype"] = names.get(declared_dtype(self.model), "other")
+            settings["compute_dtype"] = _name_of(declared_dtype(self.model)) or "other"
         attention = {"attn_implementation": attention_name(self.model)}
         return {**settings, **attention, "processes": self.processes.size}
 
@@ -221,9 +218,9 @@ def check_trainable(config: NPTConfig, data: DataConfig | None, own_teacher: boo
         )
 
 
-def check_replay(data: DataConfig, given: bool = False) -> None:
+def check_replay(data: DataConfig, has_records: bool = False) -> None:
     """Refuse a ratio without a data set to replay, named by `data` or given as records."""
-    if data.replay_ratio is not None and data.replay_dataset is None and not given:
+    if data.replay_ratio is not None and data.replay_dataset is None and not has_records:
         raise ConfigError(
             f"--replay_ratio is {data.replay_ratio} without --replay_dataset; name the data set"
         )
@@ -251,7 +248,10 @@ def check_model(
         raise ConfigError(
             f"--strategy {config.strategy} does not support a sharded base; use --strategy local"
         )
-    check_trackers(config)
+    if config.use_wandb or config.use_tensorboard:
+        from npt.runs.trackers import check_trackers
+
+        check_trackers(config)
     check_length(data.max_length, model.config)
     samples = config.gradient_accumulation_steps * processes * config.batch_size
     if samples * data.max_length >= EXACT:
@@ -276,7 +276,7 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
                 " model"
             )
     dtype = teacher.model.layers[0].mlp.up_proj.weight.dtype
-    precision = {stored: name for name, stored in COMPUTE.items()}.get(dtype)
+    precision = _name_of(dtype)
     faults = {
         "is quantised as well": quantization_of(teacher) is not None,
         "has adapters of its own": is_attached(teacher),
@@ -287,3 +287,10 @@ def teacher_record(model: PreTrainedModel, teacher: PreTrainedModel | None) -> d
             raise ConfigError(f"the teacher {fault}; load it with npt.load_teacher")
     attention, identity = attention_name(teacher), base_hash(teacher)
     return {"teacher_precision": precision, "teacher_attention": attention, "teacher": identity}
+
+
+def _name_of(dtype: torch.dtype) -> str | None:
+    """Return what a setting calls a dtype that is computed in."""
+    from npt.base.load import COMPUTE
+
+    return next((name for name, computed in COMPUTE.items() if computed == dtype), None)

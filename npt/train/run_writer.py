@@ -20,11 +20,12 @@ from npt.data.batch import batches
 from npt.errors import (
     CheckpointError,
     ConfigError,
-    DivergedError,
     ProcessError,
     StoppedError,
     TooManyRefusalsError,
 )
+from npt.evaluation.evaluate import Fidelity
+from npt.evaluation.metrics import Figures
 from npt.guard.schedule import kind_of_run
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
@@ -39,7 +40,6 @@ from npt.runs.run_folder import (
     SUPERSEDED,
     RunFolder,
 )
-from npt.runs.trackers import known_run
 from npt.stored import read_json
 from npt.train.loop import Loop
 from npt.train.observers import named
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.metrics import Figures
+    from npt.evaluation.modulation import Modulation
+
+if TYPE_CHECKING:
     from npt.evaluation.modulation import Modulation
 
 MODULATION_SAMPLES = 8
@@ -95,6 +98,8 @@ class RunWriter:
         if setup.resumed is not None:
             set_aside_unused(setup.resumed, folder, warn)
         if setup.resume_at is not None:
+            from npt.runs.trackers import known_run
+
             record["wandb_run"] = self._trackers.run_id or known_run(folder.path)
             if setup.checkpoint is not None:
                 with contextlib.suppress(CheckpointError):
@@ -131,8 +136,6 @@ class RunWriter:
         setup, folder, warn = self._setup, self._folder, self._context.warn
         config, total, size = setup.config, self._context.total_steps, setup.processes.size
         folder.event("start", device=str(setup.device), total_steps=total, processes=size)
-        if memory.plan is not None:
-            folder.event("memory", max_memory=config.max_memory, **memory.plan.as_dict())
         memory.folder = folder
         memory.report()
         if calibration is not None:
@@ -282,7 +285,7 @@ class RunWriter:
         processes = self._setup.processes
         if isinstance(error, KeyboardInterrupt) and self._setup.stop.number is not None:
             return
-        reported = isinstance(error, TooManyRefusalsError | DivergedError)
+        reported = isinstance(error, TooManyRefusalsError)
         if not reported:
             self._failed("error", loop, error, str(error))
         # the others are elsewhere: leave out whatever would wait for them

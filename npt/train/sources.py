@@ -6,18 +6,14 @@ is drawn from the seed and the sample's number (npt/data/loader.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from npt.config import DataConfig
-from npt.data.content import filled
+from npt.data.encoding import filled
 from npt.data.source import READERS, Record, check_source, is_local, open_source, own_heldout
-from npt.errors import DataError
-
-if TYPE_CHECKING:
-    from npt.data.samples import Samples
 
 FIRST, REPLAY = "data", "replay data"
 """The sources of a run, as messages name them."""
@@ -48,14 +44,14 @@ class Source:
         share: of all samples.
         config: how it is read.
         records: empty until it is opened.
-        own: held-out records of its own.
+        held_out: records of its own that nobody trains on.
     """
 
     label: str
     share: float
     config: DataConfig
     records: Iterable[Record] = ()
-    own: Iterable[Record] | None = None
+    held_out: Iterable[Record] | None = None
 
 
 def named(name: str) -> dict[str, Any] | None:
@@ -93,16 +89,16 @@ def open_sources(
     """
     if replay_data is not None and config.replay_dataset is None:
         config = replace(config, replay_dataset=REPLAY)  # a label only: it is not opened
-    given, opened = {FIRST: data, REPLAY: replay_data}, []
+    passed, opened = {FIRST: data, REPLAY: replay_data}, []
     for source in sources_of(config):
-        first, records, own = source.label == FIRST, given[source.label], None
+        first, records, held_out = source.label == FIRST, passed[source.label], None
         if records is None:
             records = open_source(source.config)
-            own = own_heldout(source.config) if first else None
+            held_out = own_heldout(source.config) if first else None
         elif iter(records) is records and not (first and config.streaming):
             records = list(records)  # a generator can be read once only
         columns = source.config if first else fitting_columns(source.config, records)
-        opened.append(replace(source, config=columns, records=records, own=own))
+        opened.append(replace(source, config=columns, records=records, held_out=held_out))
     return opened
 
 
@@ -120,23 +116,3 @@ def fitting_columns(config: DataConfig, records: Iterable[Record]) -> DataConfig
     if config.text_column not in first and usual in first:
         config = replace(config, text_column=usual)
     return config
-
-
-def samples_of(
-    sources: Sequence[Source], tokenizer: Any, seed: int, held: Sequence[bool]
-) -> list[Samples]:
-    """Return the samples of every source, each in an order of its own; where `held` is true its
-    held-out samples are left out.
-    """
-    from npt.data.samples import Samples  # the command line reads this file without torch
-
-    every = []
-    for number, (source, hold_out) in enumerate(zip(sources, held, strict=True)):
-        records, config = source.records, source.config
-        try:
-            every.append(Samples(records, tokenizer, config, seed=seed + number, hold_out=hold_out))
-        except DataError as error:
-            if source.label == FIRST:
-                raise
-            raise DataError(f"{source.label}: {error}") from error
-    return every

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +21,18 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.report import no_sample
 from npt.data.source import Record
-from npt.diagnostics.guards import base_fault, require, tensor_fault
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import check_unfrozen, student_guard
-from npt.distill.strategies import strategy_of
-from npt.distributed.join import join_processes
+from npt.distill.strategies import STRATEGIES, Strategy
+from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
-from npt.distributed.sharded_base import processes_of
 from npt.errors import ConfigError, DataError, StoppedError
 from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
-from npt.runs.trackers import Trackers, start_trackers
+from npt.runs.trackers import Trackers
+from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
 from npt.train.preparation import MemoryFit, calibrated, evaluator, run_record, smoke_test
 from npt.train.run_context import RunActions, RunContext
@@ -43,6 +43,7 @@ from npt.train.run_writer import RunWriter
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
+    from npt.runs.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Trainer:
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
         self.report, self._any_base, self._trackers = report, any_base, trackers
-        processes = processes_of(model) or processes or join_processes(config.rank_timeout)
+        processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
             check_trainable(attached_config(model), named, teacher is not None)
@@ -154,7 +155,9 @@ class Trainer:
             self.setup = setup = checked(setup, started_in)
             self.data = RunData(setup, data, eval_data, replay_data)
             self._memory = MemoryFit(setup)
-        self.strategy = strategy_of(config, teacher)
+        self.strategy: Strategy = STRATEGIES[config.strategy]
+        if teacher is not None:
+            self.strategy = partial(self.strategy, teacher=teacher)
         self.evaluate = evaluator(setup, self.data, self._memory)
         self.calibration: Calibration | None = None
         self._state: State | None = None  # that is resumed
@@ -177,7 +180,7 @@ class Trainer:
         Raises:
             NumericalError, SmokeTestError: the base or an adapter holds a non-finite number, or one
                 batch shows that training cannot work; before anything is written.
-            TooManyRefusalsError, DivergedError: with a post-mortem; as `stop_on_divergence` asks.
+            TooManyRefusalsError: with a post-mortem.
             ConfigError: the run folder cannot be written, or the processes of the run differ in
                 something.
             ProcessError: another process failed or was lost.
@@ -195,12 +198,17 @@ class Trainer:
             self.data.agree(base)  # all have read the checkpoint, before its folder changes
             trackers = self._trackers
             if trackers is None:
+                from npt.runs.trackers import start_trackers
+
                 started = start_trackers(
                     setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
                 )
                 trackers = stack.enter_context(started)
             self.initial = self._prepare(base)
-            record = self._record(base)
+            record = run_record(setup, self.data, base, self.calibration)
+            record["other_base"] = None
+            if setup.checkpoint is not None and self._any_base:
+                record["other_base"] = setup.checkpoint.base_mismatch(base)
             setup.stop.check()
             setup.stop.at_once = False  # from here on there is a folder to be left in order
             folder: RunFolder = NullRunFolder(setup.folder)
@@ -250,17 +258,6 @@ class Trainer:
                 data.agree(base)
         setup.say(data.note())
         return self.evaluate() if resumed is None else resumed.initial
-
-    def _record(self, base: BaseIdentity) -> dict[str, Any]:
-        """Return the content of `run.json`."""
-        checkpoint, calibration, plan = self.setup.checkpoint, self.calibration, self._memory.plan
-        other = checkpoint is not None and self._any_base
-        return {
-            **run_record(self.setup, self.data, base),
-            "other_base": checkpoint.base_mismatch(base) if checkpoint and other else None,
-            "calibration": None if calibration is None else calibration.as_dict(),
-            "memory": None if plan is None else plan.as_dict(),
-        }
 
     def _run(self, context: RunContext, writer: RunWriter) -> TrainResult:
         """Train, and leave the folder in order."""

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import npt
 from npt.adapters.attach import adapter_shapes
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached, npt_layers
-from npt.adapters.fit import check_fit, format_layers, resolve_layers
+from npt.adapters.fit import format_layers, resolve_layers
 from npt.errors import ConfigError, ModelError
 
 # A start so large that the student's output lies far from its base's.
@@ -115,15 +115,6 @@ class TestLayerSpec:
     def test_refuses_a_range_that_runs_backwards_and_turns_it_round(self):
         with pytest.raises(ConfigError, match=r"range 5-3.*write 3-5"):
             resolve_layers("5-3", 8)
-
-
-class TestFit:
-    """Judged from the configuration alone, before any weight is read."""
-
-    MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=4)
-
-    def test_a_rank_up_to_the_hidden_size_fits(self):
-        assert check_fit(npt.NPTConfig(rank=64), self.MODEL) == (2, 3)
 
 
 class TestAttach:
@@ -325,12 +316,6 @@ class TestModes:
             assert torch.equal(logits(model, batch), logits(base, batch))
         assert len(replaced) == 2
 
-    def test_the_floor_of_a_kept_residual_is_the_base(self, load_model, batch):
-        base, model = load_model(), load_model()
-        npt.attach(model, npt.NPTConfig(layers="all", residual="keep", rank=4))
-        with npt.adapter_mode(model, "floor"):
-            assert torch.equal(logits(model, batch), logits(base, batch))
-
     @QUANTIZATIONS
     def test_a_kept_residual_equals_the_base_at_the_start(self, load_model, batch, quantization):
         base, model = load_model(quantization), load_model(quantization)
@@ -353,18 +338,6 @@ class TestModes:
         assert_close(student[valid], floor[valid], rtol=0, atol=1e-2)
         assert (student - teacher)[valid].abs().max() > 1
         assert not torch.equal(student[valid], floor[valid])
-
-
-def test_converted_layers_are_still_found_by_their_own_class(load_model):
-    """transformers installs its hooks by `isinstance`, and bitsandbytes and accelerate look for
-    names.
-    """
-    model = load_model()
-    names = [name for name, _ in model.named_parameters()]
-    npt.attach(model, npt.NPTConfig(layers="1", rank=4))
-    assert all(isinstance(layer, LlamaDecoderLayer) for layer in model.model.layers)
-    assert [name for name, _ in model.named_parameters() if ".npt." not in name] == names
-    assert [index for index, _ in npt_layers(model)] == [1]
 
 
 def hooked(model: nn.Module) -> nn.Module:

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from npt.adapters import fused
 from npt.adapters.fused import Form, LowRank, Modulated, product_backward, product_forward
-from npt.adapters.modulation import modulate, modulation_energy
+from npt.adapters.layer import modulate, modulation_energy
+from npt.config import NPTConfig
 
 Weights = tuple[Tensor | None, Tensor | None]
 NONE: Weights = (None, None)
@@ -56,13 +57,16 @@ def modulated_product(
     return Product.apply(gate, up, z, *gate_weights, *up_weights, form)  # type: ignore[return-value]
 
 
+def config_of(form: Form) -> NPTConfig:
+    return NPTConfig(mult_bound=form.mult_bound, additive_scale=form.additive_scale)
+
+
 def plain_product(
     gate: Tensor, up: Tensor, z: Tensor, gate_weights: Weights, up_weights: Weights, form: Form
 ) -> tuple[Tensor, Tensor]:
     """As automatic differentiation would have it."""
-    bounds = form.mult_bound, form.additive_scale
-    gate, *gate_terms = modulate(gate, z, *gate_weights, *bounds)
-    up, *up_terms = modulate(up, z, *up_weights, *bounds)
+    gate, *gate_terms = modulate(gate, z, *gate_weights, config_of(form))
+    up, *up_terms = modulate(up, z, *up_weights, config_of(form))
     energy = modulation_energy([tuple(gate_terms), tuple(up_terms)])
     return F.silu(gate) * up, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 
@@ -72,7 +76,7 @@ def modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tenso
 
 
 def plain_modulated(y: Tensor, z: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
-    y, *terms = modulate(y, z, *weights, form.mult_bound, form.additive_scale)
+    y, *terms = modulate(y, z, *weights, config_of(form))
     energy = modulation_energy([tuple(terms)])
     return y, torch.zeros(len(z), dtype=z.dtype) if energy is None else energy
 
@@ -186,44 +190,6 @@ def test_one_modulated_product_is_the_plain_forms_in_any_blocks(
         patched.setitem(fused.BLOCK, "cpu", block)
         found = gradients(modulated, inputs, form)
     assert_same(found, gradients(plain_modulated, inputs, form))
-
-
-@FORMS
-@pytest.mark.parametrize("regularised", [True, False])
-def test_gradients_are_those_of_finite_differences(monkeypatch, mult, add, regularised):
-    monkeypatch.setitem(fused.BLOCK, "cpu", 8)  # two rows
-    form = Form(0.5, 0.3, regularised)
-    gate, up, z = (
-        normal(i, *shape, dtype=torch.float64).requires_grad_()
-        for i, shape in enumerate([(5, 4), (5, 4), (5, 2)])
-    )
-    weights = weights_of(2, 4, mult, add, 7, dtype=torch.float64)
-
-    def product(gate: Tensor, up: Tensor, z: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        given_ = iter(weights)
-        gate_weights, up_weights = (
-            (next(given_) if mult else None, next(given_) if add else None) for _ in range(2)
-        )
-        found = modulated_product(gate, up, z, gate_weights, up_weights, form)
-        return found if regularised else found[:1]
-
-    def one(y: Tensor, z: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        given_ = iter(weights)
-        found = modulated(
-            y, z, (next(given_) if mult else None, next(given_) if add else None), form
-        )
-        return found if regularised else found[:1]
-
-    present = [w for w in weights if w is not None]
-    torch.autograd.gradcheck(product, (gate, up, z, *present))
-    torch.autograd.gradcheck(one, (gate, z, *present[: len(present) // 2]))
-
-
-def test_a_multiplier_of_zero_weights_is_exactly_one():
-    y, z = normal(0, 3, 5), normal(1, 3, 2)
-    for mult_bound in (0.1, 0.3, 0.5, 0.7, 0.999):
-        out, energy = modulated(y, z, (torch.zeros(5, 2), None), Form(mult_bound, 0.1))
-        assert torch.equal(out, y) and torch.equal(energy, torch.zeros(3))
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])

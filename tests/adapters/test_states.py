@@ -106,16 +106,6 @@ def test_a_view_is_its_model_where_adapters_come_and_go(
     assert state(model) == plain
 
 
-def test_updates_made_through_a_view_are_the_models(load_model) -> None:
-    model = student(load_model)
-    view = npt.student_view(model)
-    before = state(model)
-    npt.consolidate(view, npt.update_from(npt.modulation_of(model, IDS, -1), 0.5))
-    assert len(consolidated(model)) == len(consolidated(view)) == 1
-    npt.unconsolidate(model)
-    assert consolidated(view) == () and state(model) == before
-
-
 def test_a_layer_without_memory_for_its_adapter_leaves_none_converted(
     load_model, monkeypatch
 ) -> None:
@@ -148,7 +138,7 @@ class TestWithoutGradients:
         ],
     )
     def test_what_is_made_there_trains(
-        self, load_model, llama_folder, real_loads, tmp_path, strategy, off
+        self, load_model, llama_folder, tmp_path, strategy, off
     ) -> None:
         folder = npt.save_adapter(student(load_model), tmp_path / "adapter")
         for make in (
@@ -173,7 +163,6 @@ class TestWithoutGradients:
 
 
 # --- contexts
-# --------------------------------------------------------------------------------------------------
 
 CONTEXTS: dict[str, Callable[[Any, Any], Any]] = {
     "disabled": lambda base, wrapped: npt.adapters_disabled(base),

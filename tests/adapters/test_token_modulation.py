@@ -4,7 +4,7 @@ from token_students import IDS, student
 
 import npt
 from npt.adapters.converted import npt_layers
-from npt.adapters.modulation import multiplier
+from npt.adapters.layer import multiplier
 from npt.errors import ConfigError, ModelError, NumericalError
 
 

@@ -13,21 +13,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
 from npt.adapters import fused, trained
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
-from npt.adapters.trained import Work, Workspace, is_fusable, stacked_outputs, trained_output
+from npt.adapters.trained import Workspace, is_fusable, stacked_outputs, trained_output
 from npt.base.hooks import only_looks
 from npt.base.linear import quantized_linears
 from npt.base.rows import set_rows
 from npt.config import TARGETS, NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.measure import peak_bytes
+from npt.doctor.measure import peak_bytes
 
 N, D, F = 11, 64, 128
 FORMS = [
@@ -60,17 +59,20 @@ def student(load_model: Any, form: NPTConfig = FORMS[0], quantization: str | Non
     return model
 
 
-EACH_ALONE = Work()
-
-
-def run(outputs: Any, layer: Any, work: Work = EACH_ALONE, graph: bool = False) -> list[Tensor]:
+def run(
+    outputs: Any,
+    layer: Any,
+    regularised: bool = True,
+    space: Workspace | None = None,
+    graph: bool = False,
+) -> list[Tensor]:
     """Return outputs and gradients of the adapter, and of h and a if these have a graph."""
     hidden, attention = (normal(seed, N, D).requires_grad_(graph) for seed in (0, 1))
     for parameter in layer.npt.parameters():
         parameter.grad = None
-    *states, energy = outputs(layer, hidden, attention, work)
+    *states, energy = outputs(layer, hidden, attention, regularised, space)
     loss = (states[-1] * normal(2, N, D)).sum()
-    if work.regularised and energy is not None:
+    if regularised and energy is not None:
         loss = loss + (energy * normal(3, N)).sum()
     loss.backward()
     grads = [p.grad for p in layer.npt.parameters()] + (
@@ -98,10 +100,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize(("quantization", "regularised"), [("nf4", True), (None, False)])
 def test_it_is_the_plain_form(load_model, form, quantization, outputs, graph, regularised):
     layer = decoder_layers(student(load_model, form, quantization))[1]
-    work = Work(regularised, space=None if graph else Workspace())
-    found = run(outputs, layer, work, graph)
+    space = None if graph else Workspace()
+    found = run(outputs, layer, regularised, space, graph)
     with unfused():
-        assert_same(found, run(outputs, layer, work, graph))
+        assert_same(found, run(outputs, layer, regularised, space, graph))
 
 
 def with_rows(mlp: Any) -> None:
@@ -159,14 +161,14 @@ def test_an_observer_changes_no_bit_and_sees_the_plain_forms_stages(
 ):
     regularised = outputs is stacked_outputs or graph
     layer = decoder_layers(student(load_model, form))[1]
-    unseen = run(outputs, layer, Work(regularised), graph)
+    unseen = run(outputs, layer, regularised, graph=graph)
     seen = Watching(layer)
-    found = run(outputs, layer, Work(regularised), graph)
+    found = run(outputs, layer, regularised, graph=graph)
     assert all(torch.equal(one, other) for one, other in zip(found, unseen, strict=True))
     other_layer = decoder_layers(student(load_model, form))[1]
     plain = Watching(other_layer)
     with unfused():
-        run(outputs, other_layer, Work(regularised), graph)
+        run(outputs, other_layer, regularised, graph=graph)
     assert list(seen.stages) == list(plain.stages)
     assert seen.gradients.keys() >= plain.gradients.keys() - {"a"}
     for name, stage in plain.stages.items():
@@ -228,16 +230,14 @@ class TestWorkspace:
         for layer, expected in zip(decoder_layers(model), alone, strict=True):
             assert all(
                 torch.equal(a, b)
-                for a, b in zip(
-                    run(stacked_outputs, layer, Work(space=space)), expected, strict=True
-                )
+                for a, b in zip(run(stacked_outputs, layer, space=space), expected, strict=True)
             )
         ((memory,),) = (space._kept.values(),)
         assert memory.numel() == 4 * N * F
 
     def test_a_backward_after_the_next_layers_forward_is_refused(self, load_model):
         layers, space = decoder_layers(student(load_model)), Workspace()
-        given = normal(0, N, D), normal(1, N, D), Work(space=space)
+        given = normal(0, N, D), normal(1, N, D), True, space
         first = stacked_outputs(layers[0], *given)[1]
         stacked_outputs(layers[1], *given)
         with pytest.raises(AssertionError, match="memory"):
@@ -257,8 +257,8 @@ class TestWorkspace:
         dense = trained.product_weight
         monkeypatch.setattr(trained, "product_weight", watched)
         layer = decoder_layers(student(load_model))[0]
-        work = Work(space=Workspace() if shared else None)
-        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), work)[1]
+        space = Workspace() if shared else None
+        output = stacked_outputs(layer, normal(0, N, D), normal(1, N, D), True, space)[1]
         gc.collect()
         # gate and up are gone, down waits for backward
         assert [ref() is not None for ref in made] == [False, False, True]
@@ -336,20 +336,6 @@ def assert_unpacked(model: Any, batch: Any, config: TrainConfig, expected: Any) 
         assert found[index] == [*[attention] * 4, gate, up, down], f"layer {index}"
 
 
-def test_the_energy_is_that_of_all_targets(load_model):
-    layer: Any = decoder_layers(student(load_model))[1]
-    hidden, attention = normal(0, N, D), normal(1, N, D)
-    energy = stacked_outputs(layer, hidden, attention)[2]
-    z = layer.npt.code(attention)
-    expected = torch.zeros(N)
-    for target, width in (("gate", F), ("up", F), ("down", D)):
-        m = 1 + layer.npt.config.mult_bound * (2 * torch.sigmoid(z @ layer.npt.M[target].T) - 1)
-        s = layer.npt.config.additive_scale * (z @ layer.npt.B[target].T)
-        expected += ((m - 1) ** 2).sum(-1) / width + (s**2).sum(-1) / width
-    assert energy is not None
-    assert_close(energy, expected)  # default tolerance of fp32
-
-
 @pytest.mark.parametrize("outputs", [stacked_outputs, trained_output])
 @pytest.mark.parametrize("regularised", [True, False])
 def test_with_down_alone_nothing_goes_back_through_the_mlp(
@@ -358,18 +344,17 @@ def test_with_down_alone_nothing_goes_back_through_the_mlp(
     layer = decoder_layers(student(load_model, NPTConfig(rank=4, layers="all", targets=("down",))))[
         1
     ]
-    expected = run(outputs, layer, Work(regularised))
+    expected = run(outputs, layer, regularised)
     back: list[str] = []
     for name in ("product_backward", "multiply_backward"):
         monkeypatch.setattr(trained, name, lambda *_, name=name, **__: back.append(name))
-    found = run(outputs, layer, Work(regularised))
+    found = run(outputs, layer, regularised)
     assert back == [] and all(
         torch.equal(one, other) for one, other in zip(found, expected, strict=True)
     )
 
 
 # --- memory
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from npt.base.device import default_device
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.distributed.join import join_processes
+from npt.doctor.plan import Workload
 from npt.errors import ConfigError
-from npt.planning.memory import Workload
 
 
 @pytest.fixture

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import npt
 from npt.adapters.converted import adapter_parameters
-from npt.base.load import read_config
-from npt.base.placement import check_placement
+from npt.base.load import check_placement, read_config
 from npt.errors import ConfigError, ModelError
-
-pytestmark = pytest.mark.usefixtures("real_loads")
 
 QUANTIZATIONS = pytest.mark.parametrize("quantization", ["nf4", None])
 SOME_WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -129,24 +127,19 @@ class TestRefused:
             npt.load_base(str(llama_folder), quantization=quantization, device="cpu")
 
     @pytest.mark.parametrize(
-        "name", ["./nowhere", "../nowhere/model", "a/b/c", "~/nowhere-at-all", "nowhere/"]
+        ("name", "message"),
+        [
+            ("", "the model's name is empty"),
+            ("../nowhere/model", "there is no model folder '../nowhere/model'"),
+            ("~/nowhere-at-all", "there is no model folder '~/nowhere-at-all'"),
+            ("a/b/c", "cannot load the configuration of 'a/b/c'"),
+            ("no-such-team/no-such-model", "the configuration of 'no-such-team/no-such-model'"),
+        ],
     )
-    def test_a_path_that_does_not_exist(self, name):
-        with pytest.raises(ModelError, match=r"there is no model folder") as refusal:
+    def test_a_name_of_nothing_in_one_line(self, name, message):
+        with pytest.raises(ModelError, match=message) as refusal:
             npt.load_base(name, device="cpu")
-        assert repr(name) in str(refusal.value)
-
-    def test_a_hub_id_that_cannot_be_reached_in_one_line(self):
-        with pytest.raises(
-            ModelError, match=r"cannot load the configuration of 'no-such-team/no-such-model'"
-        ) as refusal:
-            npt.load_base("no-such-team/no-such-model", device="cpu")
         assert "\n" not in str(refusal.value)
-
-    def test_an_empty_name_is_shown_as_such(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(ModelError, match=r"the model's name is empty"):
-            npt.load_base("", device="cpu")
 
     def test_a_file_where_a_folder_belongs(self, copy):
         with pytest.raises(ModelError, match=r"model\.safetensors holds no config"):
@@ -372,23 +365,61 @@ def test_a_base_of_which_a_part_would_stay_on_disk_is_refused(llama_folder, load
         npt.load_base(str(llama_folder), device_map=places(layer3="disk"))
 
 
-def test_a_layer_in_pieces_is_refused(load_model):
-    model = load_model(None)
-    model.model.layers[2].mlp.to("meta")
-    with pytest.raises(ModelError, match=r"not all on the GPUs: model\.layers\.2\.mlp"):
-        check_placement("it", model)
+def norm_on_host(model) -> None:
+    layer = model.model.layers[1].input_layernorm
+    layer.weight = torch.nn.Parameter(torch.empty(64), requires_grad=False)
+
+
+def rotary_on_host(model) -> None:
+    model.model.rotary_emb.inv_freq = torch.empty(8)
+
+
+def product_on_disk(model) -> None:
+    layer = model.model.layers[2].mlp.up_proj
+    layer.weight = torch.nn.Parameter(torch.empty(128, 64, device="meta"), requires_grad=False)
+
+
+def norm_elsewhere(model) -> None:
+    layer = model.model.layers[1].input_layernorm
+    layer.weight = torch.nn.Parameter(claimed(layer.weight, "cuda:1"), requires_grad=False)
+
+
+def claimed(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor on a device that need not exist, without storage."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("leave", "message"),
     [
-        ({"device_map": "everywhere"}, "device_map is 'everywhere'; choose from auto"),
-        ({"device_map": "auto", "device": "cpu"}, "device is cpu and device_map 'auto'; drop one"),
+        (norm_on_host, r"base is not all on the GPUs: model\.layers\.1\.input_layernorm\.weight "),
+        (rotary_on_host, r"not all on the GPUs: model\.rotary_emb\.inv_freq "),
+        (product_on_disk, r"not all on the GPUs: model\.layers\.2\.mlp\.up_proj\.weight "),
+        (norm_elsewhere, r"layers\.1 on cuda:0 and cuda:1; a layer must stay in one piece"),
     ],
 )
-def test_a_device_map_that_means_nothing_is_refused(arguments, said):
-    with pytest.raises(ConfigError, match=said):
-        npt.load_base("tiny", **arguments)
+def test_what_is_left_behind_is_refused_by_name(load_model, leave, message):
+    model = load_model(None)
+    check_placement("base", model)  # of one on the host alone
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = claimed(buffer, "cuda:0")
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                weight = torch.nn.Parameter(claimed(weight, "cuda:0"), requires_grad=False)
+                module._parameters[name] = weight
+    check_placement("base", model)
+    leave(model)
+    with pytest.raises(ModelError, match=message):
+        check_placement("base", model)
+
+
+def test_a_device_map_that_means_nothing_is_refused():
+    with pytest.raises(ModelError, match="'sequential' but found everywhere"):
+        npt.load_base("tiny", device_map="everywhere")
+    with pytest.raises(ConfigError, match="device is cpu and device_map 'auto'; drop one"):
+        npt.load_base("tiny", device_map="auto", device="cpu")
 
 
 def test_a_base_that_is_packed_elsewhere_stays_where_it_was_read_to(

@@ -1,7 +1,7 @@
 import bitsandbytes as bnb
 import pytest
 import torch
-from families import MAKE, save_base
+from families import config_of, save_base
 from transformers import GPT2Config, LlamaConfig
 
 import npt
@@ -10,8 +10,8 @@ from npt.base.linear import dense_weight, quantized_linears
 from npt.base.random_base import random_base
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import STRATEGIES
+from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, ModelError
-from npt.planning.measure import peak_bytes, storage_bytes, tensors_of
 from npt.train.preparation import smoke_test
 
 FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
@@ -62,7 +62,7 @@ def test_it_is_what_load_base_gives_but_for_its_values(family, quantization, tmp
     loaded, _ = npt.load_base(
         str(save_base(family, tmp_path / "base")), quantization=quantization, device="cpu"
     )
-    made = random_base(MAKE[family]().config, quantization=quantization, device="cpu")
+    made = random_base(config_of(family), quantization=quantization, device="cpu")
     assert description(made) == description(loaded)
     assert made.config._attn_implementation == loaded.config._attn_implementation == SDPA
     assert getattr(made, "is_loaded_in_4bit", False) == getattr(loaded, "is_loaded_in_4bit", False)

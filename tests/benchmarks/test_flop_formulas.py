@@ -8,45 +8,38 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import npt
 from flop_count import count_flops, matmul_roofline
 from flop_formulas import adapter_flops, floor_flops, layer_flops
 from npt.adapters.converted import npt_layers
 from npt.adapters.fit import resolve_layers
+from npt.base.random_base import random_base
 from npt.config import PRODUCTS, NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.shape import SHAPES, Shape
+from npt.doctor.shape import SHAPES, Shape
 
 LLAMA_3_1_8B = SHAPES["llama-3.1-8b"]
 ALL = range(32)
 LENGTH = 96
 
 
-class TestLlama8B:
-    """At rows of 2,048 tokens, in GFLOP per token."""
-
-    def test_one_layer_is_two_for_every_weight_and_half_of_the_scores(self):
-        assert (
-            layer_flops(LLAMA_3_1_8B, 2048) == 2 * (41_943_040 + 3 * 4096 * 14336) + 2 * 2048 * 4096
-        )
-
-    def test_local_with_all_layers_takes_29_5(self):
-        assert floor_flops(LLAMA_3_1_8B, 2048, ALL, local=True) / 1e9 == pytest.approx(
-            29.5, abs=0.05
-        )
-
-    def test_layers_after_the_last_converted_one_cost_local_nothing(self):
-        lower = floor_flops(LLAMA_3_1_8B, 2048, range(16), local=True)
-        assert lower == floor_flops(LLAMA_3_1_8B, 2048, ALL, local=True) / 2
-        assert lower < floor_flops(LLAMA_3_1_8B, 2048, range(16, 32), local=True)
-
-    def test_end_to_end_with_the_upper_half_costs_less_than_seven_tenths(self):
-        upper = floor_flops(LLAMA_3_1_8B, 2048, range(16, 32), local=False, logits=1.0)
-        whole = floor_flops(LLAMA_3_1_8B, 2048, ALL, local=False, logits=1.0)
-        assert upper < 0.7 * whole
+def test_the_floors_of_an_8b_model_are_those_of_its_shape():
+    """At rows of 2,048 tokens."""
+    layer = layer_flops(LLAMA_3_1_8B, 2048)
+    assert layer == 2 * (41_943_040 + 3 * 4096 * 14336) + 2 * 2048 * 4096
+    whole = floor_flops(LLAMA_3_1_8B, 2048, ALL, local=True)
+    assert whole / 1e9 == pytest.approx(29.5, abs=0.05)
+    # layers after the last converted one cost `local` nothing
+    lower = floor_flops(LLAMA_3_1_8B, 2048, range(16), local=True)
+    assert lower == whole / 2 < floor_flops(LLAMA_3_1_8B, 2048, range(16, 32), local=True)
+    upper, every = (
+        floor_flops(LLAMA_3_1_8B, 2048, layers, local=False, logits=1.0)
+        for layers in (range(16, 32), ALL)
+    )
+    assert upper < 0.7 * every
 
 
 PLAIN = {"targets": tuple(PRODUCTS)}
@@ -58,32 +51,12 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory, load_model: Any) -> Any:
-    """A random Llama whose layers are wide in comparison with all else: D 128, F 352, 5
-    layers, V 160.
-    """
-    import shutil
-
-    from npt.base import load as loading
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=160,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    folder = tmp_path_factory.mktemp("wide")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(loading.EMBEDDED_FOLDER / file, folder / file)
-    return lambda quantization: npt.load_base(str(folder), quantization=quantization, device="cpu")[
-        0
-    ]
+def llama() -> Any:
+    """A random Llama whose layers are wide in comparison with all else."""
+    size = {"vocab_size": 160, "hidden_size": 128, "intermediate_size": 352}
+    heads = {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**size, **heads, max_position_embeddings=128, tie_word_embeddings=False)
+    return lambda quantization: random_base(config, quantization=quantization, device="cpu")
 
 
 def full_rows() -> Batch:
@@ -92,10 +65,9 @@ def full_rows() -> Batch:
 
 
 def counted(model: Any, config: TrainConfig) -> float:
-    """Per token, without what the figure of the regulariser takes: B'B of each additive term, and a
-    product with it per token.
-
-    Nor with the angles of the positions, which transformers before 5.23 multiplies out as matrices.
+    """Per token, without the figure of the regulariser (B'B of each additive term, and a product
+    with it per token), and without the angles of the positions, which transformers before 5.23
+    multiplies out as matrices.
     """
     batch = full_rows()
     angles: list[Any] = []

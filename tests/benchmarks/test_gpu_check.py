@@ -2,96 +2,91 @@
 do; cheap sections for real.
 """
 
-import importlib
+from __future__ import annotations
+
 import json
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+import gpu_check
+from gpu_sections import numbers, runner
 
 
-@pytest.fixture(scope="module")
-def parts():
-    """The command's module and the runner's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("gpu_check"), importlib.import_module("gpu_sections.runner")
-        for name in [
-            name
-            for name in sys.modules
-            if name == "gpu_check" or name.split(".")[0] == "gpu_sections"
-        ]:
-            sys.modules.pop(name)
+def passes(bench, found):
+    found.check("one", True)
+    found.check("two", True)
+    found.notes.append("as it should")
+    found.figures["nan"] = float("nan")
+    found.tables.append("| a |\n|---|\n| 1 |")
 
 
-@pytest.fixture
-def sections(parts):
-    """Fake ones, by what they do."""
-    runner = parts[1]
+def fails(bench, found):
+    found.check("good", True)
+    found.check("bad", False, "3 > 2")
+    found.target("speed", False, "1 < 2")
 
-    def passes(bench, found):
-        found.check("one", True)
-        found.check("two", True)
-        found.notes.append("as it should")
-        found.figures["nan"] = float("nan")
-        found.tables.append("| a |\n|---|\n| 1 |")
 
-    def fails(bench, found):
-        found.check("good", True)
-        found.check("bad", False, "3 > 2")
-        found.target("speed", False, "1 < 2")
+def misses(bench, found):
+    found.check("good", True)
+    found.target("speed", False, "1.5x, at least 2x")
+    found.target("memory", True, "little")
 
-    def misses(bench, found):
-        found.check("good", True)
-        found.target("speed", False, "1.5x, at least 2x")
-        found.target("memory", True, "little")
 
-    def crashes(bench, found):
-        found.check("before", True)
-        raise ValueError("first line\nsecond line")
+def crashes(bench, found):
+    found.check("before", True)
+    raise ValueError("first line\nsecond line")
 
-    def needs(bench, found):
-        bench.need_cuda()
 
-    def hangs(bench, found):
-        found.check("before", True)
-        try:
-            time.sleep(20)
-        except Exception:  # as an observer would catch it
-            found.check("after", True)
+def needs(bench, found):
+    bench.need_cuda()
 
-    acts = (passes, fails, misses, crashes, needs, hangs)
-    return {
-        act.__name__: runner.Section(number, act.__name__, act)
-        for number, act in enumerate(acts, 1)
-    }
+
+def hangs(bench, found):
+    found.check("before", True)
+    try:
+        time.sleep(20)
+    except Exception:  # as an observer would catch it
+        found.check("after", True)
+
+
+def killed(bench, found):
+    raise KeyboardInterrupt
+
+
+def sets(bench, found):
+    torch.set_float32_matmul_precision("high")
+    (bench.folder / "file").write_text("")
+
+
+ACTS = (passes, fails, misses, crashes, needs, hangs, killed, sets)
+SECTIONS = {act: runner.Section(number, act.__name__, act) for number, act in enumerate(ACTS, 1)}
 
 
 @pytest.fixture
-def run(parts, sections, tmp_path):
-    """Run sections by name: exit status, lines, and what the file holds."""
-    runner = parts[1]
+def run(tmp_path):
+    """Run sections: exit status, lines, and what the file holds."""
 
-    def run(*names: str, minutes: float = 1.0, card: str = "cpu"):
+    def run(*acts, minutes: float = 1.0, card: str = "cpu"):
         lines: list[str] = []
         (tmp_path / "work").mkdir(exist_ok=True)
         bench = runner.Bench(torch.device("cpu"), True, tmp_path / "work")
         report = runner.Report(tmp_path, {"device": card, "torch": "2"}, True)
-        status = runner.run_sections(
-            [sections[name] for name in names], bench, report, minutes, lines.append
-        )
-        return status, lines, json.loads((tmp_path / runner.JSON).read_text())
+        sections = [SECTIONS[act] for act in acts]
+        status = runner.run_sections(sections, bench, report, minutes, lines.append)
+        return status, lines, json.loads((tmp_path / runner.JSON).read_text())["sections"]
 
     return run
 
 
+def verdicts(sections) -> list[str]:
+    return [section["verdict"] for section in sections]
+
+
 def test_each_outcome_has_its_line_and_its_verdict(run):
-    status, lines, found = run("passes", "fails", "misses", "crashes", "needs")
+    status, lines, sections = run(passes, fails, misses, crashes, needs)
     assert status == 1
     starts = [line.rpartition(", ")[0] for line in lines]  # without the seconds
     name = "{:<34} ".format
@@ -102,117 +97,81 @@ def test_each_outcome_has_its_line_and_its_verdict(run):
         f"FAIL  4 {name('crashes')}1 of 1, ValueError: first line",
         f"-     5 {name('needs')}needs CUDA",
     ]
-    assert [section["verdict"] for section in found["sections"]] == [
-        "PASS",
-        "FAIL",
-        "MISS",
-        "FAIL",
-        "needs CUDA",
-    ]
-    assert found["sections"][0]["figures"] == {"nan": None}  # standard JSON
-    assert found["sections"][1]["checks"][1] == {"name": "bad", "passed": False, "detail": "3 > 2"}
-    assert found["sections"][2]["targets"][0] == {
-        "name": "speed",
-        "met": False,
-        "detail": "1.5x, at least 2x",
-    }
+    assert verdicts(sections) == ["PASS", "FAIL", "MISS", "FAIL", "needs CUDA"]
+    assert sections[0]["figures"] == {"nan": None}  # standard JSON
+    assert sections[1]["checks"][1] == {"name": "bad", "passed": False, "detail": "3 > 2"}
+    missed = {"name": "speed", "met": False, "detail": "1.5x, at least 2x"}
+    assert sections[2]["targets"][0] == missed
 
 
 @pytest.mark.parametrize(
-    ("names", "status"),
-    [(("passes", "misses", "needs"), 0), (("passes", "fails"), 1), (("crashes",), 1)],
+    ("acts", "status"),
+    [((passes, misses, needs), 0), ((passes, fails), 1), ((crashes,), 1), ((fails, hangs), 1)],
 )
-def test_the_exit_status_tells_a_failure_and_no_missed_target(run, names, status):
-    assert run(*names)[0] == status
+def test_the_exit_status_tells_a_failure_and_no_missed_target(run, acts, status):
+    assert run(*acts, minutes=0.5 / 60)[0] == status
 
 
 def test_a_section_over_time_is_cut_off_and_the_rest_is_not_reached(run):
     alarm, started = signal.getsignal(signal.SIGALRM), time.perf_counter()
-    status, lines, found = run("hangs", "passes", minutes=0.3 / 60)
+    status, lines, sections = run(hangs, passes, minutes=0.3 / 60)
     assert time.perf_counter() - started < 10 and status == 3
-    assert [section["verdict"] for section in found["sections"]] == ["not reached", "not reached"]
+    assert verdicts(sections) == ["not reached", "not reached"]
     # what it had found is kept, nothing caught the end
-    assert [check["name"] for check in found["sections"][1]["checks"]] == ["before"]
+    assert [check["name"] for check in sections[1]["checks"]] == ["before"]
     assert "not reached, 1 of 1, cut off by --minutes" in lines[0] and "not reached" in lines[1]
     assert signal.getsignal(signal.SIGALRM) == alarm  # pytest-timeout's, whose time runs
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (alarm not in (signal.SIG_DFL, None))
 
 
-def test_a_failure_outweighs_what_was_not_reached(run, sections):
-    assert run("fails", "hangs", minutes=2 / 60)[0] == 1
-
-
-def test_killed_in_a_section_the_files_hold_all_that_ended(parts, sections, run, tmp_path):
+def test_killed_in_a_section_the_files_hold_all_that_ended(run, tmp_path):
     """A KeyboardInterrupt is one of all that ends the process: nothing is written when it does."""
-    runner = parts[1]
-
-    def killed(bench, found):
-        raise KeyboardInterrupt
-
-    sections["killed"] = runner.Section(9, "killed", killed)
     with pytest.raises(KeyboardInterrupt):
-        run("passes", "fails", "killed", "misses")
-    found = json.loads((tmp_path / runner.JSON).read_text())
-    assert [section["name"] for section in found["sections"]] == ["passes", "fails"]
+        run(passes, fails, killed, misses)
+    sections = json.loads((tmp_path / runner.JSON).read_text())["sections"]
+    assert [section["name"] for section in sections] == ["passes", "fails"]
     text = (tmp_path / runner.MARKDOWN).read_text()
-    assert (
-        text.startswith("### cpu, 20")
-        and "| 2 fails | FAIL |" in text
-        and text.endswith("| a |\n|---|\n| 1 |\n")
-    )
+    assert text.startswith("### cpu, 20") and text.endswith("| a |\n|---|\n| 1 |\n")
+    assert "| 2 fails | FAIL |" in text
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_later_runs_add_to_the_folder_and_another_machine_starts_anew(run):
-    run("fails", "passes")
-    _, _, found = run("misses")
-    assert [section["number"] for section in found["sections"]] == [1, 2, 3]
+    run(fails, passes)
+    assert [section["number"] for section in run(misses)[2]] == [1, 2, 3]
     # one that was not reached replaces none that was
-    _, _, found = run("hangs", "fails", minutes=0.2 / 60)
-    assert [section["verdict"] for section in found["sections"]] == [
-        "PASS",
-        "FAIL",
-        "MISS",
-        "not reached",
-    ]
-    _, _, found = run("passes", card="another")
-    assert [section["number"] for section in found["sections"]] == [1]
+    sections = run(hangs, fails, minutes=0.2 / 60)[2]
+    assert verdicts(sections) == ["PASS", "FAIL", "MISS", "not reached"]
+    assert [section["number"] for section in run(passes, card="another")[2]] == [1]
 
 
-def test_what_a_section_sets_for_the_process_is_set_back(parts, sections, run):
-    def sets(bench, found):
-        torch.set_float32_matmul_precision("high")
-        (bench.folder / "file").write_text("")
-
-    sections["sets"] = parts[1].Section(9, "sets", sets)
-    run("sets", "passes")
+def test_what_a_section_sets_for_the_process_is_set_back(run):
+    run(sets, passes)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_the_cheap_sections_come_first(parts):
-    numbers = [section.number for section in parts[0].SECTIONS]
-    assert len(set(numbers)) == len(numbers) and numbers[0] == 1 and numbers[-1] == 13
+def test_the_cheap_sections_come_first():
+    order = [section.number for section in gpu_check.SECTIONS]
+    assert len(set(order)) == len(order) and order[0] == 1 and order[-1] == 13
 
 
-def test_cheap_sections_for_real(parts, tmp_path, capsys):
+def test_cheap_sections_for_real(tmp_path, capsys):
     flags = ["--small", "--device", "cpu", "--only", "3,1,6", "--output", str(tmp_path / "out")]
-    assert parts[0].main(flags) == 0
+    assert gpu_check.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["PASS", "1"], ["-", "6"], ["PASS", "3"]]
     assert "needs CUDA" in lines[1]
-    found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    products = next(section for section in found["sections"] if section["number"] == 3)
+    figures = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    (products,) = (section for section in figures["sections"] if section["number"] == 3)
     assert 0 < products["figures"]["Linear4bit error, highest"] < 2e-5
     assert "| 256 x 256 | 1 | highest |" in (tmp_path / "out" / "gpu_check.md").read_text()
 
 
-def test_products_that_are_off_fail(parts, tmp_path, monkeypatch, capsys):
-    numbers = importlib.import_module("gpu_sections.numbers")
+def test_products_that_are_off_fail(tmp_path, monkeypatch, capsys):
     plain = numbers.multiply
     monkeypatch.setattr(numbers, "multiply", lambda *arguments: plain(*arguments) * 1.0001)
-    assert (
-        parts[0].main(["--small", "--device", "cpu", "--only", "3", "--output", str(tmp_path)]) == 1
-    )
+    flags = ["--small", "--device", "cpu", "--only", "3", "--output", str(tmp_path)]
+    assert gpu_check.main(flags) == 1
     assert capsys.readouterr().out.startswith("FAIL  3 ")
 
 
@@ -224,7 +183,7 @@ def test_products_that_are_off_fail(parts, tmp_path, monkeypatch, capsys):
         (["--output", "/proc/nowhere/out"], "--output is /proc/nowhere/out"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(parts, tmp_path, flags, named, capsys):
+def test_flags_that_cannot_work_are_refused(tmp_path, flags, named, capsys):
     with pytest.raises(SystemExit) as caught:
-        parts[0].main(["--small", "--device", "cpu", "--output", str(tmp_path), *flags])
+        gpu_check.main(["--small", "--device", "cpu", "--output", str(tmp_path), *flags])
     assert caught.value.code == 2 and named in capsys.readouterr().err

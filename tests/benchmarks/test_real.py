@@ -59,9 +59,7 @@ class TestDocuments:
         assert all(len(part) >= 2 for part in parts)
         assert len(set.union(*parts)) == sum(map(len, parts)) == 24
         assert token_count(text.heldout) == 256
-
-    def test_what_is_measured_has_a_sample_of_each_document(self, text):
-        for part in (text.heldout, text.choosing):
+        for part in (text.heldout, text.choosing):  # one sample of each document
             assert len({sample.document for sample in part}) == len(part)
 
     def test_a_text_that_occurs_twice_is_one_document(self, folder, base, tmp_path):
@@ -166,7 +164,7 @@ class TestCommand:
         ("content", "words"),
         [
             ("[1]", "is not a file of this benchmark"),
-            ('{"rows": [], "model": "other"}', "has rows of another model or text"),
+            ('{"rows": [], "model": "other"}', "has rows of other settings"),
         ],
     )
     def test_another_file_is_not_written_over(self, content, words, folder, tmp_path, capsys):

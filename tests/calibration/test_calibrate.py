@@ -26,14 +26,7 @@ from npt.calibration.calibrate import balanced, check_calibration
 from npt.calibration.report import print_calibration
 from npt.config import TARGETS
 from npt.data.batch import Sample
-from npt.errors import (
-    ConfigError,
-    DataError,
-    ModelError,
-    NotSupportedError,
-    NPTError,
-    NumericalError,
-)
+from npt.errors import ConfigError, DataError, NotSupportedError, NPTError, NumericalError
 
 TOKENS = 900
 
@@ -332,11 +325,6 @@ def test_a_refused_calibration_says_one_line_and_changes_nothing(
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
-def test_a_model_without_adapters_is_refused(load_model, tokenizer) -> None:
-    with pytest.raises(ModelError, match="no NPT adapters"):
-        calibrate(load_model("nf4"), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("form", "named"),
     [({"residual": "keep"}, "--residual keep"), ({"targets": ("gate",)}, "add stream")],
@@ -372,17 +360,11 @@ def test_packed_samples_stay_apart(load_model, tokenizer, monkeypatch) -> None:
     assert found[0].nmse == pytest.approx(found[1].nmse, rel=1e-4)
 
 
-def test_prompts_and_plain_records_are_read_as_everywhere(load_model, tokenizer) -> None:
-    model = student(load_model, layers="3", rank=4)
-    records = [{"text": "abcdefgh" * 3, "id": str(i)} for i in range(16)]
-    assert calibrate(model, tokenizer, iter(records), max_length=12).tokens > 300
-
-
 def test_memory_and_table_are_shown(load_model, tokenizer) -> None:
     console = Console(file=io.StringIO(), width=140)
     found = calibrate(student(load_model), tokenizer, console=console)
     said = console.file.getvalue()
     assert "calibrating layers 1-3 on 900 tokens, " in said
-    assert "MiB of memory besides the base" in said
+    assert "MiB besides the base" in said
     print_calibration(found, console)
     assert f"{found.layers[2].kl:.5f}" in console.file.getvalue()

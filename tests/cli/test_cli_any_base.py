@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_words import flags
+from cli_words import flags, saved_adapter
 
 import npt
 from npt.adapters.files import hub
@@ -29,10 +29,8 @@ VERBS = {
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
-    """Of the embedded model in NF4."""
-    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(layers="6,7", rank=4, additive_scale=1.0))
-    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "nf4")
+    form = {"layers": "6,7", "rank": 4, "additive_scale": 1.0}
+    return saved_adapter(tmp_path_factory.mktemp("adapters") / "nf4", **form)
 
 
 @pytest.fixture(scope="module")

@@ -1,152 +1,82 @@
-"""`npt collect` as a user runs it, killed and taken up again, and a run on what it wrote."""
+"""`npt collect` as a user runs it, and a run on what it wrote."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import signal
 from pathlib import Path
 
 import pytest
-from cli_words import flags
-from forked import Program
+from cli_words import flags, saved_adapter
 
-import npt
 from npt.cli.main import main
 
-NEW = ["--max_length", "40", "--max_new_tokens", "8"]
 PROMPTS = 6
 pytestmark = pytest.mark.usefixtures("short_library")
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
-    """A fresh adapter of the embedded 4-bit model."""
-    model, _ = npt.load_base("tiny", quantization="nf4")
-    npt.attach(model, npt.NPTConfig(rank=4))
-    return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "fresh")
+    return saved_adapter(tmp_path_factory.mktemp("adapters") / "fresh", rank=4)
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"def function_{i}(x):\n"}) + "\n" for i in range(PROMPTS))
-    )
+    lines = [json.dumps({"prompt": f"def function_{i}(x):\n"}) for i in range(PROMPTS)]
+    path.write_text("\n".join(lines))
     return path
 
 
-def command(adapter, prompts: Path, output: Path, *arguments: str) -> list[str]:
-    named = ["--adapter", str(adapter), "--dataset_name", str(prompts), "--output", str(output)]
-    return ["collect", "--use_quantization", *named, *NEW, "--batch_size", "2", *arguments]
-
-
-def content(path: Path) -> tuple[bytes, bytes]:
-    return path.read_bytes(), path.with_name(path.name + ".journal").read_bytes()
+def call(adapter, prompts: Path, output: Path, line: str = "--use_quantization") -> int:
+    size = flags("collect --max_length 40 --max_new_tokens 8 --batch_size 2 --output", output)
+    return main([*size, *flags(f"{line} --adapter", adapter), *flags("--dataset_name", prompts)])
 
 
 @pytest.fixture(scope="module")
 def whole(adapter, prompts: Path, tmp_path_factory) -> Path:
-    """Return the file of an uninterrupted call, with its output in `printed` next to it."""
+    """Return the file of a call, with its output in `printed` next to it."""
     path = tmp_path_factory.mktemp("whole") / "failures.jsonl"
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(command(adapter, prompts, path, "--json")) == 0
+        assert call(adapter, prompts, path, "--use_quantization --json") == 0
     path.with_name("printed").write_text(out.getvalue())
     return path
 
 
-def test_the_disagreements_are_written_and_summed_up(
-    adapter, prompts: Path, whole: Path, capsys
-) -> None:
+def test_the_disagreements_are_written_and_summed_up(whole: Path) -> None:
     figures = json.loads(whole.with_name("printed").read_text())
     records = [json.loads(line) for line in whole.read_text().splitlines()]
     assert figures["prompts"] == PROMPTS and figures["disagreements"] == len(records) > 0
     assert figures["kl"] > 0 and 0 < figures["acceptance"] < 1 and figures["signal"] is None
-    assert all(
-        r["completion"] != r["student"] and 0 <= r["position"] < r["tokens"] <= 8 for r in records
-    )
-    before = content(whole)
-    assert main(command(adapter, prompts, whole)) == 0
-    assert (
-        f"{PROMPTS} prompts, {PROMPTS} of them earlier: the student leaves its teacher in"
-        f" {len(records)}" in capsys.readouterr().out
-    )
-    assert content(whole) == before
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-def test_a_killed_call_is_taken_up_and_ends_in_the_same_bytes(
-    adapter: Path, prompts: Path, whole: Path, tmp_path, number: int, status: int, capsys
-) -> None:
-    path = tmp_path / "failures.jsonl"
-    program = Program(command(adapter, prompts, path), tmp_path / "errors")
-    journal = path.with_name("failures.jsonl.journal")
-    program.wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1)
-    program.send(number)
-    assert program.wait() == status, program.errors.read_text()
-    # it was in the middle
-    assert journal.read_bytes().count(b"\n") < 1 + PROMPTS // 2
-    assert main(command(adapter, prompts, path)) == 0
-    assert content(path) == content(whole)
+    for record in records:
+        assert record["completion"] != record["student"]
+        assert 0 <= record["position"] < record["tokens"] <= 8
 
 
 def test_a_run_trains_on_what_was_collected(whole: Path, tmp_path, capsys) -> None:
-    assert main(["doctor", "--data", str(whole), "--max_length", "40"]) == 0
+    assert main(flags("doctor --max_length 40 --data", whole)) == 0
     assert "⟦<s>def function_" in capsys.readouterr().out
-    folder = tmp_path / "run"
-    arguments = [
-        "--dataset_name",
-        str(whole),
-        *flags("--max_length 40 --batch_size 2 --eval_samples 2 --log_steps 1"),
-    ]
-    assert (
-        main(
-            [
-                *flags("pretrain --use_quantization --init random"),
-                *arguments,
-                "--max_steps",
-                "2",
-                "--output_dir",
-                str(folder),
-            ]
-        )
-        == 0
+    line = (
+        "pretrain --use_quantization --init random --max_length 40 --batch_size 2 --eval_samples 2"
+        " --log_steps 1 --max_steps 2 --output_dir"
     )
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert main(flags(line, tmp_path / "run", "--dataset_name", whole)) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
     assert [line["step"] for line in metrics] == [1, 2]
     assert all(line["loss"] is not None and line["refused_total"] == 0 for line in metrics)
 
 
-BAD = {
-    "another length": (["--max_new_tokens", "9"], ["--max_new_tokens 8", "9"]),
-    "a file of others": (["--output", "others.jsonl"], ["others.jsonl", "others.jsonl.journal"]),
-}
+def test_a_file_that_exists_is_refused_in_one_line(adapter, prompts, whole, capsys) -> None:
+    before = whole.read_bytes()
+    assert call(adapter, prompts, whole) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"npt: error: --output {whole} exists; choose another file, or remove it"
+    assert whole.read_bytes() == before
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    case: str, adapter: Path, prompts: Path, whole: Path, tmp_path, monkeypatch, capsys
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("others.jsonl").write_text('{"text": "mine"}\n')
-    before = content(whole)
-    arguments, named = BAD[case]
-    assert main(command(adapter, prompts, whole, *arguments)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("npt: error: ")
-    assert [word for word in named if word not in lines[0]] == []
-    assert content(whole) == before and Path("others.jsonl").read_text() == '{"text": "mine"}\n'
-
-
-def test_another_base_is_an_adapter_that_does_not_fit(
-    adapter, prompts: Path, tmp_path, capsys
-) -> None:
-    arguments = [
-        a
-        for a in command(adapter, prompts, tmp_path / "failures.jsonl")
-        if a != "--use_quantization"
-    ]
-    assert main([*arguments, "--no_use_quantization"]) == 5
+def test_an_adapter_of_another_base_is_refused(adapter, prompts, tmp_path, capsys) -> None:
+    assert call(adapter, prompts, tmp_path / "failures.jsonl", "--no_use_quantization") == 5
     assert "was trained on another base" in capsys.readouterr().err
     assert not (tmp_path / "failures.jsonl").exists()

@@ -49,37 +49,21 @@ def test_broken_data_end_2_with_every_line_column_and_problem(broken: Path, caps
     assert f"{broken}, line 2, column 9: not JSON (Expecting ':' delimiter)" in out
     assert f"{broken}, line 4: record broken.jsonl:4 has an int as 'text'" in out
     assert "error: 2 broken places" in out
-
-
-def test_json_is_all_of_standard_output(broken: Path, capsys) -> None:
     assert main(["doctor", "--data", str(broken), "--json"]) == 2
     values = json.loads(capsys.readouterr().out)["data"]
     assert [(b["line"], b["column"]) for b in values["broken"]] == [(2, 9), (4, None)]
     assert (values["samples"], values["trainable"]) == (2, False)
 
 
-def test_ids_outside_the_vocabulary_end_2(tmp_path, capsys) -> None:
-    path = tmp_path / "ids.jsonl"
-    path.write_text('{"input_ids": [5, 99999]}\n')
-    assert main(["doctor", "--data", str(path)]) == 2
-    assert (
-        "1 ids outside the vocabulary [0, 2048), the first in sample ids.jsonl:1@0"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_data_may_be_named_as_in_training(sound: Path, before: bool, capsys) -> None:
-    named = ["--dataset_name", str(sound)]
-    assert main(["doctor", *(["--data", *named] if not before else [*named, "--data"])]) == 0
-    one = capsys.readouterr().out
-    assert main(["doctor", "--data", str(sound)]) == 0
-    assert capsys.readouterr().out == one
-
-
-def test_the_flags_of_training_hold(sound: Path, capsys) -> None:
-    arguments = flags("--max_length 4 --packing --max_records 10 --json")
-    assert main(["doctor", "--data", str(sound), *arguments]) == 0
+def test_data_may_be_named_as_in_training_and_the_flags_of_training_hold(sound, capsys) -> None:
+    printed = []
+    for line in ("--data", "--data --dataset_name", "--dataset_name"):
+        more = ["--data"] if line == "--dataset_name" else []
+        assert main(flags(f"doctor {line}", sound, *more)) == 0
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1
+    line = "doctor --max_length 4 --packing --max_records 10 --json --data"
+    assert main(flags(line, sound)) == 0
     values = json.loads(capsys.readouterr().out)["data"]
     assert (values["records"], values["longest"]) == (10, 4)
 
@@ -100,6 +84,12 @@ PLAN = flags("doctor --plan --shape 64,160,6,4,2,500 --max_length 32 --use_quant
 def plan_of(capsys, *arguments: str, status: int = 0) -> dict:
     assert main([*PLAN, "--json", *arguments]) == status
     return json.loads(capsys.readouterr().out)["plan"]
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """`free(size)`: the device has so many bytes."""
+    return lambda size: monkeypatch.setattr("npt.doctor.plan.available", lambda device: size)
 
 
 def test_a_plan_shows_all_memory_in_80_columns(capsys, monkeypatch) -> None:
@@ -129,9 +119,9 @@ def test_a_plan_as_json_holds_the_terms_that_add_up_to_the_peak(capsys) -> None:
     assert (plan["measured"], plan["tokens_per_step"]) == ([], 3 * 4 * 32)
 
 
-def test_windows_of_rising_size_are_measured(capsys) -> None:
-    flags = ["--measure", "--layers", "4,5"]
-    windows = plan_of(capsys, *flags, "--batch_size", "3")["measured"]
+def test_windows_of_rising_size_are_measured_until_one_does_not_fit(capsys, free) -> None:
+    flags = ["--measure", "--layers", "4,5", "--batch_size", "3"]
+    windows = plan_of(capsys, *flags)["measured"]
     assert [(w["strategy"], w["batch_size"]) for w in windows] == [
         ("local", samples) for samples in (1, 2, 3)
     ]
@@ -139,10 +129,14 @@ def test_windows_of_rising_size_are_measured(capsys) -> None:
         assert window["predicted"] == pytest.approx(window["peak"], rel=0.15)
         assert window["seconds"] > 0
     # which two samples fit into, and three do not
-    limit = str((windows[1]["predicted"] + windows[2]["predicted"]) // 2)
-    assert main([*PLAN, *flags, "--batch_size", "3", "--max_memory", limit]) == 0
+    free((windows[1]["predicted"] + windows[2]["predicted"]) // 2)
+    assert main([*PLAN, *flags]) == 2
     out = capsys.readouterr().out
-    assert "predicted" in out and out.count("does not fit") == 1
+    assert "predicted" in out and "; it does not fit into the" in out
+    assert out.count("does not fit") == 2
+    free(1000)
+    assert main([*PLAN, *flags]) == 2
+    assert "--measure" in capsys.readouterr().err
 
 
 def test_a_window_that_runs_out_of_memory_is_the_last(capsys, monkeypatch) -> None:
@@ -151,47 +145,19 @@ def test_a_window_that_runs_out_of_memory_is_the_last(capsys, monkeypatch) -> No
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return 1000, 0.5
 
-    monkeypatch.setattr("npt.planning.measure.measure_window", window)
-    found = plan_of(capsys, "--measure")["measured"]
-    assert [(w["batch_size"], w["peak"]) for w in found] == [(1, 1000), (2, None)]
+    monkeypatch.setattr("npt.doctor.measure.measure_window", window)
+    windows = plan_of(capsys, "--measure")["measured"]
+    assert [(w["batch_size"], w["peak"]) for w in windows] == [(1, 1000), (2, None)]
 
 
-def test_the_embedded_model_is_planned_by_its_name(capsys) -> None:
+def test_a_model_a_calibrated_start_and_a_gpu_that_is_not_here_are_planned(capsys) -> None:
     assert main(flags("doctor --plan --max_length 32 --layers 7 --json")) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["name"] == "tiny"
-
-
-def test_a_calibrated_start_is_planned(capsys) -> None:
     memory = plan_of(capsys, "--layers", "1,3,4", "--init", "calibrated")["memory"]
     (start,) = [term for term in memory["terms"] if term["phases"] == ["start"]]
     assert start["bytes"] > 3 * 2 * 8 * 64**2
-
-
-def test_a_plan_for_a_gpu_needs_none(capsys) -> None:
-    plan = plan_of(capsys, "--device", "cuda", "--max_memory", "24GiB")
-    assert plan["device"] == "cuda" and plan["limit_bytes"] == 24 * 2**30
-
-
-def test_a_limit_shows_what_training_would_do(capsys) -> None:
-    whole = plan_of(capsys)["memory"]
-    limited = plan_of(capsys, "--max_memory", str(whole["phases"]["micro-batch"] - 1))
-    assert (
-        limited["fits"]
-        and limited["memory"]["samples_at_once"] == 2
-        and whole["samples_at_once"] == 4
-    )
-
-
-def test_what_does_not_fit_ends_2(capsys) -> None:
-    arguments = flags(
-        "doctor --plan --shape 64,160,6,4,2,500 --max_length 32 --batch_size 1 --layers 5"
-    )
-    assert main([*arguments, "--json"]) == 0
-    limit = str(json.loads(capsys.readouterr().out)["plan"]["memory"]["peak_bytes"] - 1)
-    assert main([*arguments, "--max_memory", limit]) == 2
-    assert "; it does not fit into --max_memory" in capsys.readouterr().out
-    assert main([*arguments, "--measure", "--max_memory", "1KB"]) == 2
-    assert "--measure" in capsys.readouterr().err
+    plan = plan_of(capsys, "--device", "cuda")
+    assert plan["device"] == "cuda" and plan["limit_bytes"] is None and plan["fits"]
 
 
 def test_data_and_plan_may_be_asked_for_together(sound: Path, capsys) -> None:

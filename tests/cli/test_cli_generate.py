@@ -1,4 +1,6 @@
-"""`npt generate` as a user runs it: text on standard output, everything else on standard error."""
+"""`npt generate` as a user runs it: text on standard output, everything else on standard error, and
+the page of what was written.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_words import flags, saved_adapter
+from made_runs import Reader
 from sentencepieces import tokenizer_of
 
 import npt
-from npt.adapters.converted import adapter_mode, adapter_parameters
+from npt.adapters.converted import adapter_mode
 from npt.cli.main import main
 from npt.evaluation.generate import shared_text
+from npt.report.generated import visible
 
 PROMPT = "class Stack:\n    def __init__(self"
 NEW = 6
 
 
 @pytest.fixture(scope="module")
-def student():
-    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=8, residual="keep", targets=("gate", "up", "down")))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model, tokenizer
+def adapter(tmp_path_factory) -> Path:
+    form = {"rank": 8, "residual": "keep", "layers": "6,7", "targets": ("gate", "up", "down")}
+    return saved_adapter(tmp_path_factory.mktemp("adapters") / "some", 0.1, **form)
 
 
 @pytest.fixture(scope="module")
-def adapter(student, tmp_path_factory) -> Path:
-    return npt.save_adapter(student[0], tmp_path_factory.mktemp("adapters") / "some")
+def student(adapter):
+    model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
+    npt.load_adapter(model, adapter)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +51,11 @@ def written(adapter, base, monkeypatch, capsys):
     """
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 
-    def call(*arguments: str, prompt: str | None = PROMPT):
-        given = [] if prompt is None else ["--prompt", prompt]
-        settings = ["--max_new_tokens", str(NEW)]  # how its base was loaded the adapter knows
-        assert main(["generate", "--adapter", str(adapter), *settings, *given, *arguments]) == 0
+    def call(line: str = "", *more: object, prompt: str | None = PROMPT, status: int = 0):
+        given = flags("--max_new_tokens 6 --adapter", adapter)
+        given += [] if prompt is None else ["--prompt", prompt]
+        arguments = flags(line, *more)
+        assert main(["generate", *given, *arguments]) == status
         npt.detach(base[0])
         out, err = capsys.readouterr()
         return (json.loads(out) if "--json" in arguments else out), err
@@ -73,51 +76,53 @@ def own_text(student, mode: str) -> str:
 
 @pytest.mark.parametrize("mode", [None, "student", "teacher", "floor"])
 def test_standard_output_is_the_prompt_and_the_text(written, student, mode) -> None:
-    out, err = written(*([] if mode is None else ["--mode", mode]))
+    out, err = written("" if mode is None else f"--mode {mode}")
     assert out == PROMPT + own_text(student, mode or "student") + "\n"
     assert f"{mode or 'student'}: {NEW} tokens" in err and "NF4" in err
 
 
-def test_the_prompt_may_be_piped_in(written, student, monkeypatch) -> None:
+def test_a_piped_prompt_is_taken_and_anything_else_is_said(written, student, monkeypatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
     assert written(prompt=None)[0] == PROMPT + own_text(student, "student") + "\n"
+    no_text = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8")
+    for stream, words in ((Terminal(), "pass --prompt TEXT"), (no_text, "is not UTF-8")):
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert words in written(prompt=None, status=2)[1]
 
 
 def test_the_json_holds_text_and_settings(written, student) -> None:
     found, _ = written("--json")
-    assert found["prompt"] == PROMPT and found["student"]["text"] == own_text(student, "student")
-    assert (
-        found["student"]["tokens"] == len(found["student"]["ids"]) == NEW
-        and found["student"]["finish"] == "length"
-    )
-    assert found["settings"] == {"max_new_tokens": NEW, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-
-
-def test_drawing_follows_its_seed(written) -> None:
-    drawn = ["--temperature", "1.0", "--json"]
-    one, again, other = (
-        written(*drawn, "--seed", seed)[0]["student"]["ids"] for seed in ("1", "1", "2")
-    )
-    assert one == again != other
-
-
-def test_the_least_temperature_draws_the_most_likely_token(written) -> None:
-    assert written("--temperature", "1e-6")[0] == written()[0]
+    text = found["student"]
+    assert found["prompt"] == PROMPT and text["text"] == own_text(student, "student")
+    assert text["tokens"] == len(text["ids"]) == NEW and text["finish"] == "length"
+    assert found["max_new_tokens"] == NEW
 
 
 def test_a_comparison_says_where_the_two_part(written, student) -> None:
-    found, _ = written("--compare", "--json")
+    found, _ = written("--compare --json")
     teacher, own = found["teacher"]["ids"], found["student"]["ids"]
     position = next(i for i, (a, b) in enumerate(zip(teacher, own, strict=True)) if a != b)
     tokenizer = student[1]
     assert found["parts_at"] == position
     assert found["teacher_token"] == tokenizer.decode([teacher[position]]) != found["student_token"]
-    assert (found["teacher"]["text"], found["student"]["text"]) == (
-        own_text(student, "teacher"),
-        own_text(student, "student"),
-    )
+    for mode in ("teacher", "student"):
+        assert found[mode]["text"] == own_text(student, mode)
     out, _ = written("--compare")
     assert f"they part after {position} tokens" in out and "teacher" in out and "student" in out
+
+
+def test_texts_that_are_the_same_are_said_to_be(tmp_path, capsys) -> None:
+    folder = saved_adapter(tmp_path / "adapter", rank=2, residual="keep")
+    line = flags("generate --use_quantization --max_new_tokens 4 --compare --adapter", folder)
+    assert main([*line, "--prompt", PROMPT, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts_at"] is None and found["teacher"]["ids"] == found["student"]["ids"]
+    assert main([*line, "--prompt", PROMPT]) == 0
+    assert "the two texts are the same" in capsys.readouterr().out
 
 
 def test_a_character_that_two_tokens_share_is_not_torn(student) -> None:
@@ -139,39 +144,30 @@ def test_two_texts_keep_the_space_after_their_prompt() -> None:
         assert "".join(shared_text(tokenizer, prompt, new, position)) == " answer is 42"
 
 
-def test_texts_that_are_the_same_are_said_to_be(adapter, tmp_path, capsys) -> None:
-    model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=2, residual="keep"))
-    folder = npt.save_adapter(model, tmp_path / "adapter")
-    arguments = [
-        "generate",
-        "--adapter",
-        str(folder),
-        "--use_quantization",
-        "--prompt",
-        PROMPT,
-        "--max_new_tokens",
-        "4",
-        "--compare",
-    ]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parts_at"] is None and found["teacher"]["ids"] == found["student"]["ids"]
-    assert main(arguments) == 0
-    assert "the two texts are the same" in capsys.readouterr().out
+def test_the_page_has_the_prompt_and_the_text(written, base, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    found, _ = written("--json --html", page)
+    reader = Reader(page.read_text(encoding="utf-8"))
+    ids = base[1](PROMPT)["input_ids"]
+    tokens = reader.of("span", class_="token")
+    assert len(tokens) == len(ids) + NEW + 2  # and the key
+    assert len(reader.of("span", class_="q")) == len(ids) + 1
+    assert len(reader.of("td")) == 2 * (len(ids) + NEW)  # of the layers 6 and 7
+    assert visible(found["student"]["text"]) in reader.text
+    assert "The student continued the prompt" in reader.text
 
 
-def test_no_prompt_at_a_terminal_is_said(adapter, monkeypatch, capsys) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_the_page_of_a_comparison_has_both_texts_and_where_they_part(written, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    found, _ = written("--compare --json --html", page)
+    reader = Reader(page.read_text(encoding="utf-8"))
+    assert f"They part after {found['parts_at']} token" in reader.text
+    assert len(reader.of("span", class_="p")) == 3 and len(reader.of("table")) == 2
+    hints = [each["title"] or "" for each in reader.of("span", class_="token") if "title" in each]
+    assert sum(", KL " in hint for hint in hints) == len(hints) - 2
 
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    assert main(["generate", "--adapter", str(adapter)]) == 2
-    assert "pass --prompt TEXT" in capsys.readouterr().err
 
-
-def test_a_piped_prompt_that_is_no_text_is_said(adapter, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
-    assert main(["generate", "--adapter", str(adapter)]) == 2
-    assert "is not UTF-8" in capsys.readouterr().err
+def test_a_page_in_no_folder_is_refused_first(written, tmp_path) -> None:
+    for page in (tmp_path / "nowhere" / "page.html", tmp_path):
+        _, err = written("--html", page, status=2)
+        assert f"--html {page}: name a file" in err and "tokens/s" not in err

@@ -5,15 +5,11 @@ JSON output.
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from made_runs import event, make_run, refusal
 
 from npt.cli.main import main
-
-pytestmark = pytest.mark.usefixtures("real_reports")
 
 
 def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
@@ -32,23 +28,15 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
 
 
 def test_json_holds_what_was_found(tmp_path, capsys) -> None:
-    lines = [
-        event("start"),
-        refusal(3),
-        refusal(5, "gradient"),
-        event("stopped", step=12, reason="4 refusals in a row"),
-    ]
+    end = event("stopped", step=12, reason="4 refusals in a row")
+    lines = [event("start"), refusal(3), refusal(5, "gradient"), end]
     folder = make_run(tmp_path / "run", events=lines)
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     assert main(["report", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["report"] == str(folder / "report.html")
-    assert (found["state"], found["step"], found["refused"], found["kl"]) == (
-        "stopped",
-        12,
-        2,
-        0.02,
-    )
+    expected = {"state": "stopped", "step": 12, "refused": 2, "kl": 0.02}
+    assert expected.items() <= found.items()
     assert found["refused_by_kind"] == {"loss": 1, "gradient": 1}
     # it has no manifest
     assert found["checkpoints"] == [{"step": 4, "folder": "step-00000004", "verified": False}]
@@ -86,19 +74,3 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_line(tmp_path, capsy
     for output in (tmp_path, tmp_path / "no" / "such" / "page.html"):
         assert main(["report", str(folder), "--output", str(output)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_folder_that_a_process_holds_is_running(tmp_path, capsys) -> None:
-    import fcntl
-
-    folder = make_run(tmp_path / "run", events=[event("start")])
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if f":{folder.stat().st_ino} " not in Path("/proc/locks").read_text(encoding="ascii"):
-            pytest.skip("this system does not list its locks")
-        assert main(["report", str(folder), "--json"]) == 0
-    finally:
-        os.close(handle)
-    found = json.loads(capsys.readouterr().out)
-    assert (found["state"], found["status"]) == ("running", "Still running at step 12")

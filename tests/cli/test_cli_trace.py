@@ -8,38 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_words import flags, saved_adapter
 
 import npt
 from npt.cli.main import main
 
-SHORT = ["--max_length", "16", "--batch_size", "2"]
 pytestmark = pytest.mark.usefixtures("short_library")
 
 
-def run(*arguments: str) -> int:
-    return main(["trace", *SHORT, *arguments])
+def run(line: str, *more: object) -> int:
+    return main(flags(f"trace --max_length 16 --batch_size 2 {line}", *more))
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
     """A fresh adapter of the embedded model's upper half, in NF4."""
-    return save(tmp_path_factory.mktemp("adapter") / "sound", None)
+    return saved_adapter(tmp_path_factory.mktemp("adapter") / "sound", rank=4)
 
 
 @pytest.fixture(scope="module")
-def huge_adapter(tmp_path_factory) -> Path:
+def huge_adapter(adapter, tmp_path_factory) -> Path:
     """One whose numbers are finite, so that it loads, and too large to train with."""
-    return save(tmp_path_factory.mktemp("adapter") / "huge", 3e38)
-
-
-def save(folder: Path, value: float | None) -> Path:
     model, _ = npt.load_base("tiny", quantization="nf4", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=4))
-    if value is not None:
-        with torch.no_grad():
-            model.get_parameter("model.layers.6.npt.A")[1, 2] = value
-    npt.save_adapter(model, folder)
-    return folder
+    npt.load_adapter(model, adapter)
+    with torch.no_grad():
+        model.get_parameter("model.layers.6.npt.A")[1, 2] = 3e38
+    return npt.save_adapter(model, tmp_path_factory.mktemp("adapter") / "huge")
 
 
 @pytest.fixture
@@ -57,7 +51,7 @@ def broken_base(monkeypatch) -> None:
 
 
 def test_a_sound_base_ends_0(capsys) -> None:
-    assert run("--batches", "2", "--use_quantization") == 0
+    assert run("--batches 2 --use_quantization") == 0
     out = capsys.readouterr().out
     assert "NF4" in out and "no fault in 2 batches of the model's own pass" in out
     assert run("--json") == 0
@@ -66,7 +60,7 @@ def test_a_sound_base_ends_0(capsys) -> None:
 
 
 def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
-    assert run("--use_quantization", "--batches", "3") == 1
+    assert run("--use_quantization --batches 3") == 1
     out = capsys.readouterr().out
     for words in (
         "batch 0 of the model's own pass:",
@@ -74,7 +68,7 @@ def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
         "remedy: ",
     ):
         assert words in out
-    assert run("--use_quantization", "--json") == 1
+    assert run("--use_quantization --json") == 1
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"fault", "batches", "traced"} and found["batches"] == 1
     fault = found["fault"]
@@ -84,44 +78,43 @@ def test_a_fault_ends_1_with_its_verdict(broken_base, capsys) -> None:
 
 @pytest.mark.parametrize("strategy", [None, "local", "end_to_end"])
 def test_an_adapters_training_step_is_traced(adapter, strategy, capsys) -> None:
-    extra = [] if strategy is None else ["--strategy", strategy]
-    assert run("--use_quantization", "--adapter", str(adapter), *extra) == 0
-    assert (
-        f"no fault in 1 batch of a training step ({strategy or 'local'})" in capsys.readouterr().out
-    )
+    extra = "" if strategy is None else f"--strategy {strategy}"
+    assert run(f"--use_quantization {extra} --adapter", adapter) == 0
+    words = f"no fault in 1 batch of a training step ({strategy or 'local'})"
+    assert words in capsys.readouterr().out
 
 
 def test_an_adapter_that_training_overflows_with_is_found(huge_adapter, capsys) -> None:
-    assert run("--use_quantization", "--adapter", str(huge_adapter), "--json") == 1
+    assert run("--use_quantization --json --adapter", huge_adapter) == 1
     fault = json.loads(capsys.readouterr().out)["fault"]
     assert (fault["cause"], fault["layer"]) == ("corrupt weight", 6)
     assert "model.layers.6.npt.A" in fault["explanation"]
 
 
 def test_a_limit_is_handed_on(capsys) -> None:
-    assert run("--limit", "50", "--json") == 1
+    assert run("--limit 50 --json") == 1
     fault = json.loads(capsys.readouterr().out)["fault"]
     assert (fault["cause"], fault["reached"]) == ("beyond the limit", "more than 50")
     assert abs(fault["value"]) > 50
-    assert run("--limit", "1e12") == 0
+    assert run("--limit 1e12") == 0
 
 
 def test_another_batch_is_looked_at_until_one_is_bad(tmp_path, capsys) -> None:
     file = tmp_path / "ids.jsonl"
     rows = [*[[5, 6, 7]] * 20, [5, 99_999, 7]]
     file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    arguments = ["--dataset_name", str(file), "--streaming", "--batch_size", "1", "--json"]
-    assert run(*arguments, "--batches", "99") == 1
+    line = f"--streaming --batch_size 1 --json --dataset_name {file} --batches"
+    assert run(line, 99) == 1
     found = json.loads(capsys.readouterr().out)
     before = found["batches"] - 1  # where the shuffle has put it
     assert 0 < before < 21
     assert {"cause": "token id", "token": 1, "value": 99_999}.items() <= found["fault"].items()
-    assert run(*arguments, "--batches", str(before)) == 0
+    assert run(line, before) == 0
 
 
-def test_data_without_a_sample_is_refused(tmp_path, capsys) -> None:
+@pytest.mark.parametrize("streaming", ["", "--streaming"])
+def test_data_without_a_sample_are_refused(tmp_path, streaming, capsys) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text(json.dumps({"input_ids": [5]}) + "\n", encoding="utf-8")
-    for streaming in ([], ["--streaming"]):
-        assert run("--dataset_name", str(file), *streaming) == 2
-        assert "no sample to train on" in capsys.readouterr().err
+    assert run(f"{streaming} --dataset_name", file) == 2
+    assert "no sample to train on" in capsys.readouterr().err

@@ -1,7 +1,10 @@
+"""`npt transplant` as a user runs it."""
+
 import json
 from pathlib import Path
 
 import pytest
+from cli_words import flags
 from students import enlarge
 
 import npt
@@ -17,48 +20,27 @@ def adapter(tmp_path_factory) -> Path:
     return npt.save_adapter(model, tmp_path_factory.mktemp("adapters") / "strong")
 
 
-def call(adapter: Path, *flags: str) -> int:
-    return main(["transplant", "--use_quantization", "--adapter", str(adapter), *flags])
+def call(adapter: Path, line: str) -> int:
+    texts = ["--text_from", "import os", "--text_to", "def f(x", *flags(line)]
+    return main([*flags("transplant --use_quantization --adapter", adapter), *texts])
 
 
 def test_shows_what_comes_next_and_how_far_it_moved(adapter, capsys):
-    assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", "--top", "3") == 0
+    assert call(adapter, "--top 3") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert (
-        "modulated as token" in out and "KL to the transplanted distribution" in out and "%" in out
-    )
-
-
-def test_json_has_the_tokens_and_the_divergences(adapter, capsys):
-    assert (
-        call(
-            adapter,
-            "--text_from",
-            "import os",
-            "--text_to",
-            "def f(x",
-            "--token_to",
-            "1",
-            "--top",
-            "3",
-            "--json",
-        )
-        == 0
-    )
+    for words in ("modulated as token", "KL to the transplanted distribution", "%"):
+        assert words in out
+    assert call(adapter, "--token_to 1 --top 3 --json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["token_to"] == 1 and found["to"] == "def"
     for name in ("donor", "receiver", "transplanted"):
-        tokens = found["top"][name]
-        assert (
-            len(tokens) == 3
-            and 0 < tokens[0]["probability"] < 1
-            and tokens[0]["probability"] >= tokens[2]["probability"]
-        )
+        probabilities = [token["probability"] for token in found["top"][name]]
+        assert len(probabilities) == 3 and 1 > probabilities[0] >= probabilities[2] > 0
     assert found["kl"]["receiver_to_transplanted"] > 0
 
 
 @pytest.mark.parametrize("flag", ["--token_from", "--token_to"])
 def test_a_token_that_is_not_there_is_refused_in_one_line(adapter, capsys, flag):
-    assert call(adapter, "--text_from", "import os", "--text_to", "def f(x", flag, "99") == 2
+    assert call(adapter, f"{flag} 99") == 2
     err = capsys.readouterr().err
     assert "token 99 was asked for, the text has" in err and "Traceback" not in err

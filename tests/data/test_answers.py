@@ -10,7 +10,7 @@ import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.data.encoding import Counts
+from npt.data.encoding import RecordCounts
 from npt.data.report import lost
 from npt.data.samples import cut
 from npt.tools.collect.prompts import prompt_record
@@ -44,9 +44,11 @@ def assistant(content: str | None = None, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def trained(record: dict[str, Any], tokenizer: Any, counts: Counts | None = None) -> list[str]:
+def trained(
+    record: dict[str, Any], tokenizer: Any, counts: RecordCounts | None = None
+) -> list[str]:
     """The targets of a record's samples, as text."""
-    counts = Counts() if counts is None else counts
+    counts = RecordCounts() if counts is None else counts
     samples = list(cut([record], tokenizer, npt.DataConfig(max_length=4096), counts))
     kept = [[i for i in sample.labels or sample.input_ids if i != -100] for sample in samples]
     return [tokenizer.decode(ids) for ids in kept]
@@ -63,7 +65,7 @@ class TestCalls:
         ids=["null", "empty", "none"],
     )
     def test_a_call_without_a_text_is_the_answer(self, calling, answer) -> None:
-        counts = Counts()
+        counts = RecordCounts()
         for record in ({"messages": [USER, answer]}, {"prompt": [USER], "completion": [answer]}):
             assert trained(record, calling, counts) == [WRITTEN]
         assert not counts.skipped and not lost(counts)
@@ -79,7 +81,7 @@ class TestCalls:
 
 class TestWeights:
     def test_an_answer_of_weight_zero_is_not_trained(self, calling) -> None:
-        counts = Counts()
+        counts = RecordCounts()
         for zero in (0, 0.0):
             good, poor = assistant("good", weight=1), assistant("poor", weight=zero)
             assert trained({"messages": [USER, poor, USER, good]}, calling, counts) == ["good</s>"]

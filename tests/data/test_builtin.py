@@ -3,9 +3,7 @@ from pathlib import Path
 
 import pytest
 
-import npt
 from npt.data.readers import builtin_files, is_heldout
-from npt.data.source import open_source
 from npt.errors import DataError
 
 
@@ -14,15 +12,8 @@ def library(tmp_path: Path) -> Path:
     """A small standard library: 40 modules, a package, and what must be left out."""
     for number in range(40):
         (tmp_path / f"module{number:02}.py").write_text(f"value = {number}\n")
-    for folder in (
-        "json",
-        "json/tests",
-        "test",
-        "site-packages/other",
-        "__pycache__",
-        "ensurepip",
-        "pip/_vendor",
-    ):
+    left_out = ("json/tests", "test", "site-packages/other", "__pycache__", "pip/_vendor")
+    for folder in ("json", *left_out):
         (tmp_path / folder).mkdir(parents=True)
         for number in range(20):  # enough that some of each would be held out
             (tmp_path / folder / f"inner{number:02}.py").write_text("inner = 1\n")
@@ -40,24 +31,9 @@ def test_the_same_files_are_held_out_for_good():
     """The embedded model was trained on the others: a file that changed sides would leak into its
     evaluation.
     """
-    names = [
-        "ast.py",
-        "http/client.py",
-        "types.py",
-        "enum.py",
-        "os.py",
-        "json/decoder.py",
-        "typing.py",
-        "inspect.py",
-        "abc.py",
-        "dis.py",
-    ]
-    assert [name for name in names if is_heldout(name)] == [
-        "ast.py",
-        "http/client.py",
-        "types.py",
-        "enum.py",
-    ]
+    held = ["ast.py", "http/client.py", "types.py", "enum.py"]
+    names = [*held, "os.py", "json/decoder.py", "typing.py", "inspect.py", "abc.py", "dis.py"]
+    assert [name for name in names if is_heldout(name)] == held
 
 
 def test_one_file_in_twenty_is_held_out():
@@ -90,19 +66,6 @@ def test_folders_that_are_left_out_are_not_entered(library, monkeypatch):
     )
     assert paths("train", library)
     assert sorted(entered) == [".", "json", "pip"]
-
-
-def test_this_machine_has_both_splits():
-    heldout = builtin_files("heldout")
-    path, text = next(heldout)
-    assert is_heldout(path)
-    assert text.strip()
-    assert not is_heldout(next(builtin_files("train"))[0])
-
-
-def test_an_unknown_split_is_named_with_the_choices():
-    with pytest.raises(DataError, match=r"no split 'test'; choose from train, heldout"):
-        open_source(npt.DataConfig(dataset_split="test"))
 
 
 def test_a_python_without_source_is_refused_with_a_remedy(tmp_path):

@@ -16,7 +16,6 @@ from npt.cli.main import main
 from npt.data import chat
 from npt.data.samples import Samples, cut
 from npt.evaluation.generate import prompt_ids
-from npt.tools.collect.collect import collect
 
 TEMPLATE = (
     "{{ '<s>' }}Today is {{ strftime_now('%d %b %Y') }}.{% for m in messages %}[{{ m['role'] }}]"
@@ -146,15 +145,3 @@ def test_an_evaluation_writes_the_date_of_the_run(clock, tmp_path, monkeypatch, 
         assert main(["evaluate", "--adapter", str(tmp_path / "run"), *asked]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1]
-
-
-def test_a_collection_goes_on_with_the_date_of_its_start(clock, tmp_path) -> None:
-    def gather(tokenizer: Any, count: int) -> Any:
-        given = {"max_new_tokens": 2, "num_prompts": count, "batch_size": 2, "data_config": CONFIG}
-        return collect(model, tokenizer, talks(6), tmp_path / "found.jsonl", **given)
-
-    model, _ = npt.load_base("tiny", device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=2, layers="3"))
-    gather(dated(), 2)
-    clock.day = 1
-    assert gather(dated(), 4).resumed == 2

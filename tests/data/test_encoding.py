@@ -12,17 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate
-from npt.data.content import PIECE
-from npt.data.encoding import Counts
+from npt.data.encoding import RecordCounts
 from npt.data.report import lost
 from npt.data.samples import cut
+from npt.data.source import PIECE
 from npt.errors import DataError
 from npt.evaluation.generate import prompt_ids
 from npt.tools.editing.edit_metrics import encode_fact
@@ -73,16 +71,6 @@ def special(
     return tokenizer
 
 
-def scored(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    """The next-token loss as every causal language model computes it: logits at t against the label
-    at t + 1.
-    """
-    targets = labels[:, 1:].flatten()
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum"
-    ), int((targets != -100).sum())
-
-
 class TestAlignedTeacherForcing:
     """The tokenizer fixture turns a character into 3 + ord % 125: a is 100, b 101, and so on."""
 
@@ -105,35 +93,6 @@ class TestAlignedTeacherForcing:
         ]
         assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1, 0], [1] * 7]
 
-    @pytest.mark.parametrize("side", ["left", "right"])
-    def test_the_loss_counts_the_completions_tokens_and_no_others(self, tokenizer, side):
-        """Of logits that give the right token probability 1/2 after the prompt and 1e-30
-        elsewhere, only the former counts.
-        """
-        samples = list(cut([pair("ab", "cd"), pair("abcd", "e")], tokenizer, config()))
-        batch = collate(samples, PAD, side=side)
-        logits = torch.full((2, 7, 128), 0.0, dtype=torch.float64)
-        for row, sample in enumerate(samples):
-            offset = 0 if side == "right" else 7 - len(sample.input_ids)
-            for place, token in enumerate(sample.input_ids[1:]):
-                in_completion = sample.labels[place + 1] != -100
-                probability = 0.5 if in_completion else 1e-30
-                logits[row, offset + place] = torch.log(torch.tensor((1 - probability) / 127))
-                logits[row, offset + place, token] = torch.log(torch.tensor(probability))
-        loss, count = scored(logits, batch.labels)
-        assert count == 3 + 2  # c d </s> and e </s>
-        # logarithms in fp32
-        assert float(loss) == pytest.approx(5 * torch.log(torch.tensor(2.0)).item(), rel=1e-6)
-
-    def test_the_gradient_reaches_the_prompts_last_token_alone(self, tokenizer):
-        (sample,) = cut([pair("ab", "cd")], tokenizer, config())
-        batch = collate([sample], PAD, length=8)
-        logits = torch.randn(1, 8, 128, requires_grad=True)
-        scored(logits, batch.labels)[0].backward()
-        reached = logits.grad.abs().sum(-1)[0] > 0
-        # b predicts c, c d, d </s>
-        assert reached.tolist() == [False, False, True, True, True, False, False, False]
-
     @SHARED
     @given(
         prompt=st.text(max_size=30), completion=st.text(max_size=30), max_length=st.integers(2, 40)
@@ -141,7 +100,7 @@ class TestAlignedTeacherForcing:
     def test_the_targets_are_the_end_of_the_sample_whatever_is_cut(
         self, tokenizer, prompt, completion, max_length
     ):
-        counts = Counts()
+        counts = RecordCounts()
         samples = list(
             cut([pair(prompt, completion)], tokenizer, asked(max_length=max_length), counts)
         )
@@ -263,7 +222,7 @@ class TestWhatIsLeftOut:
         ],
     )
     def test_is_counted_by_its_reason_and_harms_no_neighbour(self, tokenizer, record, reason):
-        counts = Counts()
+        counts = RecordCounts()
         assert (
             len(list(cut([{"text": "a"}, record, pair("c", "d")], tokenizer, config(), counts)))
             == 2
@@ -274,7 +233,7 @@ class TestWhatIsLeftOut:
 
     def test_a_single_token_that_nothing_precedes_is_no_sample(self):
         bare = special(before=(), eos_token=None)
-        counts = Counts()
+        counts = RecordCounts()
         assert list(cut([pair("", "a")], bare, config(), counts)) == []
         assert counts.skipped == {"no target": 1}
 
@@ -295,31 +254,16 @@ class TestGivenIds:
             ((10, 11, 12), (-100, 11, -100)),
             ((13, 14, 15), (-100, -100, 15)),
         ]
-        counts = Counts()
-        windows = list(
-            cut(
-                [{**record, "labels": [-100, 11, -100, -100, -100, -100]}],
-                tokenizer,
-                config(max_length=3),
-                counts,
-            )
-        )
-        assert len(windows) == 1 and counts.skipped == {"no target": 1}
+        counts = RecordCounts()
+        record["labels"][-1] = -100
+        assert len(list(cut([record], tokenizer, config(max_length=3), counts))) == 1
+        assert counts.skipped == {"no target": 1}
 
-    def test_labels_lose_what_the_mask_leaves_out(self, tokenizer):
+    def test_labels_lose_what_the_mask_leaves_out_and_arrays_are_lists(self, tokenizer):
         record = {
-            "input_ids": [2, 5, 6, 7, 2],
-            "labels": [-100, -100, 6, 7, -100],
+            "input_ids": torch.tensor([2, 5, 6, 7, 2]),
+            "labels": torch.tensor([-100, -100, 6, 7, -100]).numpy(),
             "attention_mask": [0, 1, 1, 1, 0],
-        }
-        (sample,) = cut([record], tokenizer, config())
-        assert (sample.input_ids, sample.labels) == ((5, 6, 7), (-100, 6, 7))
-
-    def test_tensors_and_arrays_are_lists_too(self, tokenizer):
-        record = {
-            "input_ids": torch.tensor([5, 6, 7]),
-            "labels": torch.tensor([-100, 6, 7]).numpy(),
-            "attention_mask": None,
         }
         (sample,) = cut([record], tokenizer, config())
         assert (sample.input_ids, sample.labels) == ((5, 6, 7), (-100, 6, 7))
@@ -327,24 +271,18 @@ class TestGivenIds:
     @pytest.mark.parametrize(
         ("more", "message"),
         [
-            (
-                {"labels": [5, 6]},
-                "record 0 has 3 input_ids but labels of 2; the two belong together",
-            ),
-            (
-                {"attention_mask": [1]},
-                "record 0 has 3 input_ids but an attention_mask of 1; the two belong together",
-            ),
+            ({"labels": [5, 6]}, "3 input_ids but labels of 2; the two belong together"),
+            ({"attention_mask": [1]}, "3 input_ids but an attention_mask of 1; the two"),
             (
                 {"attention_mask": [1, 2, 2]},
-                "record 0 has 2 in its attention_mask, expected 0 .padding. or 1 .a token.",
+                r"2 in its attention_mask, expected 0 \(padding\) or 1",
             ),
-            ({"labels": [5, 6, 1.5]}, "record 0 has labels that are no list of 64-bit integers"),
-            ({"labels": "abc"}, "record 0 has labels that are no list of 64-bit integers"),
+            ({"labels": [5, 6, 1.5]}, "labels that are no list of 64-bit integers"),
+            ({"labels": "abc"}, "labels that are no list of 64-bit integers"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, tokenizer, more, message):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=f"record 0 has {message}"):
             list(cut([{"input_ids": [5, 6, 7], **more}], tokenizer, config()))
 
 
@@ -389,23 +327,11 @@ class TestColumns:
         ):
             list(cut([{"q": "x", "a": "y"}], tokenizer, config(prompt_column="q")))
 
-    def test_a_name_that_is_null_is_none(self, tokenizer):
-        assert [
-            s.id
-            for s in cut([{"text": "a", "id": None}, {"text": "b", "id": 0}], tokenizer, config())
-        ] == ["0@0", "0@0"]
-
     @pytest.mark.parametrize(
         "record", [{"text": "ab\ud800c"}, pair("ab\ud800c", "x"), pair("x", "ab\ud800c")]
     )
     def test_half_a_character_is_refused_with_its_place(self, record):
-        with pytest.raises(
-            DataError,
-            match=(
-                r"record 0: '\w+' is broken at character 2 \(surrogates not allowed\); mend it"
-                r" there"
-            ),
-        ):
+        with pytest.raises(DataError, match=r"record 0: '\w+' is broken at character 2 \(surr"):
             list(cut([record], special(), config()))
 
 
@@ -451,7 +377,7 @@ class TestConversations:
         assert tokenizer.decode([i for i in sample.labels if i != -100]) == "2</s>"
 
     def test_what_is_too_long_loses_the_front_of_its_prompt(self, tokenizer):
-        counts = Counts()
+        counts = RecordCounts()
         whole = next(
             cut([{"m": self.MESSAGES}], tokenizer, config(max_length=64, prompt_column="m"))
         )
@@ -471,7 +397,7 @@ class TestConversations:
         ],
     )
     def test_a_conversation_without_an_answer_is_skipped_and_counted(self, tokenizer, messages):
-        counts = Counts()
+        counts = RecordCounts()
         assert list(cut([{"m": messages}], tokenizer, config(prompt_column="m"), counts)) == []
         assert counts.skipped == {"empty completion": 1}
 
@@ -482,12 +408,6 @@ class TestConversations:
     def test_what_is_no_list_of_messages_is_refused(self, tokenizer, messages):
         with pytest.raises(DataError, match=r"record 0: 'm' is no list of messages"):
             list(cut([{"m": messages}], tokenizer, config(prompt_column="m")))
-
-    def test_a_column_that_is_not_there_is_said_so(self, tokenizer):
-        with pytest.raises(
-            DataError, match=r"record 0 has no 'm' \(it has: messages\); set --prompt_column"
-        ):
-            list(cut([{"messages": self.MESSAGES}], tokenizer, config(prompt_column="m")))
 
     @pytest.mark.parametrize(
         ("template", "message"),
@@ -516,7 +436,7 @@ class TestConversations:
         assert "\n" not in str(refusal.value)
 
     def test_a_template_that_drops_the_answer_gives_no_sample(self):
-        counts = Counts()
+        counts = RecordCounts()
         tokenizer = special(chat_template="{{ messages[0]['content'] }}")
         assert list(cut([{"m": self.MESSAGES}], tokenizer, config(prompt_column="m"), counts)) == []
         assert counts.skipped == {"empty completion": 1}
@@ -538,7 +458,7 @@ def test_records_of_all_forms_mix_in_order_and_each_is_counted_once(tokenizer, k
         "ids": {"input_ids": [5, 6]},
         "unanswered": pair("a", ""),
     }
-    counts = Counts()
+    counts = RecordCounts()
     samples = list(cut([forms[kind] for kind in kinds], tokenizer, config(), counts))
     assert [s.id for s in samples] == [
         f"{i}@0" for i, kind in enumerate(kinds) if kind not in ("empty", "unanswered")

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import npt
 from npt.data import loader as loader_module
 from npt.data import samples as samples_module
-from npt.data.loader import Loaded, Loader, Other, Position, Prefetcher
-from npt.data.samples import Place, Samples
+from npt.data.loader import Loaded, Loader, Position, Prefetcher
+from npt.data.samples import EpochPlace, Samples
 from npt.errors import DataError
 
 SHARED = settings(
@@ -54,6 +54,7 @@ class SkippingStream(Stream):
         return SkippingStream(self.records[count:])
 
 
+TENSORS = ["input_ids", "attention_mask", "position_ids", "labels", "valid_index", "scored_index"]
 KINDS = {"list": list, "stream": Stream, "hub stream": SkippingStream}
 
 
@@ -76,34 +77,17 @@ def make_loader(tokenizer: Any, data: Any, replay: Any = None, **options: Any) -
     }
     config = npt.DataConfig(max_length=10, **data_options)
     samples = Samples(data, tokenizer, config, seed=3)
-    replay = (
-        replay if isinstance(replay, tuple) else () if replay is None or not share else (replay,)
-    )
-    shares = share if isinstance(share, tuple) else (share,) * len(replay)
-    others = [
-        Other(Samples(other, tokenizer, npt.DataConfig(max_length=10), seed=4 + number), part)
-        for number, (other, part) in enumerate(zip(replay, shares, strict=True))
-    ]
-    return Loader(samples, options.pop("batch_size", 2), others=others, seed=3, **options)
+    if share:
+        mixed = Samples(replay, tokenizer, npt.DataConfig(max_length=10), seed=4)
+        options |= {"replay": mixed, "share": share}
+    return Loader(samples, options.pop("batch_size", 2), seed=3, **options)
 
 
 def content(loaded: Loaded) -> tuple[Any, ...]:
     batch = loaded.batch
     documents = None if batch.documents is None else batch.documents.tolist()
-    tensors = (
-        batch.input_ids,
-        batch.attention_mask,
-        batch.position_ids,
-        batch.labels,
-        batch.valid_index,
-    )
-    return (
-        loaded.epoch,
-        loaded.position,
-        batch.sample_ids,
-        documents,
-        *(tensor.tolist() for tensor in tensors),
-    )
+    tensors = [getattr(batch, name).tolist() for name in TENSORS]
+    return loaded.epoch, loaded.position, batch.sample_ids, documents, *tensors
 
 
 class TestPosition:
@@ -154,103 +138,40 @@ class TestPosition:
         assert saved == position
         assert [content(loaded) for loaded in anew().batches(saved)] == whole[taken:]
 
-    def test_the_position_follows_what_was_handed_out_not_prepared(self, tokenizer):
-        """A thread that is eight batches ahead changes nothing about the position that a batch
-        comes with.
+    def test_a_position_is_the_same_in_every_version(self, tokenizer):
+        """A saved run is resumed by these: other values here would repeat and leave out data of
+        every run that was saved.
         """
-        whole = [content(loaded) for loaded in make_loader(tokenizer, records(40)).batches()]
-        ahead = Prefetcher(make_loader(tokenizer, records(40)).batches())
-        first = next(iter(ahead))
+        ahead = Prefetcher(
+            make_loader(tokenizer, records(40), records(9, "p"), replay_share=0.3).batches()
+        )
+        loaded = list(itertools.islice(ahead, 6))
         ahead.close()
-        assert [
-            content(loaded)
-            for loaded in make_loader(tokenizer, records(40)).batches(first.position)
-        ] == whole[1:]
+        assert [batch.batch.sample_ids for batch in loaded] == [
+            ("r6@10", "r22@0"),
+            ("p6@0", "r11@0"),
+            ("r39@0", "r6@20"),
+            ("r30@0", "r6@0"),
+            ("p6@20", "p0@0"),
+            ("r25@0", "p7@0"),
+        ]
+        taken = zip((2, 3, 5, 7, 7, 8), (0, 1, 1, 1, 3, 4), strict=True)
+        assert [batch.position.as_dict() for batch in loaded] == [
+            {
+                "epoch": 0,
+                "place": [0, 0, first],
+                "replay_epoch": 0,
+                "replay_place": [0, 0, replayed],
+                "drawn": 2 * number,
+            }
+            for number, (first, replayed) in enumerate(taken, start=1)
+        ]
 
     def test_positions_differ_and_a_saved_one_is_plain_numbers(self, tokenizer):
         loader = make_loader(tokenizer, records(40), records(9, "p"), epochs=2, replay_share=0.4)
         positions = [loaded.position for loaded in loader.batches()]
         assert len(set(positions)) == len(positions)
-        assert positions[-1].as_dict().keys() == {
-            "epoch",
-            "place",
-            "replay_epoch",
-            "replay_place",
-            "drawn",
-        }
-        assert isinstance(positions[-1].place, Place)
-
-    def test_a_place_is_the_same_in_every_version(self, tokenizer):
-        """A saved run is resumed by these: other values here would repeat and leave out data of
-        every run that was saved.
-        """
-        loaded = list(
-            itertools.islice(
-                make_loader(tokenizer, records(40), records(9, "p"), replay_share=0.3).batches(), 6
-            )
-        )
-        assert [(batch.batch.sample_ids, batch.position.as_dict()) for batch in loaded] == [
-            (
-                ("r6@10", "r22@0"),
-                {
-                    "epoch": 0,
-                    "place": [0, 0, 2],
-                    "replay_epoch": 0,
-                    "replay_place": [0, 0, 0],
-                    "drawn": 2,
-                },
-            ),
-            (
-                ("p6@0", "r11@0"),
-                {
-                    "epoch": 0,
-                    "place": [0, 0, 3],
-                    "replay_epoch": 0,
-                    "replay_place": [0, 0, 1],
-                    "drawn": 4,
-                },
-            ),
-            (
-                ("r39@0", "r6@20"),
-                {
-                    "epoch": 0,
-                    "place": [0, 0, 5],
-                    "replay_epoch": 0,
-                    "replay_place": [0, 0, 1],
-                    "drawn": 6,
-                },
-            ),
-            (
-                ("r30@0", "r6@0"),
-                {
-                    "epoch": 0,
-                    "place": [0, 0, 7],
-                    "replay_epoch": 0,
-                    "replay_place": [0, 0, 1],
-                    "drawn": 8,
-                },
-            ),
-            (
-                ("p6@20", "p0@0"),
-                {
-                    "epoch": 0,
-                    "place": [0, 0, 7],
-                    "replay_epoch": 0,
-                    "replay_place": [0, 0, 3],
-                    "drawn": 10,
-                },
-            ),
-            (
-                ("r25@0", "p7@0"),
-                {
-                    "epoch": 0,
-                    "place": [0, 0, 8],
-                    "replay_epoch": 0,
-                    "replay_place": [0, 0, 4],
-                    "drawn": 12,
-                },
-            ),
-        ]
+        assert all(isinstance(position.place, EpochPlace) for position in positions)
 
 
 class TestBatches:
@@ -363,7 +284,7 @@ class TestReplay:
             for name in loaded.batch.sample_ids
             if name.startswith("p")
         ]
-        once = sorted(s.id for s in loader.others[0].samples.epoch(0))
+        once = sorted(s.id for s in loader.replay.epoch(0))
         rounds = [names[i : i + len(once)] for i in range(0, len(names) - len(once) + 1, len(once))]
         assert len(rounds) > 3
         assert all(sorted(round) == once for round in rounds)
@@ -386,6 +307,7 @@ class TestAhead:
     def test_items_come_in_order_and_the_thread_ends_with_them(self):
         ahead = Prefetcher(iter(range(100)), depth=3)
         assert list(ahead) == list(range(100))
+        ahead.close()
         ahead.close()
         assert threads() == []
 
@@ -430,13 +352,6 @@ class TestAhead:
         with pytest.raises(error):
             list(ahead)
         ahead.close()
-
-    def test_closing_ends_a_thread_that_waits_for_room(self):
-        ahead = Prefetcher(itertools.count(), depth=1)
-        assert next(iter(ahead)) == 0
-        ahead.close()
-        ahead.close()
-        assert threads() == []
 
     def test_a_stop_ends_the_iteration_while_it_waits(self):
         stop, blocked, release = threading.Event(), threading.Event(), threading.Event()
@@ -493,13 +408,5 @@ def test_batches_are_pinned_by_the_prefetchers_thread_unchanged(tokenizer, monke
     assert set(threads) == {"npt-data"} and len(plain) == len(pinned) > 1
     for one, other in zip(pinned, plain, strict=True):
         assert one.sample_ids == other.sample_ids
-        names = (
-            "input_ids",
-            "attention_mask",
-            "position_ids",
-            "labels",
-            "valid_index",
-            "scored_index",
-        )
-        assert len(threads) % len(names) == 0  # every tensor of every batch, once
-        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS)
+    assert len(threads) == len(TENSORS) * len(pinned)  # every tensor of every batch, once

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from npt.config import DataConfig
 from npt.data.source import open_source
+from npt.doctor.data import NAMED, Reading
 from npt.errors import DataError
-from npt.tools.data_doctor.reading import NAMED, Reading
 
 
 def read(path: Path, **settings) -> tuple[list[dict], Reading]:

@@ -10,8 +10,7 @@ import pytest
 import npt
 from npt.base.load import load_tokenizer
 from npt.cli.main import main
-from npt.data.chat import AFTER
-from npt.data.encoding import Counts
+from npt.data.encoding import AFTER, RecordCounts
 from npt.data.report import lost
 from npt.data.samples import cut
 
@@ -33,7 +32,7 @@ def config(**more: Any) -> npt.DataConfig:
 
 
 def one(
-    record: dict[str, Any], tokenizer: Any, counts: Counts | None = None, **more: Any
+    record: dict[str, Any], tokenizer: Any, counts: RecordCounts | None = None, **more: Any
 ) -> tuple[str, str]:
     """Prompt and completion of a record's only sample, as text; the labels are the completion's
     tokens.
@@ -64,7 +63,7 @@ def test_ids_a_named_column_a_text_and_a_prompt_go_first(chatting) -> None:
 
 
 def test_earlier_answers_are_context_and_later_messages_counted(chatting) -> None:
-    counts = Counts()
+    counts = RecordCounts()
     turns = talk(
         ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")
     )

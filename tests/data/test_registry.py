@@ -12,8 +12,8 @@ from npt.base.load import load_tokenizer
 from npt.data import source
 from npt.data.samples import cut
 from npt.data.source import open_source
+from npt.doctor.data import examine
 from npt.errors import DataError
-from npt.tools.data_doctor.report import examine
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend" / "data-reader.md"
 
@@ -58,7 +58,7 @@ def test_a_new_suffix_is_found_in_folders_and_named(snippet, tmp_path):
 
 def test_the_doctor_reads_through_the_registry(snippet):
     report = examine(snippet["data"], load_tokenizer("tiny"), 2048)
-    assert report.trainable and report.counts.samples == 2 and not report.counts.unused
+    assert not report.problems and report.counts.samples == 2 and not report.counts.unused
 
 
 def test_a_fault_of_a_new_reader_is_located(tmp_path):

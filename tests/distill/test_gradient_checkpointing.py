@@ -13,7 +13,6 @@ import torch
 from resumed_runs import Runs, at, events, records, strict
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from windows import add_filled
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
@@ -21,12 +20,9 @@ from npt.adapters.fused import unfused
 from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, batch_from_tensors
-from npt.distill.local import MicroBatch
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import student_guard
 from npt.distill.strategies import drive
+from npt.doctor.measure import peak_bytes
 from npt.errors import ConfigError
-from npt.planning.measure import peak_bytes
 
 FORMS = (
     NPTConfig(rank=4, layers="all", additive_scale=1.0),
@@ -87,7 +83,6 @@ def calls_of(model: Any) -> list[int]:
 
 
 # --- the same bits
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,40 +124,7 @@ def test_only_layers_that_gradients_pass_are_computed_once_more(load_model, batc
     assert counts == [1, 3, 3, 3]
 
 
-def test_adapters_after_steps_have_the_same_bits(load_model, batch) -> None:
-    ended = []
-    for config in both(logit_kl_weight=0.5, learning_rate=1e-2, skip_spikes=True):
-        model = student(load_model, FORMS[0])
-        transaction = student_guard(model, config, [1e-2, 5e-3]).window
-        results = []
-        for window in range(3):
-            for part in MicroBatchSplitter(2).parts(batch):
-                add_filled(transaction, partial(drive, model, part, config))
-            if window == 1:  # a refused micro-batch leaves nothing
-                add_filled(transaction, partial(poisoned, model, batch, config))
-            results += transaction.commit()
-        ended.append({name: p.detach().clone() for name, p in adapter_parameters(model).items()})
-        told = [
-            (r.applied, r.loss, r.grad_norm, [str(refusal) for refusal in r.refused])
-            for r in results
-        ]
-        ended.append(told)
-    assert_identical(ended[2], ended[0])
-    assert (
-        ended[3] == ended[1]
-        and [applied for applied, *_ in ended[1]] == [True] * 3
-        and ended[1][1][3]
-    )
-
-
-def poisoned(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
-    sums = drive(model, batch, config)
-    next(iter(adapter_parameters(model).values())).grad[0, 0] = float("nan")
-    return sums
-
-
 # --- memory
-# --------------------------------------------------------------------------------------------------
 
 
 def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
@@ -196,7 +158,6 @@ def test_a_further_layer_adds_its_states_and_nothing_else() -> None:
 
 
 # --- who looks on
-# --------------------------------------------------------------------------------------------------
 
 
 class Broken(nn.Module):
@@ -235,7 +196,6 @@ def test_a_trace_names_the_same_operation(load_model, batch, backward, converted
 
 
 # --- settings
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["local", "propagated"])

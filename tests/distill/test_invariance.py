@@ -174,11 +174,3 @@ def test_a_real_token_matters_wherever_it_stands(student, config, samples, data,
     )
     for name in one[0]:
         assert not torch.equal(one[0][name], other[0][name]), name
-
-
-@PROPERTY
-@given(samples=documents(), max_length=st.integers(12, 40))
-def test_packing_saves_rows_and_loses_no_token(samples, max_length) -> None:
-    rows = pack(samples, max_length)
-    assert len(rows) <= len(samples)
-    assert collate(rows, PAD).tokens == collate(samples, PAD).tokens

@@ -21,8 +21,6 @@ from npt.config import LOGIT_LOSSES, TrainConfig
 from npt.distill import logit_losses
 from npt.distill.logit_losses import (
     forward_kl,
-    jsd,
-    kl_of_logs,
     reverse_kl,
     row_loss,
     through_head,
@@ -30,14 +28,8 @@ from npt.distill.logit_losses import (
 )
 
 N, D, V = 5, 6, 11
-W = 0.3
 
-DIVERGENCES: dict[str, Callable[..., Tensor]] = {
-    "kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "jsd 0.3": lambda s, t, temperature=1.0: jsd(s, t, temperature, W),
-}
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {"kl": forward_kl, "reverse_kl": reverse_kl}
 every = pytest.mark.parametrize("name", DIVERGENCES)
 
 # A divergence is what logarithms of size 1 and more leave over; in fp32 it is known to some units
@@ -63,12 +55,7 @@ def reference(name: str, student: Tensor, teacher: Tensor, temperature: float = 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a * (a / b).log()).sum()
 
-    weight = W if name == "jsd 0.3" else 0.5
-    m = weight * p + (1 - weight) * q
-    value = {"kl": kl(p, q), "reverse_kl": kl(q, p)}.get(
-        name, weight * kl(p, m) + (1 - weight) * kl(q, m)
-    )
-    return temperature**2 * value
+    return temperature**2 * {"kl": kl(p, q), "reverse_kl": kl(q, p)}[name]
 
 
 def value(of: Tensor) -> float:
@@ -80,7 +67,6 @@ def gradient_of(name: str, s: Tensor, t: Tensor, temperature: float = 1.0) -> Te
 
 
 # --- values and gradients
-# --------------------------------------------------------------------------------------------
 
 
 @every
@@ -107,45 +93,15 @@ def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name, temperatur
     assert torch.autograd.gradcheck(lambda s: DIVERGENCES[name](s, t, temperature), s)
 
 
-def test_the_forward_kls_gradient_is_t_times_q_minus_p() -> None:
-    s, t = logits(dtype=torch.float64)
-    for temperature in (0.5, 1.0, 4.0):
-        q, p = (torch.softmax(x.detach() / temperature, -1) for x in (s, t))
-        torch.testing.assert_close(gradient_of("kl", s, t, temperature), temperature * (q - p))
-
-
 def test_a_kl_goes_from_its_first_distribution_to_its_second() -> None:
     p, q = torch.tensor([[0.9, 0.1]]), torch.tensor([[0.5, 0.5]])
     forward = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
     backward = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
     assert value(forward_kl(q.log(), p.log())) == pytest.approx(forward, rel=1e-6)
     assert value(reverse_kl(q.log(), p.log())) == pytest.approx(backward, rel=1e-6)
-    # By hand for w = 0.3: m = (0.62, 0.38).
-    mixed = 0.3 * (0.9 * math.log(0.9 / 0.62) + 0.1 * math.log(0.1 / 0.38)) + 0.7 * 0.5 * (
-        math.log(0.5 / 0.62) + math.log(0.5 / 0.38)
-    )
-    assert value(jsd(q.log(), p.log(), weight=0.3)) == pytest.approx(mixed, rel=1e-5)
-
-
-@every
-def test_the_teacher_gets_no_gradient(name) -> None:
-    s, t = logits()
-    t.requires_grad_()
-    DIVERGENCES[name](s, t).sum().backward()
-    assert t.grad is None and s.grad.any()
-
-
-@every
-def test_no_tokens_give_zero_and_a_gradient_of_zeros(name) -> None:
-    s, t = logits(rows=0)
-    total = DIVERGENCES[name](s, t).sum()
-    assert total.item() == 0.0
-    total.backward()
-    assert s.grad.shape == (0, V)
 
 
 # --- what a divergence is
-# --------------------------------------------------------------------------------------------
 
 
 @every
@@ -164,44 +120,13 @@ def test_never_negative_zero_at_equality_and_blind_to_a_shift(name, seed, scale,
     )
 
 
-@given(seed=st.integers(0, 10**6), scale=st.floats(1e-3, 1e4), weight=st.floats(0.01, 0.99))
-@settings(deadline=None, max_examples=50, derandomize=True)
-def test_the_jsd_is_bounded_and_symmetric_at_one_half(seed, scale, weight) -> None:
-    s, t = logits(seed, scale=scale)
-    most = -weight * math.log(weight) - (1 - weight) * math.log(1 - weight)
-    assert value(jsd(s, t, weight=weight)) <= N * (most + LEFT_OVER)
-    assert value(jsd(s, t)) <= N * (math.log(2) + LEFT_OVER)
-    assert value(jsd(s, t)) == pytest.approx(value(jsd(t, s)), abs=N * LEFT_OVER)
-    assert value(jsd(s, t, weight=weight)) == pytest.approx(
-        value(jsd(t, s, weight=1 - weight)), abs=N * LEFT_OVER
-    )
-
-
 # --- where others make NaN
-# -------------------------------------------------------------------------------------------
-
-
-def extreme(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits of +-1e4, where the two sides agree and where they do not."""
-    s, t = logits(seed=2)
-    s, t = 1e4 * s.detach().sign(), 1e4 * t.sign()
-    return s.to(dtype).requires_grad_(), t.to(dtype)
-
-
-@every
-@pytest.mark.parametrize("temperature", [0.05, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extreme_logits_and_low_temperatures_stay_finite(name, temperature, dtype) -> None:
-    s, t = extreme(dtype)
-    assert math.isfinite(value(DIVERGENCES[name](s, t, temperature)))
-    gradient = gradient_of(name, s, t, temperature)
-    assert torch.isfinite(gradient).all() and gradient.any()
 
 
 @every
 @given(
     seed=st.integers(0, 10**6),
-    power=st.floats(-3, 4),
+    power=st.floats(-3, 5),
     temperature=st.floats(0.01, 100),
     masked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, V - 1)), max_size=8),
 )
@@ -233,13 +158,12 @@ def test_vocabulary_that_both_sides_mask_is_as_if_it_were_not_there(name) -> Non
     torch.testing.assert_close(gradient[:, :V], gradient_of(name, s, t))
 
 
-def test_what_one_side_alone_masks_makes_its_kl_infinite_and_no_jsd() -> None:
+def test_what_one_side_alone_masks_makes_its_kl_infinite() -> None:
     s, t = logits()
     shut = s.detach().clone()
     shut[:, 4] = -math.inf
     assert value(forward_kl(shut, t)) == math.inf and math.isfinite(value(reverse_kl(shut, t)))
     assert value(reverse_kl(t, shut)) == math.inf and math.isfinite(value(forward_kl(t, shut)))
-    assert math.isfinite(value(jsd(shut, t))) and math.isfinite(value(jsd(t, shut)))
 
 
 @every
@@ -252,22 +176,7 @@ def test_a_nan_among_the_logits_is_never_masked_away(name, who) -> None:
     assert not gradient_of(name, s, t)[:3].isnan().any()
 
 
-def test_the_impossible_makes_no_nan_gradient_on_either_side() -> None:
-    for excluded in ((0,), (1,), (0, 1)):
-        both = [x.detach().clone() for x in logits(seed=5, rows=2)]
-        for side in excluded:
-            both[side][0, 3] = -math.inf
-        for side in (0, 1):
-            leaves = [x.clone().requires_grad_(i == side) for i, x in enumerate(both)]
-            found = kl_of_logs(*(torch.log_softmax(x, -1) for x in leaves))
-            finite = torch.isfinite(found)
-            assert finite.tolist() == [excluded != (1,), True] and not found.isnan().any()
-            gradient = torch.autograd.grad(found[finite].sum(), leaves[side])[0]
-            assert torch.isfinite(gradient[finite]).all()
-
-
 # --- cross-entropy
-# --------------------------------------------------------------------------------------------------
 
 
 def test_cross_entropy_is_minus_the_log_of_the_targets_probability() -> None:
@@ -283,7 +192,6 @@ def test_cross_entropy_is_minus_the_log_of_the_targets_probability() -> None:
 
 
 # --- through the head
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -293,17 +201,14 @@ def head() -> nn.Linear:
 
 
 def config_for(name: str) -> TrainConfig:
-    temperature = 1.0 if name == "cross_entropy" else 2.0
-    return TrainConfig(
-        strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name, logit_temperature=temperature
-    )
+    return TrainConfig(strategy="end_to_end", logit_kl_weight=1.0, logit_loss=name)
 
 
 def plain(name: str, s: Tensor, other: Tensor) -> Tensor:
     """The loss that `config_for(name)` asks for, of whole logits."""
     if name == "cross_entropy":
         return token_cross_entropy(s, other).sum()
-    return DIVERGENCES[name](s, other, 2.0).sum()
+    return DIVERGENCES[name](s, other).sum()
 
 
 def head_states(name: str, rows: int = 10) -> tuple[Tensor, Tensor]:
@@ -426,13 +331,11 @@ def test_the_teacher_gets_no_gradient_through_the_head(head, name) -> None:
 
 
 @through
-def test_no_states_give_zero_and_a_gradient_of_zeros(head, name) -> None:
+def test_no_states_give_zero_and_equal_ones_no_divergence(head, name) -> None:
     student, other = head_states(name, rows=0)
     total = through_head(head, row_loss(config_for(name)), student, other, V)
     assert total.item() == 0.0
     assert torch.autograd.grad(total, student)[0].shape == (0, D)
-
-
-def test_equal_states_have_no_divergence(head) -> None:
-    student = head_states("kl")[0].detach()
-    assert value(through_head(head, row_loss(config_for("kl")), student, student.clone(), V)) == 0.0
+    same = head_states(name)[0].detach()
+    if name != "cross_entropy":
+        assert value(through_head(head, row_loss(config_for(name)), same, same.clone(), V)) == 0.0

@@ -17,8 +17,8 @@ import npt
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.adapters.stream import open_stream
 from npt.config import NPTConfig, TrainConfig
-from npt.data.batch import IGNORE_INDEX, Batch, Sample, collate
-from npt.distill.local import MicroBatch
+from npt.data.batch import IGNORE_INDEX, Batch, Sample
+from npt.distill.local import BatchSums
 from npt.distill.strategies import drive
 
 # fp32 sums of a few hundred terms, in another order than the reference's: a few units of 2^-24
@@ -46,13 +46,11 @@ HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "nmse_update": {"loss": "nmse_update"},
     "direction": {"loss": "direction"},
     "mse": {"loss": "mse"},
-    "smooth_l1": {"loss": "smooth_l1"},
     "cosine": {"loss": "cosine"},
 }
 LOGIT_LOSSES: dict[str, dict[str, Any]] = {
-    "kl": {"logit_temperature": 2.0},
-    "reverse_kl": {"logit_loss": "reverse_kl", "logit_temperature": 0.5},
-    "jsd": {"logit_loss": "jsd", "logit_temperature": 2.0},
+    "kl": {},
+    "reverse_kl": {"logit_loss": "reverse_kl"},
     "cross_entropy": {"logit_loss": "cross_entropy"},
 }
 # A layer's loss is one function for all strategies: `local` has every one, the others those that
@@ -86,7 +84,7 @@ def move_adapters(model: nn.Module) -> None:
 
 def run(
     model: nn.Module, batch: Batch, config: TrainConfig, teacher: Any = None
-) -> tuple[MicroBatch, dict[str, Tensor]]:
+) -> tuple[BatchSums, dict[str, Tensor]]:
     """Sums and gradients of one micro-batch."""
     parameters = adapter_parameters(model)
     for parameter in parameters.values():
@@ -102,8 +100,8 @@ def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = 
 
 
 def assert_same_result(
-    one: tuple[MicroBatch, dict[str, Tensor]],
-    other: tuple[MicroBatch, dict[str, Tensor]],
+    one: tuple[BatchSums, dict[str, Tensor]],
+    other: tuple[BatchSums, dict[str, Tensor]],
     tolerance: float = ROUNDING,
 ) -> None:
     assert (one[0].tokens, one[0].scored) == (other[0].tokens, other[0].scored)
@@ -114,7 +112,7 @@ def assert_same_result(
 
 
 def assert_identical(
-    one: tuple[MicroBatch, dict[str, Tensor]], other: tuple[MicroBatch, dict[str, Tensor]]
+    one: tuple[BatchSums, dict[str, Tensor]], other: tuple[BatchSums, dict[str, Tensor]]
 ) -> None:
     for name in ("loss", "nmse", "reg", "logit", "layer_nmse"):
         assert torch.equal(getattr(one[0], name), getattr(other[0], name)), name
@@ -124,7 +122,6 @@ def assert_identical(
 
 
 # --- the slow reference
-# -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -215,8 +212,6 @@ def token_loss(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
         return 2 * (1 - cos) / len(o)
     if config.loss == "mse":
         return (o - t).pow(2).mean()
-    if config.loss == "smooth_l1":
-        return nn.functional.smooth_l1_loss(o, t)
     if config.loss == "cosine":
         return 0.5 * nmse + 0.5 * (1 - cos)
     return nmse
@@ -237,20 +232,13 @@ def logit_sum(config: TrainConfig, taught: Any, learnt: Any, batch: Batch) -> tu
         for row, column in batch.attention_mask.nonzero().tolist()
         if 1 in batch.attention_mask[row, column + 1 : column + 2]
     ]
-    temperature = config.logit_temperature
     parts = []
     for place in where:
-        q, p = (
-            torch.softmax(out.logits[place].double() / temperature, -1) for out in (learnt, taught)
-        )
-        m = 0.5 * p + 0.5 * q
-        forward, backward, p_m, q_m = (
-            (a * (a / b).log()).sum() for a, b in ((p, q), (q, p), (p, m), (q, m))
-        )
+        q, p = (torch.softmax(out.logits[place].double(), -1) for out in (learnt, taught))
+        forward, backward = ((a * (a / b).log()).sum() for a, b in ((p, q), (q, p)))
         value = {
-            "kl": temperature**2 * forward,
-            "reverse_kl": temperature**2 * backward,
-            "jsd": temperature**2 * (0.5 * p_m + 0.5 * q_m),
+            "kl": forward,
+            "reverse_kl": backward,
             "cross_entropy": -q[batch.input_ids[place[0], place[1] + 1]].log(),
         }[config.logit_loss]
         parts.append(value)
@@ -264,7 +252,7 @@ def energy_sum(layer: nn.Module, a: Tensor, batch: Batch) -> Tensor:
 
 def reference(
     base: nn.Module, model: nn.Module, batch: Batch, config: TrainConfig
-) -> tuple[MicroBatch, dict[str, Tensor]]:
+) -> tuple[BatchSums, dict[str, Tensor]]:
     """The same sums and gradients, with one autograd graph over everything and the untouched base
     as the teacher.
     """
@@ -313,7 +301,7 @@ def reference(
         zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
     )
     figures = (part.detach() for part in (loss, nmses.mean(), regs.mean(), logit, nmses))
-    sums = MicroBatch(*figures, batch.tokens, scored)
+    sums = BatchSums(*figures, batch.tokens, scored)
     return sums, gradients
 
 
@@ -373,7 +361,6 @@ def test_a_teacher_of_its_own_teaches_what_it_computes(
 
 
 # --- one attached model for what follows
-# -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -405,17 +392,6 @@ def pad_row(model: nn.Module, value: float) -> Iterator[None]:
         yield
     finally:
         weight.data[PAD] = before
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_garbage_in_the_embedding_of_padding_changes_no_bit(student, name, side) -> None:
-    batch = collate(samples(2, [9, 4, 6]), PAD, side=side, length=11)
-    config = config_for(name, 0.5)
-    clean = run(student, batch, config)
-    for garbage in (float("inf"), float("nan"), 1e30):
-        with pad_row(student, garbage):
-            assert_identical(run(student, batch, config), clean)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -508,7 +484,6 @@ def test_only_the_layers_up_to_the_last_converted_one_run(load_model, batch, nam
 
 
 # --- every loss and weight
-# -------------------------------------------------------------------------------------------
 
 every = pytest.mark.parametrize(("name", "own"), VARIANTS, ids=variant_id)
 

@@ -50,8 +50,8 @@ def test_what_a_sharded_base_cannot_do_is_refused(base: str) -> None:
         )
         assert (
             errors["end_to_end"]
-            == "a sharded base has one whole layer at a time, which only --strategy local can do"
-            " with; use it"
+            == "--strategy propagated and end_to_end do not support a sharded base; use --strategy"
+            " local"
         )
 
 

@@ -7,20 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
+from students import moved
 from transformers import LlamaForCausalLM
 
 import npt
-from npt.adapters.converted import adapter_parameters
-
-
-def moved(model: LlamaForCausalLM, std: float) -> LlamaForCausalLM:
-    """Its adapters filled with noise from a fixed seed."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @pytest.fixture

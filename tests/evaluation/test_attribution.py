@@ -4,14 +4,11 @@ its kept outputs.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from students import enlarge
+from students import enlarge, moved, random_samples
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.config import NPTConfig
 from npt.data.batch import Sample
 from npt.errors import DataError
@@ -20,11 +17,7 @@ from npt.evaluation.evaluate import evaluate
 
 
 def samples() -> list[Sample]:
-    generator = torch.Generator().manual_seed(3)
-    some = [
-        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
-        for i, n in enumerate((9, 4, 12, 7, 2))
-    ]
+    some = random_samples((9, 4, 12, 7, 2))
     # One with a prompt, and one in which nothing is predicted.
     return [*some, Sample("p", (5, 6, 7, 8), (-100, -100, 7, 8)), Sample("n", (5, 6), (-100, -100))]
 
@@ -33,11 +26,7 @@ def samples() -> list[Sample]:
 def student(load_model):
     model = load_model()
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +77,7 @@ def test_attribution_changes_no_other_figure(student, base, tokenizer) -> None:
     assert not without.attribution
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_reference_of_which_the_model_is_gone_gives_the_same(
     student, load_model, base, tokenizer, batch_size
 ) -> None:
@@ -102,11 +91,6 @@ def test_a_reference_of_which_the_model_is_gone_gives_the_same(
     for name, figures in beside.items():
         # rows are padded to other lengths
         assert found[name].as_dict() == pytest.approx(figures.as_dict(), rel=1e-4)
-    assert (
-        reference.state_bytes
-        == sum(len(s.input_ids) - 1 for s in samples()[:5]) * 64 * 4 + 2 * 64 * 4
-    )
-    assert reference.head_bytes == 128 * 64 * 4
 
 
 def test_the_base_is_left_as_it_was(student, load_model, tokenizer) -> None:
@@ -128,16 +112,3 @@ def test_a_reference_of_other_samples_is_refused(student, base, tokenizer) -> No
         evaluate(student, tokenizer, samples(), unquantized=reference)
     with pytest.raises(DataError, match=r"999.*sample there"):
         reference_outputs(base, [Sample("there", (5, 999))])
-
-
-def test_an_unquantised_base_that_says_nan_is_reported_as_nan(
-    student, load_model, tokenizer
-) -> None:
-    base = load_model(None)
-    with torch.no_grad():
-        base.model.norm.weight[0] = math.nan
-    found = evaluate(student, tokenizer, samples(), unquantized=base)
-    assert math.isnan(found.attribution["unquantized_to_npt"].kl) and math.isnan(
-        found.attribution["unquantized_to_4bit"].top1
-    )
-    assert found.attribution["4bit_to_npt"] == found.student and math.isfinite(found.student.kl)

@@ -25,7 +25,7 @@ def test_every_figure_that_a_file_has_is_written_in_one_way() -> None:
         ("top1", 0.952, 0.0031, "95.2 ± 0.3%"),
         ("acceptance", 1.0, 0.0, "100.0%"),
         ("acceptance", 1.0 - 1e-7, 1e-8, "100.0%"),  # rounding of fp32
-        ("top5", 0.99988, 8.7e-5, "99.99 ± 0.01%"),
+        ("top1", 0.99988, 8.7e-5, "99.99 ± 0.01%"),
         ("kl", 2e-5, math.nan, "0.00002"),
         ("perplexity_ratio", 1.00003, math.nan, "1.00003"),
         ("perplexity", 38.86, 5.2331, "38.860 ± 5.233"),
@@ -54,8 +54,6 @@ def test_what_is_not_the_teachers_figure_never_reads_as_it(key, away) -> None:
         (0.0, 2, "0.00%"),
         (1.0, 2, "100.00%"),
         (3e-5, 2, "0.003%"),
-        (1e-12, 2, "<0.000001%"),
-        (1 - 1e-12, 1, ">99.99999%"),
         (0.1234, 1, "12.3%"),
         (math.nan, 1, "not finite"),
     ],

@@ -6,20 +6,19 @@ With NPT_EXTRAS=eval its absence is a failure.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from students import moved
 
 import npt
-from npt.adapters.converted import adapter_parameters, npt_layers
+from npt.adapters.converted import npt_layers
 from npt.cli.main import main
 from npt.config import NPTConfig
 from npt.errors import ConfigError, DataError, ModelError
-from npt.evaluation import harness
 from npt.evaluation.harness import find_tasks, lm_eval
 from npt.evaluation.view import mode_view
 
@@ -81,10 +80,7 @@ def write_tasks(folder: Path) -> Path:
 def student():
     model, tokenizer = npt.load_base("tiny", quantization="nf4", device="cpu")
     npt.attach(model, NPTConfig(rank=4, layers="3,5"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    moved(model, 0.2)
     return model, tokenizer
 
 
@@ -141,44 +137,6 @@ def test_the_scores_are_those_of_the_models_own_logits(student, tmp_path) -> Non
     assert len(perplexities) == 3  # three models, not one
 
 
-def test_flips_are_answers_that_are_not_the_teachers() -> None:
-    def run(*likelihoods):
-        samples = [{"filtered_resps": [(each, False) for each in row]} for row in likelihoods]
-        kinds = {"choice": "multiple_choice", "text": "loglikelihood_rolling"}
-        configs = {task: {"output_type": kind} for task, kind in kinds.items()}
-        return {"samples": {"choice": samples, "text": [{}]}, "configs": configs}
-
-    # the second item turns, the third has another margin alone
-    teacher = harness._answers(run((-1.0, -2.0), (-3.0, -2.5), (-1.0, -9.0)))
-    student = harness._answers(run((-1.5, -2.0), (-2.0, -2.5), (-4.0, -9.0)))
-    assert teacher == {"choice": [0, 1, 0]} and student == {"choice": [0, 0, 0]}
-    found = harness._flips(student["choice"], teacher["choice"])
-    assert found["flips"] == pytest.approx(1 / 3)
-    assert found["flips_se"] == pytest.approx((1 / 3 * 2 / 3 / 2) ** 0.5)  # of a mean, n - 1 = 2
-
-
-@pytest.mark.usefixtures("the_harness")
-def test_a_pad_token_that_the_base_does_not_know_is_not_looked_up(student, tmp_path) -> None:
-    model, tokenizer = student
-    padded = copy.deepcopy(tokenizer)
-    padded.add_special_tokens({"pad_token": "[PAD]"})
-    assert padded.pad_token_id >= model.config.vocab_size
-    tasks = write_tasks(tmp_path)
-    written = (
-        'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{good}}"\n'
-        "generation_kwargs: {max_gen_toks: 3, until: []}\n"
-        "metric_list:\n  - {metric: exact_match, aggregation: mean, higher_is_better: true}\n"
-    )
-    source = (tasks / "choice.yaml").read_text().split("output_type")[0]
-    (tasks / "choice.yaml").write_text(source.replace("own_choice", "own_words") + written)
-    scores = [
-        lm_eval(model, one, ["own_words"], tasks_path=tasks, batch_size=2)
-        for one in (tokenizer, padded)
-    ]
-    assert scores[0] == scores[1] and scores[0]["student"]["own_words"]["samples"] == 5
-    assert padded.pad_token == "[PAD]"
-
-
 @pytest.mark.usefixtures("the_harness")
 def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
     model, tokenizer = student
@@ -200,7 +158,7 @@ def test_the_model_is_left_as_it_was(student, tmp_path) -> None:
 @pytest.mark.usefixtures("the_harness")
 def test_what_is_not_there_is_named(student, tmp_path) -> None:
     tasks = write_tasks(tmp_path)
-    with pytest.raises(ConfigError, match=r"'absent'.*there are: own_choice, own_text"):
+    with pytest.raises(ConfigError, match=r"'absent', which .*tasks does not have"):
         find_tasks(["own_text", "absent"], tasks)
     (tmp_path / "questions.jsonl").unlink()
     with pytest.raises(DataError, match=r"the data of --lm_eval own_text cannot be read"):
@@ -208,38 +166,17 @@ def test_what_is_not_there_is_named(student, tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("the_harness")
-def test_the_verb_prints_the_scores(student, short_library, tmp_path, capsys, monkeypatch) -> None:
+def test_the_verb_gives_the_scores(student, short_library, tmp_path, capsys) -> None:
     model, tokenizer = student
-    tasks = write_tasks(tmp_path)
-    npt.save_adapter(model, tmp_path / "adapter")
-    arguments = [
-        "evaluate",
-        "--adapter",
-        str(tmp_path / "adapter"),
-        "--use_quantization",
-        "--max_length",
-        "32",
-        "--eval_samples",
-        "2",
-    ]
-    some = ["--lm_eval_tasks_path", str(tasks), "--lm_eval_limit", "2"]
-    assert main([*arguments, "--lm_eval", "own_choice", *some, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["lm_eval"]
-    expected = lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks, limit=2)
-    assert {mode: scores["own_choice"] for mode, scores in found.items()} == {
-        m: s["own_choice"] for m, s in expected.items()
-    }
-    asked: list[list[str]] = []
-    monkeypatch.setattr(
-        harness, "lm_eval", lambda model, tokenizer, names, **_: asked.append(names) or expected
-    )
-    assert main([*arguments, "--lm_eval", "own_choice,own_text", *some]) == 0
+    tasks, adapter = write_tasks(tmp_path), npt.save_adapter(model, tmp_path / "adapter")
+    arguments = ["evaluate", "--adapter", str(adapter), "--max_length", "32", "--eval_samples", "2"]
+    arguments += ["--lm_eval_tasks_path", str(tasks), "--lm_eval_limit", "2"]
+    assert main([*arguments, "--lm_eval", "own_choice", "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["lm_eval"]
+    assert scores == lm_eval(model, tokenizer, ["own_choice"], tasks_path=tasks, limit=2)
+    assert main([*arguments, "--lm_eval", "own_choice"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "lm-evaluation-harness" in out
-        and "own_choice" in out
-        and asked == [["own_choice", "own_text"]]
-    )
+    assert "lm-evaluation-harness" in out and "own_choice" in out
 
 
 def test_no_task_no_folder_and_no_adapters_are_refused(student, tmp_path) -> None:

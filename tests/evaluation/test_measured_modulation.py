@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor, nn
 
 import npt
@@ -18,7 +19,7 @@ from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import PRODUCTS, NPTConfig
 from npt.data.batch import Batch, batch_from_tensors
 from npt.errors import DataError, ModelError
-from npt.evaluation.modulation import BINS, SATURATED, measure_modulation
+from npt.evaluation.modulation import measure_modulation
 
 OLD: dict[str, Any] = {"targets": tuple(PRODUCTS)}
 
@@ -29,11 +30,7 @@ def make(load_model: Callable[..., nn.Module], scale: float = 0.2, **config: Any
     npt.attach(
         model, NPTConfig(**{"rank": 4, "layers": "1,3", "additive_scale": 0.7, **OLD, **config})
     )
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, scale)
 
 
 def shown(model: nn.Module, batch: Batch) -> dict[int, dict[str, Tensor]]:
@@ -60,30 +57,22 @@ def test_the_figures_are_those_of_the_terms_in_the_models_own_forward(load_model
     stages = shown(model, batch)
     found = measure_modulation(model, [batch])
     assert found.tokens == batch.tokens == 21
-    assert (found.mult_bound, found.additive_scale) == (0.5, 0.7)
+    assert found.mult_bound == 0.5
     assert list(found.layers) == [1, 3]
     for index, layer in found.layers.items():
         of = stages[index]
         # rel: two ways through the same 4-bit products, in fp32 with other groupings.
-        assert layer.stream_rms == pytest.approx(
+        assert layer["stream_rms"] == pytest.approx(
             float(of["stream"].double().square().mean().sqrt()), rel=1e-4
         )
-        assert list(layer.targets) == ["gate", "up", "down"]
-        for name, target in layer.targets.items():
+        assert list(layer["targets"]) == ["gate", "up", "down"]
+        for name, target in layer["targets"].items():
             m, s = of[f"m_{name}"].double(), of[f"s_{name}"].double()
             product = of["mlp" if name == "down" else name].double()
-            assert (
-                target.counts is not None
-                and sum(target.counts) == m.numel()
-                and len(target.counts) == BINS
-            )
-            wanted = torch.histc(m, BINS, 0.5, 1.5)
-            # A multiplier on an edge may fall on either side of it: a few of 21 x 128.
-            assert float((torch.tensor(target.counts) - wanted).abs().sum()) <= 8
-            assert target.mean == pytest.approx(float(m.mean()), rel=1e-4)
-            assert target.std == pytest.approx(float(m.std(correction=0)), rel=1e-3)
-            assert target.add_rms == pytest.approx(float(s.square().mean().sqrt()), rel=1e-3)
-            assert target.product_rms == pytest.approx(
+            assert target["mean"] == pytest.approx(float(m.mean()), rel=1e-4)
+            assert target["std"] == pytest.approx(float(m.std(correction=0)), rel=1e-3)
+            assert target["add_rms"] == pytest.approx(float(s.square().mean().sqrt()), rel=1e-3)
+            assert target["product_rms"] == pytest.approx(
                 float((product - s).square().mean().sqrt()), rel=1e-3
             )
 
@@ -97,41 +86,22 @@ def test_batches_add_up_whatever_their_padding(load_model, batch) -> None:
     one, several = measure_modulation(model, [batch]), measure_modulation(model, rows)
     assert one.tokens == several.tokens
     for index, layer in one.layers.items():
-        for name, target in layer.targets.items():
-            other = several.layers[index].targets[name]
+        for name, target in layer["targets"].items():
+            other = several.layers[index]["targets"][name]
             # rows alone take other kernels
-            assert target.add_rms == pytest.approx(other.add_rms, rel=1e-3)
-            assert sum(abs(a - b) for a, b in zip(target.counts, other.counts, strict=True)) <= 16
+            assert target["add_rms"] == pytest.approx(other["add_rms"], rel=1e-3)
+            assert target["mean"] == pytest.approx(other["mean"], rel=1e-4)
 
 
-def test_multipliers_at_their_bounds_are_saturated_in_outermost_bins(load_model, batch) -> None:
-    found = measure_modulation(make(load_model, scale=30.0), [batch])
-    for layer in found.layers.values():
-        for target in layer.targets.values():
-            assert target.saturated > 0.5
-            assert (
-                target.counts[0] + target.counts[-1]
-                >= target.saturated * sum(target.counts) * 0.999
-            )
-    assert SATURATED == 0.99
-
-
-@pytest.mark.parametrize(
-    ("form", "least", "most"),
-    [
-        ("half_sigmoid", 0.5, 1.0),
-        ("one_plus_tanh", 0.5, 1.0),
-        ("unbounded", 0.0, 0.0),
-        ("sigmoid", 0.5, 1.0),
-    ],
-)
+@pytest.mark.parametrize("form", ["half_sigmoid", "one_plus_tanh", "unbounded", "sigmoid"])
 @pytest.mark.parametrize("size", [0.0, 30.0])
-def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, most, size) -> None:
+def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, size) -> None:
     found = measure_modulation(make(load_model, scale=size, mult_form=form), [batch])
-    for layer in found.layers.values():
-        for target in layer.targets.values():
-            assert target.saturated is not None
-            assert least <= target.saturated <= most if size else target.saturated == 0.0
+    shares = [t["saturated"] for layer in found.layers.values() for t in layer["targets"].values()]
+    if size and form != "unbounded":
+        assert all(0.5 <= share <= 1 for share in shares)
+    else:
+        assert set(shares) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -145,28 +115,28 @@ def test_saturation_is_of_the_range_of_the_form(load_model, batch, form, least, 
 def test_what_the_form_does_not_have_is_none(load_model, batch, modulation, targets) -> None:
     found = measure_modulation(make(load_model, modulation=modulation, targets=targets), [batch])
     for layer in found.layers.values():
-        assert tuple(layer.targets) == targets
-        for target in layer.targets.values():
+        assert tuple(layer["targets"]) == targets
+        for target in layer["targets"].values():
             assert (
-                (target.counts is None) == (target.saturated is None) == (modulation == "additive")
+                (target["mean"] is None)
+                == (target["saturated"] is None)
+                == (modulation == "additive")
             )
-            assert (target.add_rms is None) == (modulation == "multiplicative")
-            assert target.product_rms > 0
+            assert (target["add_rms"] is None) == (modulation == "multiplicative")
+            assert target["product_rms"] > 0
 
 
 def test_numbers_that_are_not_finite_are_counted_and_end_nothing(load_model, batch) -> None:
     model = make(load_model)
     with torch.no_grad():
         model.get_parameter("model.layers.3.npt.M.gate")[5] = math.nan
-    before, hurt = (
-        measure_modulation(model, [batch]).layers[1],
-        measure_modulation(model, [batch]).layers[3],
-    )
-    assert before.targets["gate"].bad == 0.0
-    assert hurt.targets["gate"].bad == pytest.approx(1 / 128)  # one channel of F
-    assert sum(hurt.targets["gate"].counts) == 21 * 127
-    assert math.isfinite(hurt.targets["gate"].mean)
-    assert math.isnan(hurt.targets["down"].product_rms)  # what comes after is NaN, and says so
+    sound, hurt = measure_modulation(model, [batch]).layers.values()
+    assert sound["targets"]["gate"]["bad"] == 0.0
+    assert hurt["targets"]["gate"]["bad"] == pytest.approx(1 / 128)  # one channel of F
+    assert math.isfinite(hurt["targets"]["gate"]["mean"])
+    assert math.isnan(
+        hurt["targets"]["down"]["product_rms"]
+    )  # what comes after is NaN, and says so
 
 
 def test_the_model_is_left_as_it_was(load_model, batch) -> None:
@@ -197,7 +167,8 @@ def test_a_dict_of_it_is_json_with_layers_by_their_index(load_model, batch) -> N
         json.dumps(measure_modulation(make(load_model), [batch]).as_dict(), allow_nan=False)
     )
     assert list(values["layers"]) == ["1", "3"]
-    assert len(values["layers"]["1"]["targets"]["gate"]["counts"]) == BINS
+    gate = {"product_rms", "add_rms", "saturated", "bad", "mean", "std"}
+    assert values["layers"]["1"]["targets"]["gate"].keys() == gate
 
 
 def test_no_batch_and_foreign_tokens_and_a_plain_model_are_refused(load_model, batch) -> None:
@@ -216,7 +187,10 @@ def test_the_stream_has_the_size_of_its_shift_and_no_multiplier(load_model, batc
     stages, found = shown(model, batch), measure_modulation(model, [batch])
     for index, layer in found.layers.items():
         shift = stages[index]["s_stream"]
-        look = layer.targets["stream"]
-        assert look.add_rms == pytest.approx(float(shift.square().mean().sqrt()), rel=1e-5)
-        assert look.counts is None and look.saturated is None
-        assert layer.targets["up"].add_rms is None and layer.targets["up"].saturated is not None
+        look = layer["targets"]["stream"]
+        assert look["add_rms"] == pytest.approx(float(shift.square().mean().sqrt()), rel=1e-5)
+        assert look["mean"] is None and look["saturated"] is None
+        assert (
+            layer["targets"]["up"]["add_rms"] is None
+            and layer["targets"]["up"]["saturated"] is not None
+        )

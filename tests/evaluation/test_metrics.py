@@ -57,9 +57,7 @@ def test_each_token_is_compared_as_its_definition_says(head, monkeypatch, chunk)
             "teacher_nll": -math.log(p[targets[i]]),
             "nll": -math.log(q[targets[i]]),
             "kl": float((p * (p / q).log()).sum()),
-            "reverse_kl": float((q * (q / p).log()).sum()),
             "top1": float(p.argmax() == q.argmax()),
-            "top5": float(int(p.argmax()) in q.topk(5).indices.tolist()),
             "acceptance": float(torch.minimum(p, q).sum()),
             "tokens": 1.0,
         }
@@ -85,16 +83,6 @@ def test_acceptance_never_exceeds_one_over_a_large_vocabulary(apart) -> None:
     assert_close(acceptance.double(), exact, rtol=0.0, atol=2e-6)
     mean, error = mean_and_error(acceptance.double(), torch.ones(40, dtype=torch.float64))
     assert mean <= 1.0 and (apart > 0 or error == 0.0)
-
-
-def test_a_teacher_with_a_head_of_its_own_predicts_with_it(head) -> None:
-    student, teacher, targets = inputs()
-    own = nn.Linear(D, V, bias=False).requires_grad_(False)
-    own.weight.copy_(2 * head.weight)
-    table = compare_tokens(student, teacher, targets, head, V, teacher_head=own)
-    # Doubling is exact, so twice the state under the head is the state under twice the head.
-    assert torch.equal(table, compare_tokens(student, 2 * teacher, targets, head, V))
-    assert not torch.equal(table, compare_tokens(student, teacher, targets, head, V))
 
 
 @pytest.mark.parametrize("chunk", [1, 4 * V, 1 << 26])
@@ -143,40 +131,28 @@ def test_a_model_that_says_nan_agrees_in_nothing(head, broken) -> None:
         if broken in (name, "both"):
             states[2, 1] = math.nan
     table = compare_tokens(student, teacher, targets, head, V)
-    for name in ("kl", "reverse_kl", "top1", "top5", "acceptance"):
+    for name in ("kl", "top1", "acceptance"):
         assert column(table, name).isnan().nonzero().flatten().tolist() == [2], name
 
 
 @given(seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=40, derandomize=True)
-def test_each_divergence_bounds_the_acceptance_and_top5_contains_top1(seed) -> None:
+def test_the_divergence_bounds_the_acceptance(seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     student, teacher = (2 * torch.randn(N, V, generator=generator) for _ in range(2))
     table = compare_tokens(student, teacher, torch.zeros(N, dtype=torch.int64), nn.Identity(), V)
-    # 1 - acceptance is the total variation, which Pinsker's inequality bounds by either divergence;
-    # 1e-6 for fp32 sums of V terms.
-    for name in ("kl", "reverse_kl"):
-        assert (1 - column(table, "acceptance") <= (column(table, name) / 2).sqrt() + 1e-6).all()
-    assert (column(table, "top1") <= column(table, "top5")).all()
+    # 1 - acceptance is the total variation, which Pinsker's inequality bounds; 1e-6 for fp32 sums
+    # of V terms
+    assert (1 - column(table, "acceptance") <= (column(table, "kl") / 2).sqrt() + 1e-6).all()
 
 
-def test_figures_of_a_file_without_the_newer_ones_are_nan() -> None:
+def test_figures_are_read_back_with_nan_for_null_and_without_those_of_earlier_versions() -> None:
     full = figures(TABLE)
-    old = {
-        key: value
-        for key, value in full.as_dict().items()
-        if not key.startswith(("reverse_kl", "top5"))
-    }
-    read = Figures.from_dict({**old, "kl_se": None})
-    assert (read.kl, read.tokens, read.acceptance) == (full.kl, full.tokens, full.acceptance)
-    assert all(
-        math.isnan(value)
-        for value in (read.kl_se, read.reverse_kl, read.reverse_kl_se, read.top5, read.top5_se)
-    )
+    read = Figures.from_dict({**full.as_dict(), "kl_se": None, "top5": 0.5, "reverse_kl": 0.1})
+    assert math.isnan(read.kl_se) and read.as_dict().keys() == full.as_dict().keys()
     assert Figures.from_dict(full.as_dict()) == full
-    for broken in ({"kl": 0.5}, {**full.as_dict(), "unknown": 1.0}):
-        with pytest.raises(TypeError):
-            Figures.from_dict(broken)
+    with pytest.raises(KeyError):
+        Figures.from_dict({"kl": 0.5})
 
 
 def test_tokens_are_summed_by_the_sample_they_belong_to(head) -> None:
@@ -186,27 +162,6 @@ def test_tokens_are_summed_by_the_sample_they_belong_to(head) -> None:
     # samples 1 and 4 have none
     assert sums.dtype == torch.float64 and column(sums, "tokens").tolist() == [2.0, 3.0, 4.0]
     torch.testing.assert_close(sums[1], table[2:5].double().sum(dim=0))
-
-
-def test_a_perplexity_of_nan_is_nan_and_not_infinite() -> None:
-    rows = torch.ones(2, len(COLUMNS), dtype=torch.float64)
-    rows[0, COLUMNS.index("nll")] = math.nan
-    assert math.isnan(figures(rows).perplexity)
-    rows[0, COLUMNS.index("nll")] = 1e6
-    assert figures(rows).perplexity == math.inf
-
-
-def test_a_model_against_itself_agrees_to_the_bit(head) -> None:
-    _, teacher, targets = inputs()
-    table = compare_tokens(teacher, teacher, targets, head, V)
-    assert torch.equal(column(table, "nll"), column(table, "teacher_nll"))
-    assert torch.equal(column(table, "kl"), torch.zeros(N))
-    assert torch.equal(column(table, "reverse_kl"), torch.zeros(N))
-    assert torch.equal(column(table, "top1"), torch.ones(N)) and torch.equal(
-        column(table, "top5"), torch.ones(N)
-    )
-    # a sum of V probabilities
-    torch.testing.assert_close(column(table, "acceptance"), torch.ones(N))
 
 
 def test_the_error_of_a_ratio_by_hand() -> None:
@@ -220,26 +175,10 @@ def test_the_error_of_a_ratio_by_hand() -> None:
     assert error == pytest.approx(math.sqrt(3 / 2 * sum(r * r for r in residuals)) / 10)
 
 
-def test_the_error_agrees_with_a_bootstrap_over_samples() -> None:
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.randint(5, 50, (200,), generator=generator).double()
-    # shared by a sample's tokens, as in real text
-    level = torch.randn(200, generator=generator, dtype=torch.float64)
-    sums = counts * (2.0 + level)
-    draws = torch.randint(0, 200, (4000, 200), generator=generator)
-    means = sums[draws].sum(dim=1) / counts[draws].sum(dim=1)
-    _, error = mean_and_error(sums, counts)
-    # 4000 draws know their spread to 1/sqrt(8000) = 1%, and the linearised formula differs by a few
-    # more at 200 samples.
-    assert error == pytest.approx(float(means.std()), rel=0.06)
-
-
-@pytest.mark.parametrize("sums", [[3.0], [0.0]])
-def test_one_sample_has_no_error(sums) -> None:
-    mean, error = mean_and_error(
-        torch.tensor(sums, dtype=torch.float64), torch.tensor([4.0], dtype=torch.float64)
-    )
-    assert mean == sums[0] / 4 and math.isnan(error)
+def test_one_sample_has_no_error() -> None:
+    sums, counts = torch.tensor([[3.0], [4.0]], dtype=torch.float64)
+    mean, error = mean_and_error(sums, counts)
+    assert mean == 0.75 and math.isnan(error)
 
 
 def per_sample(**columns: list[float]) -> Tensor:
@@ -250,9 +189,7 @@ TABLE = per_sample(
     teacher_nll=[4.0, 9.0, 8.0],
     nll=[5.0, 9.0, 9.0],
     kl=[0.5, 0.1, 0.4],
-    reverse_kl=[0.25, 0.15, 0.5],
     top1=[1.0, 2.0, 3.0],
-    top5=[2.0, 2.0, 4.0],
     acceptance=[1.5, 2.5, 3.5],
     tokens=[2.0, 3.0, 4.0],
 )
@@ -263,9 +200,7 @@ def test_figures_are_means_per_token_and_exponentials_of_them() -> None:
     assert f.tokens == 9
     assert f.perplexity == pytest.approx(math.exp(23 / 9))
     assert f.perplexity_ratio == pytest.approx(math.exp(2 / 9))
-    assert (f.kl, f.reverse_kl, f.top1, f.top5, f.acceptance) == pytest.approx(
-        (1.0 / 9, 0.9 / 9, 6.0 / 9, 8.0 / 9, 7.5 / 9)
-    )
+    assert (f.kl, f.top1, f.acceptance) == pytest.approx((1.0 / 9, 6.0 / 9, 7.5 / 9))
 
 
 def test_errors_of_figures_are_paired_and_linearised() -> None:
@@ -279,7 +214,10 @@ def test_errors_of_figures_are_paired_and_linearised() -> None:
     assert f.perplexity_ratio_se < f.perplexity_se  # what both models find hard cancels in the pair
 
 
-def test_a_perplexity_beyond_floating_point_is_infinite_and_no_crash() -> None:
+@pytest.mark.parametrize(("nll", "perplexity"), [(1e5, math.inf), (math.nan, math.nan)])
+def test_a_perplexity_beyond_floating_point_is_infinite_and_one_of_nan_is_nan(
+    nll, perplexity
+) -> None:
     table = TABLE.clone()
-    table[:, 1] = 1e5
-    assert figures(table).perplexity == math.inf
+    table[:, COLUMNS.index("nll")] = nll
+    assert figures(table).perplexity == pytest.approx(perplexity, nan_ok=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from students import moved
 from torch import Tensor
 
 import npt
@@ -29,11 +30,7 @@ def norms(values: Tensor) -> Tensor:
 def student_of(load_model: Any, **config: Any) -> Any:
     model = load_model()
     npt.attach(model, npt.NPTConfig(**{**OLD, "rank": 4, "additive_scale": 0.7, **config}))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.2)
 
 
 @torch.no_grad()
@@ -70,7 +67,7 @@ def test_the_change_is_that_of_the_mlps_output(load_model, residual) -> None:
         torch.testing.assert_close(found.change[:, place], moved / norms(base))
 
 
-def test_kl_and_probabilities_are_those_of_the_two_models(load_model) -> None:
+def test_kl_and_likeliest_tokens_are_those_of_the_two_models(load_model) -> None:
     model = student_of(load_model)
     found = modulation_map(model, torch.tensor([IDS]))
     logs = {}
@@ -80,8 +77,7 @@ def test_kl_and_probabilities_are_those_of_the_two_models(load_model) -> None:
             logs[mode] = torch.log_softmax(logits, -1)
     p, q = logs["teacher"], logs["student"]
     torch.testing.assert_close(found.kl[1:], (p.exp() * (p - q)).sum(-1))
-    picked = p.gather(-1, torch.tensor(IDS[1:])[:, None]).exp()[:, 0]
-    torch.testing.assert_close(found.teacher_p[1:], picked)
+    assert torch.equal(found.teacher_first[1:], p.argmax(-1))
     assert torch.equal(found.student_first[1:], q.argmax(-1))
     assert found.kl[0].isnan() and found.teacher_first[0] == -1
 
@@ -93,22 +89,8 @@ def test_a_student_that_changes_nothing_has_zeros(load_model) -> None:
         for parameter in adapter_parameters(model).values():
             parameter.zero_()
     found = modulation_map(model, IDS)
-    for name in ("change", "distance"):
-        assert float(getattr(found, name).abs().max()) == 0, name
+    assert float(found.change.abs().max()) == 0
     assert float(found.kl[1:].abs().max()) == 0
-
-
-def test_the_distance_is_that_of_the_streams(load_model) -> None:
-    model = student_of(load_model)
-    found = modulation_map(model, IDS)
-    streams = {}
-    for mode in ("teacher", "student"):
-        with torch.no_grad(), adapter_mode(model, mode):
-            outputs = model(torch.tensor([IDS]), use_cache=False, output_hidden_states=True)
-            streams[mode] = outputs.hidden_states[2][0]  # after layer 1
-    t, o = streams["teacher"], streams["student"]
-    expected = (o - t).square().sum(-1) / t.square().sum(-1)
-    torch.testing.assert_close(found.distance[:, 0], expected)
 
 
 def test_the_model_stays_as_it_was(load_model) -> None:
@@ -125,12 +107,6 @@ def test_the_model_stays_as_it_was(load_model) -> None:
     for _, layer in npt_layers(model):
         assert layer.npt.observer == seen.append and layer.npt.mode == "student" and layer.training
         assert not layer.mlp.gate_proj._forward_hooks and not layer._forward_hooks
-
-
-def test_it_works_on_a_view_and_on_one_token(load_model) -> None:
-    model = student_of(load_model)
-    found = modulation_map(npt.teacher_view(model), [7])
-    assert found.change.shape == (1, 2) and found.kl.shape == (1,) and found.kl.isnan().all()
 
 
 def test_what_cannot_be_measured_is_refused(load_model) -> None:
@@ -154,7 +130,7 @@ def test_numbers_that_are_not_finite_stay_so(load_model) -> None:
 def test_plain_values_have_three_digits(tiny) -> None:
     model, tokenizer = tiny
     ids = tokenizer("def area(self):\n    return 2 * self")["input_ids"]
-    plain = modulation_map(model, ids).as_dict(tokenizer)
+    plain = modulation_map(npt.teacher_view(model), ids).as_dict(tokenizer)
     assert len(plain["tokens"]) == len(plain["kl"]) == len(plain["change"]) == len(ids)
     assert plain["teacher_first"][0] is None and isinstance(plain["student_first"][1], str)
     assert all(len(f"{x:.3g}") >= len(f"{x:g}") for row in plain["change"] for x in row)

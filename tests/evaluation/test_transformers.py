@@ -85,39 +85,12 @@ def test_a_batch_padded_on_the_left_equals_each_prompt_alone(endless, cache, mod
 
 
 @pytest.mark.parametrize("mode", ["student", "teacher"])
-def test_a_static_cache_of_ones_own_takes_one_text_after_another(endless, mode) -> None:
-    cache = transformers.StaticCache(config=endless.config, max_cache_len=32)
+def test_beam_search_with_a_cache_finds_what_it_finds_without(endless, mode) -> None:
+    settings = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
     with adapter_mode(endless, mode):
-        for prompt in PROMPTS[1:3]:
-            cache.reset()
-            assert generate(endless, [prompt], past_key_values=cache)[0] == [
-                alone(endless, prompt, LIMIT)
-            ]
-
-
-@pytest.mark.parametrize(("mode", "prompts"), [("student", PROMPTS), ("teacher", PROMPTS[1:2])])
-def test_beam_search_with_a_cache_finds_what_it_finds_without(endless, mode, prompts) -> None:
-    with adapter_mode(endless, mode):
-        settings = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
-        tokens, _ = generate(endless, prompts, **settings)
-        assert tokens == generate(endless, prompts, use_cache=False, **settings)[0]
-        greedy = generate(endless, prompts)[0]
-        for i, prompt in enumerate(prompts):
-            first, second, one = (
-                log_probability(endless, prompt, new)
-                for new in (*tokens[2 * i : 2 * i + 2], greedy[i])
-            )
-            assert first >= second - 1e-4  # fp32 sums of eight logarithms
-            assert tokens[2 * i] != tokens[2 * i + 1] and (first >= one - 1e-4 or len(prompts) > 1)
-
-
-def log_probability(model, prompt: list[int], new: list[int]) -> float:
-    rows = logits_alone(model, prompt, new).double().log_softmax(-1)
-    return float(rows[torch.arange(len(new)), torch.tensor(new)].sum())
-
-
-# --- quantised caches
-# ------------------------------------------------------------------------------------------------
+        tokens, _ = generate(endless, PROMPTS[1:2], **settings)
+        assert tokens == generate(endless, PROMPTS[1:2], use_cache=False, **settings)[0]
+    assert tokens[0] != tokens[1]
 
 
 def test_the_students_drafts_leave_the_teachers_text(endless) -> None:
@@ -125,9 +98,6 @@ def test_the_students_drafts_leave_the_teachers_text(endless) -> None:
     tokens, _ = generate(teacher, PROMPTS[1:2], assistant_model=student)
     assert tokens == [alone(teacher, PROMPTS[1], LIMIT)]
 
-
-# --- pipeline
-# --------------------------------------------------------------------------------------------------
 
 TEXTS = ["class Stack:\n    def __init__(self", "import os", "def read(path):\n"]
 

@@ -11,15 +11,14 @@ import pytest
 import torch
 from families import MAKE, VOCAB, WINDOW, save_base
 from slow_greedy import alone
+from students import moved
 from torch import Tensor
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.base.attention import SDPA
 from npt.base.load import load_tokenizer
-from npt.evaluation.generate import Decoding, write
+from npt.evaluation.generate import write
 from npt.evaluation.greedy import continue_greedily, end_ids
-from npt.evaluation.view import mode_view
 
 PROMPTS = [
     torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
@@ -38,11 +37,7 @@ def windowed(request, tmp_path_factory) -> Any:
         device="cpu",
     )
     npt.attach(model, npt.NPTConfig(rank=4, layers="1,3", residual="keep"))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.15)
 
 
 @pytest.fixture(params=["teacher", "student"])
@@ -140,5 +135,5 @@ def words() -> Any:
     ids=["3", "11"],
 )
 def test_what_npt_generate_writes_crosses_the_window(windowed, mode, words, prompt) -> None:
-    found = write(mode_view(windowed, mode), words, prompt, Decoding(max_new_tokens=NEW))
+    found = write(windowed, words, prompt, NEW)
     assert list(found.ids) == alone(windowed, prompt, NEW, end_ids(windowed, words))

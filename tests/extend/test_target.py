@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from forked_work import Forked
+from forked import Forked
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).parents[2]

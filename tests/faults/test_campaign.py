@@ -15,17 +15,9 @@ import torch
 from rich.console import Console
 
 import npt
-from faults import bench, campaign, loops, runs
-from faults.bench import clean_run, difference, run
-from faults.campaign import (
-    clean_steps,
-    comparison,
-    find,
-    judged,
-    print_comparison,
-    print_scorecard,
-    summary,
-)
+from faults import bench, campaign, runs
+from faults.bench import clean_run, run
+from faults.campaign import clean_steps, judged, print_scorecard, summary
 from faults.cases import all_cases
 from faults.patterns import Case
 from npt.adapters import trained
@@ -55,13 +47,11 @@ SMALL = replace(bench.SMALL, base_layers=4)
 SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
-def case(id: str):
-    found = find(CASES, id)
-    assert found is not None
-    return found
+def case(id: str) -> Case:
+    return next(case for case in CASES if case.id == id)
 
 
-def at_once(id: str):
+def at_once(id: str) -> Case:
     """The case in one reading mode, for what does not depend on it."""
     return replace(case(id), modes=(False,))
 
@@ -72,25 +62,9 @@ def at_once(id: str):
 # -every, -all, -interrupted, -update, -spike and -loss plant the same under a base that draws,
 # gradient-nan is judged where plain loops are, and foreign-hook-nan refuses as foreign-lora-nan
 # does.
-COVERED = {
-    *(
-        "gradient-nan",
-        "gradient-two",
-        "gradient-every",
-        "gradient-all",
-        "gradient-interrupted",
-        "draw-gradient",
-    ),
-    *(
-        "gradient-minus-inf",
-        "gradient-huge",
-        "spike-gradient",
-        "optimizer-first",
-        "optimizer-write-weight",
-        "loss-labels-mean",
-    ),
-    "foreign-lora-nan",
-}
+COVERED = {"gradient-nan", "gradient-two", "gradient-every", "gradient-all", "gradient-interrupted"}
+COVERED |= {"gradient-minus-inf", "gradient-huge", "draw-gradient", "spike-gradient"}
+COVERED |= {"optimizer-first", "optimizer-write-weight", "loss-labels-mean", "foreign-lora-nan"}
 TURNS = [
     (case, case.modes[number % len(case.modes)])
     for number, case in enumerate(c for c in CASES if c.id not in COVERED)
@@ -104,12 +78,7 @@ TURNS = [
 )
 def test_the_case_passes(chosen, late) -> None:
     verdict = judged(replace(chosen, modes=(late,))).verdict
-    assert (verdict.passed, verdict.located, verdict.false_alarms, verdict.detail) == (
-        True,
-        True,
-        0,
-        "",
-    )
+    assert verdict.passed and verdict.located and not verdict.false_alarms and not verdict.detail
 
 
 def test_clean_steps_raise_no_alarm() -> None:
@@ -138,29 +107,26 @@ def test_a_fault_that_is_not_refused_is_missed(monkeypatch, sound_twins) -> None
     assert not verdict.passed and not verdict.located
 
 
-def test_a_refusal_that_leaves_a_trace_is_harm(monkeypatch, sound_twins) -> None:
+def spoil_a_weight(window: GradientWindow) -> None:
+    with torch.no_grad():
+        window.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("trace", "detail"),
+    [(spoil_a_weight, "model.layers.1.npt.A"), (lambda _: torch.rand(1), "random state")],
+)
+def test_a_refusal_that_leaves_a_trace_is_harm(trace, detail, monkeypatch, sound_twins) -> None:
     refuse = GradientWindow.refuse
 
     def careless(self, *arguments) -> None:
         refuse(self, *arguments)
-        with torch.no_grad():
-            self.update.parameters[0].view(-1)[0].nextafter_(torch.tensor(1.0))
+        trace(self)
 
     monkeypatch.setattr(GradientWindow, "refuse", careless)
     verdict = judged(at_once("data-label")).verdict
     assert (verdict.verdict, verdict.passed, verdict.located) == ("harmed", False, True)
-    assert "model.layers.1.npt.A" in verdict.detail
-
-
-def test_a_random_state_that_moved_is_harm(monkeypatch, sound_twins) -> None:
-    refuse = GradientWindow.refuse
-
-    def careless(self, *arguments) -> None:
-        refuse(self, *arguments)
-        torch.rand(1)
-
-    monkeypatch.setattr(GradientWindow, "refuse", careless)
-    assert "random state" in judged(at_once("data-label")).verdict.detail
+    assert detail in verdict.detail
 
 
 def test_a_refusal_of_what_nobody_planted_is_a_false_alarm(monkeypatch, sound_twins) -> None:
@@ -279,42 +245,6 @@ def test_the_shared_base_is_never_changed() -> None:
     assert npt.base_hash(bench.embedded(4)) == before
 
 
-# --- the plain loops
-
-
-@pytest.mark.parametrize("name", loops.LOOPS)
-def test_without_a_fault_a_plain_loop_trains_as_the_transaction_does(name) -> None:
-    setting = replace(SMALL, windows=1)
-    student, aborted, zeros = loops.train(setting, loops.LOOPS[name], {})
-    assert not aborted and not zeros
-    ours, _ = run(setting)
-    start = bench.Student(setting).parameters
-    for key, parameter in student.parameters.items():
-        assert not torch.equal(parameter, start[key])
-        # Another order of summation in fp32; Adam's first step is 0.01 times nearly a sign, so
-        # errors of gradients that are nearly 0 are magnified, up to the step itself where the sign
-        # is rounding.
-        close = (parameter - ours.parameters[key]).abs() <= 1e-5
-        assert close.float().mean() > 0.999, key
-
-
-def test_plain_loops_become_what_is_known_of_them() -> None:
-    (row,) = comparison([at_once("gradient-nan")])
-    assert [row[k] for k in ("ours", *loops.LOOPS)] == [
-        "survives",
-        "poisoned",
-        "poisoned",
-        "poisoned, aborts",
-    ]
-    became = loops.compare(case("loss-labels-mean"))
-    assert [became[k] for k in loops.LOOPS] == ["trained on it", "stepped on zeros", "aborts"]
-
-
-def test_a_plain_loop_equals_itself() -> None:
-    one, other = (loops.train(SMALL, loops.clip_only, {})[0].state() for _ in range(2))
-    assert difference(one, other) is None
-
-
 # --- what is printed
 
 
@@ -331,16 +261,6 @@ def test_the_figures_have_their_keys_and_add_up() -> None:
     out = io.StringIO()
     print_scorecard(Console(file=out, width=120, markup=False), lines)
     assert "FAILED: harmed" in out.getvalue() and "passed 1 of 2, 6 false alarms" in out.getvalue()
-
-
-def test_the_comparison_is_printed_with_its_legend() -> None:
-    out = io.StringIO()
-    row = {"id": "a", "name": "a fault", "ours": "survives", "clip only": "poisoned"}
-    print_comparison(Console(file=out, width=120, markup=False), [row])
-    assert (
-        "a fault" in out.getvalue()
-        and "poisoned: a weight or a moment is not finite" in out.getvalue()
-    )
 
 
 def script(monkeypatch, *arguments: str) -> int:

@@ -61,62 +61,32 @@ def test_the_clean_model_gives_no_alarm(shared_student, monkeypatch) -> None:
 
 def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
     assert len(CASES) >= 20 and len({c.id for c in CASES}) == len(CASES)
-    assert {c.group for c in CASES} >= {
-        "forward",
-        "backward",
-        "weight",
-        "absmax",
-        "cast",
-        "mask",
-        "division",
-        "data",
-    }
+    kinds = {"forward", "backward", "weight", "absmax", "cast", "mask", "division", "data"}
+    assert {c.group for c in CASES} >= kinds
 
 
 # --- a verdict that is wrong anywhere does not pass
 
 TRUTH = Truth("forward", "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
-RIGHT = Verdict(
-    cause="invalid argument",
-    phase="forward",
-    layer=5,
-    module="model.layers.5.mlp",
-    operation="log",
-    source="a.py:1",
-    tensor="output of log",
-    index=(2, 9),
-    value=0.0,
-    reached="loss",
-    explanation="",
-    remedy="",
-    row=0,
-    token=2,
-)
+PLACE = {"phase": "forward", "layer": 5, "module": "model.layers.5.mlp", "operation": "log"}
+TENSOR = {"source": "a.py:1", "tensor": "output of log", "index": (2, 9), "row": 0, "token": 2}
+WORDS = {"cause": "invalid argument", "reached": "loss", "explanation": "", "remedy": ""}
+RIGHT = Verdict(**PLACE, **TENSOR, **WORDS, value=0.0)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("field", "wrong"),
     [
-        {"phase": "backward"},
-        {"layer": 4},
-        {"layer": None},
-        {"module": "model.layers.5"},
-        {"operation": "sqrt"},
-        {"operation": "log in LogBackward0"},
-        {"index": (2, 8)},
-        {"index": (9, 2)},
-        {"index": ()},
-        {"cause": "unknown"},
-        {"row": 1},
-        {"token": 3},
-        {"token": None},
-        {"row": None},
+        *(("phase", "backward"), ("layer", 4), ("layer", None), ("module", "model.layers.5")),
+        *(("operation", "sqrt"), ("operation", "log in LogBackward0"), ("index", (2, 8))),
+        *(("index", (9, 2)), ("index", ()), ("cause", "unknown"), ("row", 1), ("token", 3)),
+        *(("token", None), ("row", None)),
     ],
 )
-def test_a_verdict_that_is_wrong_in_one_field_does_not_pass(wrong) -> None:
-    assert TRUTH.fits(RIGHT)
-    assert not TRUTH.fits(replace(RIGHT, **wrong))
-    line = Line(case("forward-log"), TRUTH, replace(RIGHT, **wrong))
+def test_a_verdict_that_is_wrong_in_one_field_does_not_pass(field, wrong) -> None:
+    verdict = replace(RIGHT, **{field: wrong})
+    assert TRUTH.fits(RIGHT) and not TRUTH.fits(verdict)
+    line = Line(case("forward-log"), TRUTH, verdict)
     assert not line.passed and line.as_dict()["passed"] is False
 
 

@@ -19,7 +19,7 @@ from npt.base.attention import _has_exact_backward, repeats_exactly, sdpa_attent
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
-from npt.planning.measure import peak_bytes
+from npt.doctor.measure import peak_bytes
 
 pytestmark = pytest.mark.gpu
 

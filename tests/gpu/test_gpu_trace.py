@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npt
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_a_trace_on_a_gpu_gives_no_alarm_and_finds_a_bad_statistic() -> None:
     model, _ = student()
     batch = micro_batch(0)
 
-    def run() -> MicroBatch:
+    def run() -> BatchSums:
         return STRATEGIES["local"](model, batch.to(torch.device("cuda")), npt.TrainConfig())
 
     assert npt.trace(model, batch) is None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from several import several, values
 
-from clean_runs.examples import EXAMPLES
+from clean_runs import EXAMPLES
 from clean_runs.watched import Example, compared
 from npt.guard import gradients as flat_gradients
 from npt.guard.trainer import TrainerGuard, TrainerMixin

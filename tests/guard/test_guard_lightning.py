@@ -10,43 +10,47 @@ from guarded_loops import MAX_NORM, Micro, World, assert_equal, plain_run
 
 from npt.guard import Guard
 
-lightning = pytest.importorskip("lightning")
 
+def module_of(lightning: Any, micros: list[Micro]) -> Any:
+    class Module(lightning.LightningModule):
+        """Manual optimisation in windows of two."""
 
-class Module(lightning.LightningModule):
-    """Manual optimisation in windows of two."""
+        automatic_optimization = False
 
-    automatic_optimization = False
+        def __init__(self) -> None:
+            super().__init__()
+            self.world = World()
+            self.model = self.world.model
 
-    def __init__(self, micros: list[Micro]):
-        super().__init__()
-        self.world, self.micros = World(), micros
-        self.model = self.world.model
+        def configure_optimizers(self) -> Any:
+            return [self.world.optimizer], [self.world.scheduler]
 
-    def configure_optimizers(self) -> Any:
-        return [self.world.optimizer], [self.world.scheduler]
+        def on_fit_start(self) -> None:
+            self.guard = Guard(
+                self.model, self.optimizers(), self.lr_schedulers(), max_grad_norm=MAX_NORM
+            )
 
-    def on_fit_start(self) -> None:
-        self.guard = Guard(
-            self.model, self.optimizers(), self.lr_schedulers(), max_grad_norm=MAX_NORM
-        )
+        def training_step(self, place: int, index: int) -> None:
+            micro = micros[place]
+            if index == 0:  # a data loader draws a seed when it begins
+                torch.set_rng_state(self.world.random)
+            with self.guard.micro_batch(micro.tokens, [micro.seed]) as told:
+                told.loss = loss = (
+                    self.model(micro.data(torch.float32), micro.branch).square().sum()
+                )
+                self.manual_backward(loss)
+            if index % 2:
+                self.guard.step()
+            self.world.random = torch.get_rng_state()
 
-    def training_step(self, place: int, index: int) -> None:
-        micro = self.micros[place]
-        if index == 0:  # a data loader draws a seed when it begins
-            torch.set_rng_state(self.world.random)
-        with self.guard.micro_batch(micro.tokens, [micro.seed]) as told:
-            told.loss = loss = self.model(micro.data(torch.float32), micro.branch).square().sum()
-            self.manual_backward(loss)
-        if index % 2:
-            self.guard.step()
-        self.world.random = torch.get_rng_state()
+    return Module()
 
 
 def test_manual_optimisation_leaves_no_trace_of_a_refused_batch(tmp_path) -> None:
+    lightning = pytest.importorskip("lightning")  # not before: importing it takes seconds
     micros = [Micro(1), Micro(2, fault="loss"), Micro(3, fault="loss"), Micro(4, fault="loss")]
     micros += [Micro(5), Micro(6)]
-    module = Module(micros)
+    module = module_of(lightning, micros)
     trainer = lightning.Trainer(
         default_root_dir=tmp_path, max_epochs=1, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -15,8 +15,11 @@ import npt
 from faults.row_faults import plant, row
 from npt.cli.main import main
 from npt.errors import BundleError, CheckpointError, TooManyRefusalsError
-from npt.guard import Guard, postmortem, protect, read_postmortem, replay
-from npt.guard.retrace import _nested, _weights
+from npt.forensics import bundle
+from npt.forensics.bundle import nested
+from npt.forensics.replay import FRESH
+from npt.guard import Guard, protect, read_postmortem, replay
+from npt.manifest import write_manifest
 
 
 def stopped(folder: Path, windows: list[list[Micro]], **settings: Any) -> tuple[World, Path]:
@@ -36,16 +39,16 @@ def test_it_has_micro_batches_weights_moments_and_reasons(tmp_path) -> None:
     world, folder = stopped(tmp_path, [[Micro(7)], [Micro(8)], *BAD], trace=1)
     assert folder == tmp_path / "step-00000003"
     found = read_postmortem(folder)
-    assert [m["1"] for m in found.micro_batches] == [False] * 4
-    assert found.micro_batches[0]["0"].isnan().any()
+    assert [m.inputs[1] for m in found.micro_batches] == [False] * 4
+    assert found.micro_batches[0].inputs[0].isnan().any()
     for seed, micro in zip((2, 3, 4), found.micro_batches[1:], strict=True):
-        assert torch.equal(micro["0"], Micro(seed).data(torch.float32))
+        assert torch.equal(micro.inputs[0], Micro(seed).data(torch.float32))
     after = state_of(world)
     for name, weight in after["model"].items():
         assert torch.equal(found.weights[name], weight)
     moments = after["optimizer"]["state"][0]["exp_avg"]
     assert torch.equal(found.moments["exp_avg of first.weight"], moments)
-    said = found.said
+    said = found.record
     assert [(r["window"], r["kind"]) for r in said["refusals"]] == [
         (2, "loss"), (3, "gradient"), (4, "gradient"), (5, "gradient"),
     ]  # fmt: skip
@@ -53,7 +56,10 @@ def test_it_has_micro_batches_weights_moments_and_reasons(tmp_path) -> None:
     assert said["versions"]["torch"] == torch.__version__ and said["step"] == 3
     assert said["settings"]["refuse"] == ["FloatingPointError"]
     # as before the refused windows: the run left nothing in it
-    assert all(torch.equal(states["cpu"], world.random) for states in found.random[1:])
+    assert all(
+        torch.equal(states["cpu"], world.random)
+        for states in [m.random for m in found.micro_batches[1:]]
+    )
 
 
 def test_suspects_are_those_since_the_last_good_window(tmp_path) -> None:
@@ -71,7 +77,7 @@ def test_the_state_is_that_of_before_the_window(tmp_path) -> None:
     guarded_run(world, [[Micro(1)]])
     found = read_postmortem(folder)
     assert torch.equal(found.weights["first.weight"], world.model.first.weight)
-    assert found.said["step"] == 1 and folder.name == "step-00000001"
+    assert found.record["step"] == 1 and folder.name == "step-00000001"
 
 
 def test_a_folder_that_cannot_be_written_does_not_hide_why(tmp_path) -> None:
@@ -84,7 +90,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError("full")
 
-    monkeypatch.setattr(postmortem, "write_json", fail)
+    monkeypatch.setattr(bundle, "write_json", fail)
     with pytest.raises(TooManyRefusalsError, match="could not be written: OSError: full"):
         guarded_run(World(), BAD, max_refused=3, postmortem=tmp_path / "here")
     assert list((tmp_path / "here").iterdir()) == []
@@ -100,9 +106,11 @@ def test_nested_inputs_and_other_values_are_stored_by_path(tmp_path) -> None:
         micro.loss = torch.tensor(float("nan"))
     with pytest.raises(TooManyRefusalsError):
         guard.step()
-    (found,) = read_postmortem(tmp_path / "step-00000000").micro_batches
-    assert torch.equal(found.pop("a.0"), x) and torch.equal(found.pop("a.1.b"), x[:1])
-    assert found == {"text": ["one"], "kind": "torch.float32", "none": None}
+    (stored,) = read_postmortem(tmp_path / "step-00000000").micro_batches
+    first, deeper = stored.inputs.pop("a")
+    assert torch.equal(first, x) and torch.equal(deeper["b"], x[:1])
+    assert stored.inputs == {"text": ["one"], "kind": "torch.float32", "none": None}
+    assert nested({"1": 2, "0": 1}) == (1, 2)
 
 
 def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
@@ -113,10 +121,10 @@ def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
     with pytest.raises(TooManyRefusalsError, match=r"post-mortem: .*step-00000000$"):
         trainer.train()
     found = read_postmortem(tmp_path / "postmortem" / "step-00000000")
-    assert torch.equal(found.micro_batches[0]["input_ids"], data[0]["input_ids"][None])
+    assert torch.equal(found.micro_batches[0].inputs["input_ids"], data[0]["input_ids"][None])
     assert len(found.micro_batches) == 2
     small_llama().load_state_dict(found.weights, strict=False)
-    assert found.said["findings"][0]["verdict"]["operation"] == "mul"
+    assert found.record["findings"][0]["verdict"]["operation"] == "mul"
 
 
 @pytest.mark.parametrize(
@@ -124,9 +132,9 @@ def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
     [
         (lambda f: (f / "postmortem.json").unlink(), BundleError, "holds no postmortem.json"),
         (lambda f: (f / "weights.safetensors").write_bytes(b"x"), CheckpointError, "sha256"),
-        (lambda f: edit(f, version=2), BundleError, "npt replay"),
+        (lambda f: edit(f, version=2), BundleError, "of version 2, this npt reads 3"),
         (lambda f: edit(f, step="x"), BundleError, "step is 'x'"),
-        (lambda f: edit(f, micro_batches=[1]), BundleError, "'refusal' is missing"),
+        (lambda f: edit(f, micro_batches=[1]), BundleError, "'autocast' is missing"),
     ],
 )
 def test_a_broken_one_is_refused_in_one_line(harm, error, said, tmp_path) -> None:
@@ -140,6 +148,7 @@ def test_a_broken_one_is_refused_in_one_line(harm, error, said, tmp_path) -> Non
 def edit(folder: Path, **entries: Any) -> None:
     path = folder / "postmortem.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}), encoding="utf-8")
+    write_manifest(folder)
 
 
 def test_npt_replay_says_how_to_replay_it(tmp_path, capsys) -> None:
@@ -148,7 +157,7 @@ def test_npt_replay_says_how_to_replay_it(tmp_path, capsys) -> None:
     said = capsys.readouterr().err.strip()
     assert len(said.splitlines()) == 1
     exec(said[said.index("print(") :], {"npt": npt, "model": world.model})
-    assert "micro-batch 0 (samples 4): gradient" in capsys.readouterr().out
+    assert "micro-batch 3 (samples 4):" in capsys.readouterr().out
 
 
 def test_a_replay_names_the_operation_and_changes_nothing(tmp_path) -> None:
@@ -162,9 +171,10 @@ def test_a_replay_names_the_operation_and_changes_nothing(tmp_path) -> None:
         other.lm_head.weight.zero_()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     random = torch.get_rng_state()
-    findings = replay(tmp_path / "postmortem" / "step-00000000", other)
-    assert [f.verdict.operation for f in findings if f.verdict is not None] == ["mul", "mul"]
-    assert [f.refusal.kind for f in findings] == ["loss", "loss"]
+    found = replay(tmp_path / "postmortem" / "step-00000000", other)
+    operations = [f.verdict.operation for f in found.traces.values() if f.verdict is not None]
+    assert operations == ["mul", "mul"] and found.reproduced and found.same_fault
+    assert found.classification == "data" and found.count(fresh=True) == (0, FRESH)
     assert_equal(dict(other.state_dict()), before, "weights")
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in other.parameters())
@@ -177,16 +187,10 @@ def test_a_replay_of_a_loss_made_outside_is_told_how(tmp_path) -> None:
         return model(*inputs).square().sum()
 
     found = replay(folder, world.model, loss)
-    assert [f.verdict.cause for f in found if f.verdict is not None] == ["corrupt input"] * 3
+    causes = [f.verdict.cause for f in found.traces.values() if f.verdict is not None]
+    assert causes == ["corrupt input"] * 3 and found.classification == "data"
     with pytest.raises(BundleError, match=r"has branch\.bias of shape \(3,\), the model has none"):
         replay(folder, torch.nn.Linear(2, 2))
-
-
-def test_nested_inputs_are_put_together_again() -> None:
-    found = {"a.0": torch.ones(1), "a.1.b": torch.zeros(1), "text": ["one"], "none": None}
-    made = _nested(found, torch.device("cpu"))
-    assert made == {"a": (found["a.0"], {"b": found["a.1.b"]}), "text": ["one"], "none": None}
-    assert _nested({"1": 2, "0": 1}, torch.device("cpu")) == (1, 2)
 
 
 def refused_once(folder: Path, model: Any, spoil: str, inputs: Any) -> Path:
@@ -209,21 +213,80 @@ def test_a_compiled_models_is_replayed_in_it_and_in_a_plain_one(tmp_path) -> Non
     folder = refused_once(tmp_path, compiled, "", torch.tensor([[1.0, float("nan")]]))
     assert set(read_postmortem(folder).weights) == set(dict(plain.named_parameters()))
     for model in (plain, compiled):
-        (finding,) = replay(folder, model, loss=lambda model, x: model(*x).square().sum())
-        assert finding.verdict is not None and finding.verdict.cause == "corrupt input"
-    # one that was written by an earlier version
-    found = {f"_orig_mod.{name}": w for name, w in read_postmortem(folder).weights.items()}
-    with _weights(plain, {name: w + 1 for name, w in found.items()}, folder):
-        assert torch.equal(plain[0].bias, found["_orig_mod.0.bias"] + 1)
+        found = replay(folder, model, loss=lambda model, x: model(*x).square().sum())
+        assert found.verdict is not None and found.verdict.cause == "corrupt input"
 
 
 def test_what_no_pass_made_is_not_put_down_to_the_hardware(tmp_path) -> None:
-    for spoil, said in {
-        "loss": "without a loss: it is made outside of the model; say how with",
-        "update": "the optimizer's step made the number, not a pass; 0.weight",
-    }.items():
+    for spoil, words, classification in (
+        ("loss", "without a loss: it is made outside of the model; say how with", "undecided"),
+        ("update", "the optimizer's step made the number, not a pass; 0.weight", "undecided"),
+    ):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         folder = refused_once(tmp_path / spoil, model, spoil, torch.ones(1, 2) * 1e3)
-        (finding,) = replay(folder, model)
-        assert finding.verdict is None and said in finding.why
-        assert "hardware" not in finding.why
+        found = replay(folder, model)
+        (finding,) = found.traces.values()
+        assert finding.verdict is None and words in finding.why
+        assert "hardware" not in finding.why and found.classification == classification
+
+
+def squared(model: Any, inputs: Any) -> torch.Tensor:
+    return model(*inputs).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "kind"),
+    [("data", "data", "loss"), ("state", "state", "loss"), ("rate", "state", "update")],
+)
+def test_any_loops_post_mortem_says_whether_data_or_state_is_to_blame(
+    tmp_path, fault, expected, kind
+) -> None:
+    """Accepted micro-batches are tried in the state of the refused one, with its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if fault == "rate":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    guard = Guard(model, optimizer, loss="mean", max_refused=1, postmortem=tmp_path)
+    for step in range(4):
+        x = torch.randn(3, 4)
+        if step == 3:
+            if fault == "data":
+                x[0, 0] = 1e30  # finite, its square is not
+            elif fault == "state":
+                with torch.no_grad():
+                    model.weight[0, 1] = 1e30
+            else:
+                optimizer.param_groups[0]["lr"] = 3e38
+        with guard.micro_batch(3, [f"s{step}"], inputs=(x,)) as micro:
+            micro.loss = loss = squared(model, (x,))
+            loss.backward()
+        if step < 3:
+            guard.step()
+    with pytest.raises(TooManyRefusalsError):
+        guard.step()
+    guard.close()
+    (folder,) = tmp_path.iterdir()
+    other = torch.nn.Linear(4, 1)
+    before = {name: p.detach().clone() for name, p in other.named_parameters()}
+    found = replay(folder, other, squared)
+    assert found.classification == expected and found.reproduced
+    assert [refusal.kind for refusal in found.refusals] == [kind]
+    assert found.count(fresh=False) == (int(expected == "state"), 1)
+    assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+
+
+def test_an_accepted_input_that_was_overwritten_is_not_compared_with(tmp_path) -> None:
+    model, x = torch.nn.Linear(2, 1), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, max_refused=1, postmortem=tmp_path)
+    for value in (1.0, float("nan")):
+        x.fill_(value)
+        with guard.micro_batch() as micro:
+            micro.loss = loss = model(x).sum()
+            loss.backward()
+        if value == 1.0:
+            guard.step()
+    with pytest.raises(TooManyRefusalsError):
+        guard.step()
+    assert read_postmortem(next(tmp_path.iterdir())).accepted == ()

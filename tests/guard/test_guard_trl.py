@@ -14,9 +14,6 @@ from faults.row_faults import plant, row
 from npt.base.load import EMBEDDED_FOLDER
 from npt.guard import TrainerMixin
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-
 BAD = 5
 METRICS = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
 METRICS += ("rewards/margins", "rewards/accuracies", "logps/chosen", "logits/chosen")
@@ -32,7 +29,7 @@ def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any)
     trainer = (Safe if len(rows) > 7 else InOrder)(
         model=model,
         args=arguments,
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=pytest.importorskip("datasets").Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER)),
         **rest,
     )
@@ -46,6 +43,7 @@ def trained(kind: Any, arguments: Any, rows: list[Any], model: Any, **rest: Any)
 
 @pytest.mark.parametrize("fault", ["loss-nan", "tensor-nan", "raises-forward"])
 def test_sft_of_a_refused_row_leaves_no_trace(fault, tmp_path) -> None:
+    trl = pytest.importorskip("trl")  # not before: importing it takes seconds
     given = {**ARGUMENTS, "gradient_accumulation_steps": 4, "bf16": False, "max_length": None}
 
     def rows(bad: int | None) -> list[Any]:
@@ -59,6 +57,7 @@ def test_sft_of_a_refused_row_leaves_no_trace(fault, tmp_path) -> None:
 
 
 def test_dpo_of_a_refused_pair_leaves_no_trace(tmp_path) -> None:
+    trl = pytest.importorskip("trl")  # not before: importing it takes seconds
     given = {**ARGUMENTS, "gradient_accumulation_steps": 4, "bf16": False}
     tokenizer = AutoTokenizer.from_pretrained(str(EMBEDDED_FOLDER))
     (mark,) = tokenizer(" #", add_special_tokens=False)["input_ids"]

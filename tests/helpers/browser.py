@@ -14,17 +14,14 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-NAMES = (
-    "chromium-headless-shell",
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "google-chrome-stable",
-    "chrome",
-)
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
+NAMES += ("google-chrome", "google-chrome-stable", "chrome")
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+FLAGS += ["--no-first-run", "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND"]
+FLAGS += ["--disable-background-networking", "--disable-component-update"]
+FLAGS += ["--remote-debugging-pipe", "about:blank"]
 
 
 def find() -> str | None:
@@ -55,28 +52,8 @@ class Browser:
             os.dup2(first, 3)
             os.dup2(second, 4)
 
-        flags = (
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--hide-scrollbars",
-        )
-        offline = (
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--disable-background-networking",
-            "--disable-component-update",
-        )
         self._process = subprocess.Popen(
-            [
-                program,
-                *flags,
-                *offline,
-                "--remote-debugging-pipe",
-                f"--user-data-dir={self._profile.name}",
-                "about:blank",
-            ],
+            [program, f"--user-data-dir={self._profile.name}", *FLAGS],
             preexec_fn=place,
             close_fds=False,
             stdout=subprocess.DEVNULL,
@@ -90,9 +67,8 @@ class Browser:
         self._loaded = False
         self.complaints: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
@@ -105,17 +81,10 @@ class Browser:
         scripts: bool = True,
     ) -> None:
         """Load a file in a window of this size, and wait until it has loaded."""
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        self._call(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        colours = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[colours])
         self._call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._loaded, self._url = False, page.absolute().as_uri()
         self._call("Page.navigate", url=self._url)
@@ -131,29 +100,18 @@ class Browser:
 
     def press(self, key: str) -> None:
         """A key, on what has the focus."""
+        number = {"ArrowLeft": 37, "Home": 36}.get(key, 0)
         for kind in ("keyDown", "keyUp"):
-            self._call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode={"ArrowLeft": 37, "Home": 36}.get(key, 0),
-            )
+            event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": number}
+            self._call("Input.dispatchKeyEvent", **event)
 
     def picture(self, path: Path) -> None:
         """The whole page as a .png file."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {
-            "x": 0,
-            "y": 0,
-            "width": size["width"],
-            "height": min(size["height"], 12_000),
-            "scale": 1,
-        }
-        found = self._call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
-        )
-        path.write_bytes(base64.b64decode(found["data"]))
+        clip = {"x": 0, "y": 0, "scale": 1, "width": size["width"]}
+        clip["height"] = min(size["height"], 12_000)
+        whole = {"format": "png", "captureBeyondViewport": True, "clip": clip}
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **whole)["data"]))
 
     def close(self) -> None:
         self._process.terminate()
@@ -165,12 +123,7 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:

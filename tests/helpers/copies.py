@@ -107,3 +107,6 @@ class Loads:
         library's own.
         """
         return loading.AutoModelForCausalLM.from_pretrained, Bnb4BitHfQuantizer.get_quantize_ops
+
+
+LOADS = Loads(loading._read_weights)

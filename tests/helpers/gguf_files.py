@@ -141,16 +141,8 @@ def write_gguf(
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    getattr(writer, f"add_{kinds.get(type(value), 'array')}")(key, value)
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:

@@ -162,14 +162,9 @@ def never_saw(windows: Sequence[Sequence[Micro]]) -> list[list[Micro]]:
 
 def state_of(world: World) -> dict[str, Any]:
     """Weights, moments, schedule and random state."""
-    return copy.deepcopy(
-        {
-            "model": world.model.state_dict(),
-            "optimizer": world.optimizer.state_dict(),
-            "scheduler": world.scheduler.state_dict(),
-            "random": world.random,
-        }
-    )
+    parts = {name: getattr(world, name) for name in ("model", "optimizer", "scheduler")}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    return copy.deepcopy({**states, "random": world.random})
 
 
 def assert_same_state(one: World, other: World) -> None:

@@ -17,17 +17,9 @@ from faults.row_faults import LENGTH, VOCABULARY
 def small_llama(dropout: float = 0.2) -> nn.Module:
     """Return a Llama whose attention drops out, so that a step draws random numbers."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            attention_dropout=dropout,
-            max_position_embeddings=LENGTH,
-        )
-    )
+    size = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32}
+    size |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": LENGTH}
+    return LlamaForCausalLM(LlamaConfig(**size, attention_dropout=dropout))
 
 
 class RowsInOrder:
@@ -43,18 +35,10 @@ class InOrder(RowsInOrder, Trainer):
     """transformers' Trainer."""
 
 
-ARGUMENTS = {
-    "per_device_train_batch_size": 1,
-    "max_steps": 3,
-    "learning_rate": 0.01,
-    "lr_scheduler_type": "cosine",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-}
+ARGUMENTS = {"per_device_train_batch_size": 1, "max_steps": 3, "learning_rate": 0.01}
+ARGUMENTS |= {"lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "no"}
+ARGUMENTS |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
+ARGUMENTS |= {"dataloader_pin_memory": False}
 
 
 def trainer_of(

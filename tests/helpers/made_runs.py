@@ -15,73 +15,31 @@ UNCLOSED = {"tr", "td", "th", "thead", "tbody"}
 
 def figures(kl: float | None, **more: Any) -> dict[str, Any]:
     share = 0.0 if kl is None else kl
-    values = {
-        "perplexity": 10 + share,
-        "perplexity_ratio": math.exp(share),
-        "kl": kl,
-        "top1": 1 - share / 3,
-        "acceptance": 1 - share / 4,
-    }
+    values = {"perplexity": 10 + share, "perplexity_ratio": math.exp(share), "kl": kl}
+    values |= {"top1": 1 - share / 3, "acceptance": 1 - share / 4}
     return {"tokens": 16095, **values, **{f"{key}_se": 0.001 for key in values}, **more}
 
 
 def fidelity(student: float | None = 0.02, layers: int = 3) -> dict[str, Any]:
-    nmse = {
-        str(i): {"nmse_floor": 0.1, "nmse_initial": 0.09, "nmse_student": 0.01 * (i + 1)}
-        for i in range(layers)
-    }
-    models = {
-        "teacher": figures(0.0),
-        "floor": figures(1.2),
-        "initial": figures(1.1),
-        "student": figures(student),
-    }
-    return {**models, "layers": nmse, "heldout": True}
+    kls = {"teacher": 0.0, "floor": 1.2, "initial": 1.1, "student": student}
+    nmse = {"nmse_floor": 0.1, "nmse_initial": 0.09}
+    by_layer = {str(i): {**nmse, "nmse_student": 0.01 * (i + 1)} for i in range(layers)}
+    return {**{name: figures(kl) for name, kl in kls.items()}, "layers": by_layer, "heldout": True}
 
 
 def modulation(step: int, layers: int = 3, **target: Any) -> dict[str, Any]:
-    counts = [round(1000 * math.exp(-(((b - 19.5) / 6) ** 2))) for b in range(40)]
-    one = {
-        "counts": counts,
-        "saturated": 0.001,
-        "bad": 0.0,
-        "mean": 1.0,
-        "std": 0.1,
-        "add_rms": 0.2,
-        "product_rms": 1.0,
-        **target,
-    }
-    found = {
-        str(i): {"stream_rms": 4.0, "targets": dict.fromkeys(("gate", "up", "down"), one)}
-        for i in range(layers)
-    }
-    return {
-        "step": step,
-        "heldout": True,
-        "tokens": 2048,
-        "mult_bound": 0.5,
-        "additive_scale": 0.1,
-        "layers": found,
-    }
+    one = {"saturated": 0.001, "bad": 0.0, "mean": 1.0, "std": 0.1}
+    one |= {"add_rms": 0.2, "product_rms": 1.0, **target}
+    layer = {"stream_rms": 4.0, "targets": dict.fromkeys(("gate", "up", "down"), one)}
+    about = {"step": step, "heldout": True, "tokens": 2048, "mult_bound": 0.5}
+    return {**about, "additive_scale": 0.1, "layers": {str(i): layer for i in range(layers)}}
 
 
 def metrics(step: int, layers: int = 3, **changed: Any) -> dict[str, Any]:
-    plain = {
-        "loss": 0.1 / step,
-        "loss_nmse": 0.09 / step,
-        "loss_reg": 0.5,
-        "grad_norm": 0.3,
-        "lr": 1e-3,
-        "tokens": 64 * step,
-    }
-    rest = {"tokens_per_second": 900.0 + step, "refused_total": 0}
-    return {
-        "step": step,
-        **plain,
-        **rest,
-        **{f"layers.{i}.nmse": 0.1 * (i + 1) / step for i in range(layers)},
-        **changed,
-    }
+    plain = {"loss": 0.1 / step, "loss_nmse": 0.09 / step, "loss_reg": 0.5, "grad_norm": 0.3}
+    rest = {"lr": 1e-3, "tokens": 64 * step, "tokens_per_second": 900.0 + step, "refused_total": 0}
+    nmse = {f"layers.{i}.nmse": 0.1 * (i + 1) / step for i in range(layers)}
+    return {"step": step, **plain, **rest, **nmse, **changed}
 
 
 def event(kind: str, /, **details: Any) -> dict[str, Any]:
@@ -109,25 +67,12 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
             file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    start, done = (
-        event("start", device="cpu", total_steps=steps, processes=1),
-        event("done", steps=steps, tokens=64 * steps, refused=0),
-    )
-    settings = {
-        "model_name": "tiny",
-        "rank": 16,
-        "targets": ["gate", "up", "down"],
-        "run_name": None,
-        "learning_rate": 0.01,
-    }
-    run = {
-        "settings": settings,
-        "layers": [0, 1, 2],
-        "seed": 0,
-        "base_hash": "ab" * 32,
-        "device": "cpu",
-        "versions": {"torch": "2.13.0"},
-    }
+    start = event("start", device="cpu", total_steps=steps, processes=1)
+    done = event("done", steps=steps, tokens=64 * steps, refused=0)
+    settings = {"model_name": "tiny", "rank": 16, "targets": ["gate", "up", "down"]}
+    settings |= {"run_name": None, "learning_rate": 0.01}
+    about = {"layers": [0, 1, 2], "seed": 0, "base_hash": "ab" * 32, "device": "cpu"}
+    run = {"settings": settings, **about, "versions": {"torch": "2.13.0"}}
     content = {
         "run.json": run,
         "fidelity.json": fidelity(),
@@ -137,14 +82,11 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
     }
     for name, value in content.items():
         value = changed.get(name.partition(".")[0], value)
-        if value is None:
-            continue
-        if isinstance(value, str):
-            (folder / name).write_text(value, encoding="utf-8")
-        elif name.endswith("l"):
+        if isinstance(value, list):
             write_lines(folder / name, value)
-        else:
-            (folder / name).write_text(json.dumps(value), encoding="utf-8")
+        elif value is not None:
+            text = value if isinstance(value, str) else json.dumps(value)
+            (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 

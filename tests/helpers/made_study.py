@@ -67,7 +67,7 @@ def table() -> list[dict[str, Any]]:
         row = result(
             kl=kl, parameters=1000 * s.adapter.rank, seconds_training=2.0 + s.adapter.rank / 10
         )
-        if trial.places[0].part == "limits":
+        if trial.origins[0].part == "limits":
             row |= {"limit_low": 0.03, "limit_high": 0.1, "runs": 6}
         elif form == "one_plus_tanh" and rate >= 0.01:
             row |= {"outcome": "diverged", "reason": "loss", "kl": 9.0}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
@@ -47,6 +48,7 @@ from npt.train.run_setup import RunSetup
 from npt.train.trainer import Trainer
 
 ADAPTERS = NPTConfig(rank=4, layers="1,3", additive_scale=1.0)
+USUAL = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2}
 
 Windows = Sequence[Sequence[str]]
 """The micro-batches of each window, by name: what its first word plants, then what its numbers are
@@ -79,35 +81,24 @@ def micro_batch(name: str) -> Batch:
     vocabulary, `masked` no valid token.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    rows = [
-        Sample(
-            name,
-            tuple(
-                torch.randint(3, 128, (4 + (7 * i + len(name)) % 6,), generator=generator).tolist()
-            ),
-        )
-        for i in (0, 1)
-    ]
+    lengths = [4 + (7 * i + len(name)) % 6 for i in (0, 1)]
+    drawn = [torch.randint(3, 128, (n,), generator=generator).tolist() for n in lengths]
     if name.startswith("data"):
-        rows[1] = Sample(name, (5, 999, 7))
-    batch = collate(rows, 2)
-    return (
-        batch_from_tensors(batch.input_ids, torch.zeros_like(batch.input_ids), batch.sample_ids)
-        if name.startswith("masked")
-        else batch
-    )
+        drawn[1] = [5, 999, 7]
+    batch = collate([Sample(name, tuple(ids)) for ids in drawn], 2)
+    if not name.startswith("masked"):
+        return batch
+    return batch_from_tensors(batch.input_ids, torch.zeros_like(batch.input_ids), batch.sample_ids)
 
 
-def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+SIGNALS = {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}
+
+
+def planting(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
     """The local strategy, and what the micro-batch's name says."""
     what = batch.sample_ids[0].split()[0]
-    if what == "raise":
-        raise KeyError("a planted error")
-    if what in ("term", "kill", "usr1"):
-        os.kill(
-            os.getpid(),
-            {"term": signal.SIGTERM, "kill": signal.SIGKILL, "usr1": signal.SIGUSR1}[what],
-        )
+    if what != "weight":
+        planted(what, model)
     if what == "lack" and len(batch.input_ids) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if what == "sleep":
@@ -123,6 +114,16 @@ def planting(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
     if what == "moment":
         MOMENTS[0].guard.update.optimizer.state[parameter]["exp_avg_sq"][0, 0] = math.nan
     return sums
+
+
+def planted(what: str, model: Any) -> None:
+    """Meet an error, a signal, or another weight."""
+    if what == "raise":
+        raise KeyError("a planted error")
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
+    if what == "weight":
+        next(iter(adapter_parameters(model).values())).data[0, 0] += 1e-6
 
 
 MOMENTS: list[Loop] = []
@@ -153,9 +154,7 @@ def looped(
     windows of its own.
     """
     windows = windows[processes.index] if isinstance(windows, dict) else windows
-    config = TrainConfig(
-        **{"log_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "eval_samples": 1, **settings}
-    )
+    config = TrainConfig(**{**USUAL, "eval_samples": 1, **settings})
     folder = RunFolder(out) if processes.main else NullRunFolder(out)
     stop = StopOnSignal()
     saved: list[int] = []
@@ -231,15 +230,7 @@ def trained(
     """
     at = config.pop("at", 0)
     said = io.StringIO()
-    settings = {
-        "batch_size": 2,
-        "log_steps": 1,
-        "learning_rate": 1e-2,
-        "eval_samples": 2,
-        "smoke_test": False,
-        "output_dir": out,
-        **config,
-    }
+    settings = {**USUAL, "eval_samples": 2, "smoke_test": False, "output_dir": out, **config}
     trainer = Trainer(
         student(base),
         NoTokenizer(),
@@ -251,18 +242,16 @@ def trained(
         processes=processes,
     )
     seen: list[str] = []
-    calls = iter(range(10**6))
+    calls = itertools.count()
 
-    def watching(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def watching(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         seen.extend(batch.sample_ids)
         if next(calls) == at and processes.index == processes.size - 1:
             planted(plant, model)
         return STRATEGIES[config.strategy](model, batch, config)
 
     trainer.strategy = watching
-    with mock.patch(
-        "npt.train.run_writer.write_checkpoint", failing_at(config.get("save_steps"), plant)
-    ):
+    with mock.patch("npt.train.run_writer.write_checkpoint", failing_at(plant)):
         result = without_report(trainer).train()
     folder = Path(out)
     return {
@@ -282,24 +271,15 @@ def trained(
     }
 
 
-def planted(plant: str, model: Any) -> None:
-    if plant in ("term", "kill"):
-        os.kill(os.getpid(), signal.SIGTERM if plant == "term" else signal.SIGKILL)
-    if plant == "raise":
-        raise KeyError("a planted error")
-    if plant == "weight":
-        next(iter(adapter_parameters(model).values())).data[0, 0] += 1e-6
-
-
-def failing_at(save_steps: int | None, plant: str) -> Any:
+def failing_at(plant: str) -> Any:
     """`write_checkpoint`, which finds the disk full: at its second call, or at its first."""
     from npt.runs.checkpoint import write_checkpoint
 
-    calls = iter(range(10**6))
+    calls = itertools.count()
+    full = {"first save": 0, "second save": 1}.get(plant)
 
     def write(*arguments: Any) -> None:
-        number = next(calls)
-        if (plant == "second save" and number == 1) or (plant == "first save" and number == 0):
+        if next(calls) == full:
             raise OSError(28, "No space left on device")
         write_checkpoint(*arguments)
 
@@ -315,7 +295,7 @@ def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
     """
     complaints = []
     for case in range(cases):
-        draw, late = random.Random(case), bool(case % 2)
+        draw = random.Random(case)
         plan = [
             [
                 [draw.choice("gggbdz") for _ in range(draw.randrange(4))]
@@ -323,6 +303,7 @@ def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
             ]
             for _ in range(4)
         ]
+        bad = sum(kind in "bd" for window in plan for kinds in window for kind in kinds)
         states = []
         for keep in (True, False):
             parameters = {
@@ -331,43 +312,25 @@ def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
                 )
                 for i, (name, shape) in enumerate(SHAPES.items())
             }
-            optimizer = torch.optim.AdamW(
-                parameters.values(), lr=0.1, weight_decay=0.01, fused=True
-            )
-            transaction = window_over(
-                parameters, optimizer, 0.5, [0.1, 0.05, 0.02, 0.01], late=late, processes=processes
-            )
+            adamw = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.01, fused=True)
+            how = {"late": bool(case % 2), "processes": processes}
+            window = window_over(parameters, adamw, 0.5, [0.1, 0.05, 0.02, 0.01], **how)
             results = []
-            for window, of_processes in enumerate(plan):
-                for number, kind in enumerate(of_processes[processes.index]):
+            for index, kinds in enumerate(plan):
+                for number, kind in enumerate(kinds[processes.index]):
                     if keep or kind in "gz":
-                        _small(
-                            transaction,
-                            parameters,
-                            kind,
-                            f"{case}/{window}/{processes.index}/{number}",
-                        )
-                results += transaction.commit()
-            results += transaction.flush()
-            bad = sum(
-                kind in "bd" for of_processes in plan for kinds in of_processes for kind in kinds
-            )
-            if sum(len(r.refused) for r in results) != (bad if keep else 0):
-                complaints.append(
-                    f"case {case}: refused {[len(r.refused) for r in results]} of {bad}"
-                )
-            states.append(
-                (
-                    transaction.update.checksum(),
-                    [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results],
-                )
-            )
+                        name = f"{case}/{index}/{processes.index}/{number}"
+                        _small(window, parameters, kind, name)
+                results += window.commit()
+            results += window.flush()
+            refused = [len(r.refused) for r in results]
+            if sum(refused) != (bad if keep else 0):
+                complaints.append(f"case {case}: refused {refused} of {bad}")
+            told = [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results]
+            states.append([window.update.checksum(), repr(told)])
         if states[0] != states[1]:
             complaints.append(f"case {case}: {states}")
-        if any(
-            other != [states[0][0], repr(states[0][1])]
-            for other in processes.gather_json([states[0][0], repr(states[0][1])])
-        ):
+        if any(other != states[0] for other in processes.gather_json(states[0])):
             complaints.append(f"case {case}: the processes differ")
     return complaints
 

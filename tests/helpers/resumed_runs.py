@@ -23,7 +23,7 @@ import npt
 from faults.runs import NoTokenizer
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.train.trainer import Trainer, TrainResult
 
 RARE = 99
@@ -72,8 +72,11 @@ class Runs:
     """Makes runs of one kind in folders below `place`, all on one model, whose adapters are
     attached anew for each.
 
-    data: a fresh data set at every call. settings: of training. data_settings: of the data. report:
-    whether they write one at their end.
+    Attributes:
+        data: makes a fresh data set.
+        settings: of training.
+        data_settings: of the data.
+        report: write one at their end.
     """
 
     model: nn.Module
@@ -90,24 +93,15 @@ class Runs:
     def trainer(self, folder: str | None, act: Act | None = None, **changed: Any) -> Trainer:
         """A trainer, with `act` done before every micro-batch."""
         npt.detach(self.model)
-        npt.attach(
-            self.model,
-            NPTConfig(**{**self.adapter, **changed.pop("adapter", {})}),
-            seed=changed.get("seed", 0),
-        )
+        form = NPTConfig(**{**self.adapter, **changed.pop("adapter", {})})
+        npt.attach(self.model, form, seed=changed.get("seed", 0))
         data, teacher = changed.pop("data", self.data)(), changed.pop("teacher", None)
         any_base = changed.pop("any_base", False)
         data_settings = {"max_length": 12, **self.data_settings, **changed.pop("data_settings", {})}
-        settings = {
-            "batch_size": 1,
-            "log_steps": 1,
-            "learning_rate": 1e-2,
-            "smoke_test": False,
-            "max_consecutive_bad": 50,
-            "output_dir": None if folder is None else str(self.place / folder),
-            **self.settings,
-            **changed,
-        }
+        out = None if folder is None else str(self.place / folder)
+        usual = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "smoke_test": False}
+        usual |= {"max_consecutive_bad": 50, "output_dir": out}
+        settings = {**usual, **self.settings, **changed}
         trainer = Trainer(
             self.model,
             NoTokenizer(),
@@ -152,7 +146,7 @@ def acting(trainer: Trainer, act: Act | None) -> Trainer:
         return trainer
     strategy, calls = trainer.strategy, iter(range(10**6))
 
-    def strategy_behind_it(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def strategy_behind_it(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         act(next(calls), batch)
         return strategy(model, batch, config)
 
@@ -201,11 +195,8 @@ class Outcome:
 
 def outcome(folder: Path) -> Outcome:
     """Of the run in a folder: its newest checkpoint, metrics, figures and best adapters."""
-    checkpoint = sorted(
-        p
-        for p in (folder / "checkpoints").iterdir()
-        if p.suffix == "" and p.name.startswith("step-")
-    )[-1]
+    whole = [p for p in (folder / "checkpoints").glob("step-*") if p.suffix == ""]
+    checkpoint = max(whole)
     state = strict(checkpoint / "state.json")
     for clocked in ("settings", "versions"):
         state.pop(clocked)
@@ -234,10 +225,8 @@ def strict(path: Path) -> Any:
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    text = (folder / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -9,15 +9,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import LlamaConfig, LlamaTokenizer, PreTrainedTokenizerFast
 
 from npt.base.random_base import random_base
@@ -36,20 +29,21 @@ _TEXT = [
 ] * 4
 
 
-@cache
-def _bpe() -> dict[str, Any]:
-    """Vocabulary and merges, by pieces of words that a space begins."""
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.train_from_iterator(
-        _TEXT,
-        trainers.BpeTrainer(vocab_size=520, special_tokens=SPECIAL + _BYTES, show_progress=False),
-    )
+def _trained(model: Any, pre_tokenizer: Any, trainer: Any) -> dict[str, Any]:
+    """Vocabulary and merges of a model that is trained on a few lines."""
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizer
+    made.train_from_iterator(_TEXT, trainer)
     return json.loads(made.to_str())["model"]
 
 
-def _merges() -> list[tuple[str, str]]:
-    return [(left, right) for left, right in _bpe()["merges"]]
+@cache
+def _bpe() -> tuple[Any, list[tuple[str, str]]]:
+    """Vocabulary and merges, by pieces of words that a space begins."""
+    settings = {"vocab_size": 520, "special_tokens": SPECIAL + _BYTES, "show_progress": False}
+    model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    made = _trained(model, pre_tokenizers.Metaspace(), BpeTrainer(**settings))
+    return made["vocab"], [(left, right) for left, right in made["merges"]]
 
 
 def _of(model: Any, *, normalizer: Any = None, pre_tokenizer: Any = None, decoder: Any) -> Any:
@@ -62,78 +56,55 @@ def _of(model: Any, *, normalizer: Any = None, pre_tokenizer: Any = None, decode
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)]
     )
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     made.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
     return made
 
 
-def _metaspace_bpe(scheme: str, split: bool = True) -> Any:
-    model = models.BPE(
-        _bpe()["vocab"], _merges(), unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    )
+def _with_bytes(strip: bool, **space: Any) -> Any:
+    """A tokenizer whose unknown characters are bytes. space: what makes a space a piece."""
+    model = models.BPE(*_bpe(), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    steps += [decoders.Strip(" ", 1, 0)] if scheme != "never" else []
+    steps += [decoders.Strip(" ", 1, 0)] if strip else []
+    return _of(model, decoder=decoders.Sequence(steps), **space)
+
+
+def _metaspace_bpe(scheme: str, split: bool = True) -> Any:
     space = pre_tokenizers.Metaspace("▁", scheme, split)
-    return _of(model, pre_tokenizer=space, decoder=decoders.Sequence(steps))
+    return _with_bytes(scheme != "never", pre_tokenizer=space)
 
 
 def _llama_2() -> Any:
     """As transformers 4 converted Llama 2 and Mistral 0.1: the space comes with normalisation, and
     there is no pre-tokenizer.
     """
-    model = models.BPE(
-        _bpe()["vocab"], _merges(), unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    )
-    steps = [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    space = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return _of(model, normalizer=space, decoder=decoders.Sequence(steps))
+    space = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    return _with_bytes(True, normalizer=normalizers.Sequence(space))
 
 
 def _llama_class(legacy: bool) -> Any:
-    return LlamaTokenizer(vocab=_bpe()["vocab"], merges=_merges(), legacy=legacy)
+    vocab, merges = _bpe()
+    return LlamaTokenizer(vocab=vocab, merges=merges, legacy=legacy)
 
 
 def _unigram(scheme: str) -> Any:
-    trained = Tokenizer(models.Unigram())
     space = pre_tokenizers.Metaspace("▁", scheme)
-    trained.pre_tokenizer = space
-    trained.train_from_iterator(
-        _TEXT,
-        trainers.UnigramTrainer(
-            vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-        ),
-    )
-    pieces = [(piece, score) for piece, score in json.loads(trained.to_str())["model"]["vocab"]]
-    return _of(
-        models.Unigram(pieces, unk_id=UNK, byte_fallback=False),
-        pre_tokenizer=space,
-        decoder=decoders.Metaspace("▁", scheme),
-    )
+    settings = {"vocab_size": 200, "special_tokens": SPECIAL, "show_progress": False}
+    made = _trained(models.Unigram(), space, UnigramTrainer(**settings, unk_token="<unk>"))
+    pieces = [(piece, score) for piece, score in made["vocab"]]
+    model = models.Unigram(pieces, unk_id=UNK, byte_fallback=False)
+    return _of(model, pre_tokenizer=space, decoder=decoders.Metaspace("▁", scheme))
 
 
 def _byte_level(prefix: bool) -> Any:
-    trained = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    trained.pre_tokenizer = level
+    settings = {"vocab_size": 500, "special_tokens": SPECIAL, "show_progress": False}
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(
-        _TEXT,
-        trainers.BpeTrainer(
-            vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    model = json.loads(trained.to_str())["model"]
-    merges = [(left, right) for left, right in model["merges"]]
-    return _of(
-        models.BPE(model["vocab"], merges), pre_tokenizer=level, decoder=decoders.ByteLevel()
-    )
+    made = _trained(models.BPE(), level, BpeTrainer(**settings, initial_alphabet=alphabet))
+    merges = [(left, right) for left, right in made["merges"]]
+    model = models.BPE(made["vocab"], merges)
+    return _of(model, pre_tokenizer=level, decoder=decoders.ByteLevel())
 
 
 PREFIXING = {
@@ -163,12 +134,8 @@ def tokenizer_of(kind: str) -> Any:
 def speaker_of(kind: str) -> Any:
     """A random model in 4 bit that writes words which begin with a space, and nothing else."""
     tokenizer = tokenizer_of(kind)
-    size = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    size = {"hidden_size": 32, "intermediate_size": 64}
+    size |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     model = random_base(LlamaConfig(vocab_size=len(tokenizer), **size), device="cpu")
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     spaced = [i for i, piece in enumerate(pieces) if piece[0] in "▁Ġ" and len(piece) > 3]

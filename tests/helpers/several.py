@@ -147,16 +147,10 @@ def _process(
 ) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, os.open(stack, os.O_CREAT | os.O_WRONLY))
-    os.environ |= {
-        "NPT_DEVICE": device,
-        "RANK": str(process),
-        "LOCAL_RANK": str(process),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(pipe.recv()),
-        "TORCHELASTIC_USE_AGENT_STORE": str(launcher),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    os.environ |= {"NPT_DEVICE": device, "RANK": f"{process}", "LOCAL_RANK": f"{process}"}
+    os.environ |= {"WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": f"{pipe.recv()}", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(launcher)
     # that of the test's own process, which may have trained alone
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.monotonic()
@@ -167,13 +161,8 @@ def _process(
         with processes.member():
             ended.value = act(processes, *arguments)
     except BaseException as error:
-        ended = Ended(
-            None,
-            str(error),
-            type(error).__name__,
-            exit_status_of(error),
-            trace=traceback.format_exc(),
-        )
+        ended = Ended(None, str(error), type(error).__name__, exit_status_of(error))
+        ended.trace = traceback.format_exc()
     finally:
         processes.close()
     ended.seconds = time.monotonic() - started

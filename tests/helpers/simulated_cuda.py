@@ -35,27 +35,14 @@ aten = torch.ops.aten
 ACROSS_DEVICES = {"aten::_to_copy", "aten::copy_", "aten::_foreach_norm", "aten::set_"}
 """Operations that take tensors of several devices."""
 
-SHAPED_BY_VALUES = {
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::bincount",
-    "aten::repeat_interleave",
-}
+SHAPED_BY_VALUES = {"aten::nonzero", "aten::masked_select", "aten::bincount"}
+SHAPED_BY_VALUES |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}
+SHAPED_BY_VALUES |= {"aten::repeat_interleave"}
 """Operations that wait on CUDA: the shape of what they return depends on values."""
 
-READS = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::allclose",
-    "aten::_linalg_check_errors",
-    "aten::_linalg_eigh",
-    "aten::_linalg_svd",
-    "aten::linalg_lstsq",
-}
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::allclose"}
+READS |= {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd"}
+READS |= {"aten::linalg_lstsq"}
 
 
 class HostWaitError(AssertionError):
@@ -238,11 +225,8 @@ def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not func._schema.returns:
         return None
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [
-        given[a.name]
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
+    aliases = {a.name: a.alias_info for a in func._schema.arguments}
+    written = [given[name] for name, alias in aliases.items() if alias and alias.is_write]
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
@@ -529,23 +513,23 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     def is_enabled(kind: str = "cuda") -> bool:
         return kind != "cuda" and enabled(kind)
 
+    # attention by name and not by a function mode, which is off in what backward recomputes
+    fakes = [(torch.cuda, name, fake) for name, fake in _CUDA.items()]
+    fakes += [
+        (torch.accelerator, "current_stream", _Stream),
+        (functional, "scaled_dot_product_attention", _attention),
+        (npt.base.attention, "scaled_dot_product_attention", _attention),
+        (torch, "Generator", _make_generator),
+        (Tensor, "pin_memory", _pin_memory),
+        (Tensor, "is_pinned", _tells_pinned),
+        (torch, "autocast", no_autocast),
+        (torch, "is_autocast_enabled", is_enabled),
+    ]
+    count = mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True)
     _state = _State(devices)
     with ExitStack() as stack:
-        for name, fake in _CUDA.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", _Stream))
-        # By name and not by a function mode, which is off in what backward recomputes.
-        for module in (functional, npt.base.attention):
-            replaced = mock.patch.object(module, "scaled_dot_product_attention", _attention)
-            stack.enter_context(replaced)
-        stack.enter_context(mock.patch.object(torch, "Generator", _make_generator))
-        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
-        stack.enter_context(mock.patch.object(Tensor, "is_pinned", _tells_pinned))
-        stack.enter_context(mock.patch.object(torch, "autocast", no_autocast))
-        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", is_enabled))
-        stack.enter_context(
-            mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: devices, create=True)
-        )
+        for patch in (count, *(mock.patch.object(*fake) for fake in fakes)):
+            stack.enter_context(patch)
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())
         try:
@@ -610,13 +594,8 @@ def spread(model: Any, first_away: int) -> Any:
         return int(path in away or ".".join(path.split(".")[:3]) in away)
 
     to_cuda(model, place)
-    parts = (
-        model.model.embed_tokens,
-        model.model.rotary_emb,
-        *layers,
-        model.model.norm,
-        model.lm_head,
-    )
+    own = model.model
+    parts = (own.embed_tokens, own.rotary_emb, *layers, own.norm, model.lm_head)
     # Weights are where they belong; accelerate would move them through torch's own CUDA calls.
     with mock.patch.object(AlignDevicesHook, "init_hook", lambda _, module: module):
         for part in parts:

@@ -65,15 +65,8 @@ def make_trainer(
         str(base), quantization=quantization, device="cpu", compute_dtype=compute_dtype, dtype=dtype
     )
     npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-    settings = {
-        "batch_size": 1,
-        "log_steps": 1,
-        "learning_rate": 1e-2,
-        "max_consecutive_bad": 1,
-        "smoke_test": False,
-        "seed": 3,
-        **config,
-    }
+    usual = {"batch_size": 1, "log_steps": 1, "learning_rate": 1e-2, "max_consecutive_bad": 1}
+    settings = {**usual, "smoke_test": False, "seed": 3, **config}
     trainer = Trainer(
         model,
         NoTokenizer(),

@@ -46,9 +46,6 @@ def running() -> Iterator[Hub]:
         def log_message(self, *_: Any) -> None:
             pass
 
-        def body(self) -> bytes:
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
         def answer(self, status: int, content: Any = b"", **headers: str) -> None:
             raw = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
@@ -60,69 +57,48 @@ def running() -> Iterator[Hub]:
             if self.command != "HEAD":
                 self.wfile.write(raw)
 
-        def refused(self) -> bool:
-            """Return whether a write is turned away: no token, or the hub is told to."""
-            status = hub.refuse or (
-                None if self.headers.get("Authorization") == f"Bearer {TOKEN}" else 401
-            )
-            if status is not None:
-                self.answer(status, {"error": "not yours"})
-            return status is not None
+        @property
+        def known(self) -> bool:
+            return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+        def missing(self, status: int, code: str) -> None:
+            self.answer(status, {"error": code}, X_Error_Code=code, X_Error_Message=code)
 
         def do_POST(self) -> None:
             hub.asked.append(("POST", self.path))
-            body = self.body()
-            if self.refused():
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if hub.refuse or not self.known:
+                self.answer(hub.refuse or 401, {"error": "not yours"})
                 return
             parts = self.path.split("?")[0].strip("/").split("/")
+            repo, action = "/".join(parts[2:4]), parts[4:5]
             if parts == ["api", "repos", "create"]:
                 asked = json.loads(body)
-                repo = (
-                    f"{asked['organization']}/{asked['name']}"
-                    if asked.get("organization")
-                    else asked["name"]
-                )
+                owner = asked.get("organization")
+                repo = f"{owner}/{asked['name']}" if owner else asked["name"]
                 if repo in hub.files:
                     self.answer(409, {"error": "exists", "url": f"{hub.url}/{repo}"})
                     return
                 hub.files[repo], hub.branches[repo] = {}, {"main"}
-                hub.private[repo] = (
-                    bool(asked.get("private")) or asked.get("visibility") == "private"
-                )
+                private = asked.get("private") or asked.get("visibility") == "private"
+                hub.private[repo] = bool(private)
                 self.answer(200, {"url": f"{hub.url}/{repo}", "id": repo})
-            elif parts[:2] == ["api", "models"] and parts[4:5] == ["preupload"]:
-                if parts[5] not in hub.branches["/".join(parts[2:4])]:
-                    self.answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
-                    return
-                files = json.loads(body)["files"]
+            elif action == ["preupload"] and parts[5] not in hub.branches[repo]:
+                self.missing(404, "RevisionNotFound")
+            elif action == ["preupload"]:
                 # The protocol of large files (Xet) is the library's affair with another service:
                 # here all are small.
-                self.answer(
-                    200,
-                    {
-                        "files": [
-                            {**f, "uploadMode": "regular", "shouldIgnore": False} for f in files
-                        ]
-                    },
-                )
-            elif parts[:2] == ["api", "models"] and parts[4:5] == ["commit"]:
-                repo = "/".join(parts[2:4])
-                for line in body.splitlines():
-                    entry = json.loads(line)
+                regular = {"uploadMode": "regular", "shouldIgnore": False}
+                files = [{**file, **regular} for file in json.loads(body)["files"]]
+                self.answer(200, {"files": files})
+            elif action == ["commit"]:
+                for entry in map(json.loads, body.splitlines()):
                     if entry["key"] == "file":
-                        hub.files[repo][entry["value"]["path"]] = base64.b64decode(
-                            entry["value"]["content"]
-                        )
+                        content = base64.b64decode(entry["value"]["content"])
+                        hub.files[repo][entry["value"]["path"]] = content
                 oid = hub.commit_of(repo)
-                self.answer(
-                    200,
-                    {
-                        "success": True,
-                        "commitOid": oid,
-                        "commitUrl": f"{hub.url}/{repo}/commit/{oid}",
-                        "hookOutput": "",
-                    },
-                )
+                made = {"commitOid": oid, "commitUrl": f"{hub.url}/{repo}/commit/{oid}"}
+                self.answer(200, {"success": True, "hookOutput": "", **made})
             elif parts[-1] == "validate-yaml":
                 self.answer(200, {"warnings": [], "errors": []})
             else:
@@ -134,57 +110,32 @@ def running() -> Iterator[Hub]:
         def do_GET(self) -> None:
             hub.asked.append((self.command, self.path))
             parts = self.path.split("?")[0].strip("/").split("/")
-            repo = "/".join(parts[2:4]) if parts[:2] == ["api", "models"] else "/".join(parts[:2])
-            if repo not in hub.files or (
-                hub.private[repo] and self.headers.get("Authorization") != f"Bearer {TOKEN}"
-            ):
-                self.answer(
-                    401,
-                    {"error": "Repository not found"},
-                    X_Error_Code="RepoNotFound",
-                    X_Error_Message="Repository not found",
-                )
+            of_api = parts[:2] == ["api", "models"]
+            repo = "/".join(parts[2:4] if of_api else parts[:2])
+            if repo not in hub.files or (hub.private[repo] and not self.known):
+                self.missing(401, "RepoNotFound")
                 return
-            commit = hub.commit_of(repo)
-            if parts[:2] == ["api", "models"]:
-                revision = parts[5] if len(parts) > 5 else "main"
-                if revision not in {*hub.branches[repo], commit}:
-                    self.answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
-                elif parts[4:5] == ["tree"]:
-                    entries = [
-                        {
-                            "type": "file",
-                            "path": name,
-                            "size": len(raw),
-                            "oid": hashlib.sha1(raw).hexdigest(),
-                        }
-                        for name, raw in hub.files[repo].items()
-                    ]
-                    self.answer(200, entries)
-                else:
-                    siblings = [{"rfilename": name} for name in hub.files[repo]]
-                    self.answer(
-                        200,
-                        {
-                            "id": repo,
-                            "sha": commit,
-                            "private": hub.private[repo],
-                            "siblings": siblings,
-                            "tags": [],
-                        },
-                    )
-            elif parts[2:3] == ["resolve"] and "/".join(parts[4:]) in hub.files[repo]:
-                raw = hub.files[repo]["/".join(parts[4:])]
-                tag = hashlib.sha256(raw).hexdigest()
-                self.answer(
-                    200,
-                    raw,
-                    ETag=f'"{tag}"',
-                    X_Repo_Commit=commit,
-                    Content_Type="application/octet-stream",
-                )
+            commit, files = hub.commit_of(repo), hub.files[repo]
+            revision = parts[5] if of_api and len(parts) > 5 else "main"
+            if revision not in {*hub.branches[repo], commit}:
+                self.missing(404, "RevisionNotFound")
+            elif of_api and parts[4:5] == ["tree"]:
+                sums = {name: hashlib.sha1(raw).hexdigest() for name, raw in files.items()}
+                entries = [
+                    {"type": "file", "path": name, "size": len(files[name]), "oid": oid}
+                    for name, oid in sums.items()
+                ]
+                self.answer(200, entries)
+            elif of_api:
+                siblings = [{"rfilename": name} for name in files]
+                about = {"id": repo, "sha": commit, "private": hub.private[repo], "tags": []}
+                self.answer(200, {**about, "siblings": siblings})
+            elif parts[2:3] == ["resolve"] and "/".join(parts[4:]) in files:
+                raw = files["/".join(parts[4:])]
+                tag = {"ETag": f'"{hashlib.sha256(raw).hexdigest()}"', "X_Repo_Commit": commit}
+                self.answer(200, raw, Content_Type="application/octet-stream", **tag)
             else:
-                self.answer(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound")
+                self.missing(404, "EntryNotFound")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"

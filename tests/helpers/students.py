@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,3 +56,21 @@ def enlarge(model: nn.Module, a: float = 1.0, b: float = 1.0) -> None:
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.mul_(b if ".B." in name else a if name.endswith(".A") else 1.0)
+
+
+def moved(model: Any, std: float, seed: int = 5) -> Any:
+    """Fill its adapters with noise of this size, and return it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def random_samples(lengths: Iterable[int], seed: int = 3) -> list[Sample]:
+    """Samples of these lengths, of the small vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Sample(str(i), tuple(torch.randint(3, 128, (n,), generator=generator).tolist()))
+        for i, n in enumerate(lengths)
+    ]

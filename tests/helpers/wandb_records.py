@@ -68,39 +68,29 @@ def told(run_folder: Path) -> Told:
 
 
 def _read(path: Path) -> Told:
-    found = Told()
+    told = Told()
     for record in records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found.run = record.run
-            found.config |= {
-                item.key: json.loads(item.value_json) for item in record.run.config.update
-            }
+            told.run = record.run
+            told.config |= _values(record.run.config.update)
         elif kind == "config":
-            found.config |= {
-                item.key or item.nested_key[0]: json.loads(item.value_json)
-                for item in record.config.update
-            }
+            told.config |= _values(record.config.update)
         elif kind == "history":
-            found.history.append(
-                {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-            )
+            told.history.append(_values(record.history.item))
         elif kind == "summary":
-            found.summary |= {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                for item in record.summary.update
-            }
+            told.summary |= _values(record.summary.update)
         elif kind == "artifact":
             one = record.artifact
-            found.artifacts.append(
-                (one.name, one.type, list(one.aliases), json.loads(one.metadata or "{}"))
-            )
-            found.files.append(sorted(entry.path for entry in one.manifest.contents))
+            metadata = json.loads(one.metadata or "{}")
+            told.artifacts.append((one.name, one.type, list(one.aliases), metadata))
+            told.files.append(sorted(entry.path for entry in one.manifest.contents))
         elif kind == "alert":
-            found.alerts.append((record.alert.title, record.alert.text))
+            told.alerts.append((record.alert.title, record.alert.text))
         elif kind == "exit":
-            found.exit = record.exit.exit_code
-    return found
+            told.exit = record.exit.exit_code
+    return told
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_runs import Reader, make_run, modulation
 
-from npt.report.generated import COLOURS, TOKENS
+from npt.report.generated import COLOURS
 from npt.report.generated import page as generated_page
 from npt.report.page import page
 from npt.report.run import RunRecord
@@ -69,12 +69,6 @@ def test_numbers_that_are_not_finite_have_no_colour() -> None:
     assert [each["class"] for each in text.of("td")] == ["hn"] * 3 + ["h11", "hn", "hn"]
     nothing = made(passage(["a"], change=[[math.nan] * 3]))
     assert "no token with a finite number" in nothing
-
-
-def test_a_long_text_is_cut() -> None:
-    reader = Reader(made(passage(["a"] * (TOKENS + 5), layers=1)))
-    assert "5 more tokens are left out" in reader.text
-    assert len(reader.of("td")) == TOKENS
 
 
 @pytest.mark.usefixtures("plain_charts")

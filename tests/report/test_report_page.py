@@ -47,8 +47,8 @@ def test_a_finished_run_is_shown_as_a_whole(tmp_path) -> None:
     for section, words in (
         (
             "fidelity",
-            "98.3% of the way from its floor to its teacher in KL(teacher, model), nats: 0.0200 ±"
-            " 0.0010, from 1.2000 at the floor",
+            "98.3% of the way from its floor to its teacher: KL 0.0200 ± 0.0010 nats, from 1.2000"
+            " at the floor",
         ),
         ("fidelity", "Fidelity to the teacher"),
         ("layers", "The hardest is layer 2 with 0.03"),
@@ -66,32 +66,6 @@ def test_a_finished_run_is_shown_as_a_whole(tmp_path) -> None:
     assert all(box.get("tabindex") == "0" and box.get("aria-label") for box in boxes)
 
 
-def test_the_head_says_what_the_run_was_made_of(tmp_path) -> None:
-    settings = {
-        "model_name": "tiny", "rank": 16, "targets": ["gate", "up"], "modulation": "both", "init":
-        "calibrated", "additive_scale": 1.0, "mult_bound": 0.5, "strategy": "end_to_end", "loss":
-        "nmse", "learning_rate": 3e-4, "batch_size": 4, "gradient_accumulation_steps": 2,
-        "dataset_name": "builtin", "max_length": 256, "run_name": "one",
-    }  # fmt: skip
-    run = {
-        "settings": settings, "layers": [4, 5, 9], "seed": 7, "base_hash": "1c8e85f57d0448e3" * 4,
-        "device": "cpu", "trainable_parameters": 503808, "precision": {"quantization": "nf4"},
-        "versions": {"npt": "0.1.0", "torch": "2.13.0"},
-    }  # fmt: skip
-    head = read(tmp_path / "run", run=run).sections[""]
-    for line in (
-        "basemodel_name tiny, base_hash 1c8e85f5",
-        "device cpu, nf4",
-        "adapterslayers 4, 5, 9, rank 16, targets gate, up, modulation both, trainable_parameters",
-        "startinit calibrated, additive_scale 1.0, mult_bound 0.5",
-        "trainingstrategy end_to_end, loss nmse, learning_rate 0.0003, batch_size 4, seed 7",
-        "datadataset_name builtin, max_length 256",
-        "versionsnpt 0.1.0, torch 2.13.0",
-    ):
-        assert line in head
-    assert "None" not in read(tmp_path / "little", run={}).sections[""]
-
-
 def test_page_and_console_write_a_figure_alike_json_the_fraction(tmp_path) -> None:
     figures = fidelity()
     figures["student"] |= {"kl": 0.00622, "kl_se": 0.00025, "acceptance": 0.9661}
@@ -100,7 +74,7 @@ def test_page_and_console_write_a_figure_alike_json_the_fraction(tmp_path) -> No
     names = ("teacher", "floor", "student", "initial")
     models = [Figures.from_dict(figures[name]) for name in names]
     stream = io.StringIO()
-    print_fidelity(Fidelity(*models, layer_tokens=10), Console(file=stream, width=160))
+    print_fidelity(Fidelity(*models), Console(file=stream, width=160))
     for written in ("0.0062 ± 0.0003", "96.6 ± 0.1%"):
         assert written in reader.sections["fidelity"] and written in stream.getvalue()
     found = summary(RunRecord(tmp_path / "run"))
@@ -118,16 +92,6 @@ def test_refusals_are_listed_with_their_reasons(tmp_path) -> None:
     ):
         assert words in reader.sections["training"]
     assert reader.charts[0].endswith("; 2 refusals")
-
-
-def test_what_a_resume_undid_is_not_counted(tmp_path) -> None:
-    saved = event("save", step=4, folder="checkpoints/step-00000004")
-    changed = {"learning_rate": [0.02, 0.01]}
-    resumed = event("resume", step=4, checkpoint="x/checkpoints/step-00000004", changed=changed)
-    lines = [START, refusal(2), saved, refusal(6), START, resumed, event("done", steps=12)]
-    reader = read(tmp_path / "run", events=lines)
-    assert "1 refused, of which" in reader.text and reader.charts[0].endswith("; 1 refusals")
-    assert "changed learning_rate: [0.02, 0.01]" in reader.sections["events"]
 
 
 # --- what is missing
@@ -176,7 +140,7 @@ def test_an_empty_folder_makes_a_page(tmp_path) -> None:
 def test_a_killed_run_shows_its_evaluations(tmp_path) -> None:
     evaluations = [event("evaluation", step=step, student=figures(0.2)) for step in (5, 10)]
     reader = read(tmp_path / "run", events=[START, *evaluations], fidelity=None)
-    assert "No end is on record at step 12: killed, or running on another machine" in reader.text
+    assert "No end is on record at step 12: the run was killed, or goes on" in reader.text
     assert "Held-out KL" in reader.sections["training"]
     assert "held-out KL 0.2000 ± 0.0010 nats" in reader.sections["events"]
 
@@ -214,11 +178,6 @@ def test_the_end_of_a_run_is_told(tmp_path, last, kind, words) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_one_step_makes_a_page(tmp_path) -> None:
-    reader = read(tmp_path / "run", steps=1)
-    assert "Finished at step 1" in reader.text and len(reader.charts) == 6
-
-
 def test_numbers_that_are_not_finite_are_said(tmp_path) -> None:
     bad = {"loss": None, "grad_norm": math.nan, "layers.1.nmse": None}
     hurt = fidelity(student=None)
@@ -228,7 +187,7 @@ def test_numbers_that_are_not_finite_are_said(tmp_path) -> None:
     reader = read(tmp_path / "run", metrics=lines, fidelity=hurt, modulation=spoilt)
     assert "no finite value, 3 times not finite" in reader.charts[0]
     said = reader.sections
-    assert "The student's KL(teacher, model), nats is not finite." in said["fidelity"]
+    assert "The student's KL to its teacher is not finite." in said["fidelity"]
     assert "of the way from" not in said["fidelity"]
     assert "In 1 of 3 layers the student's is not finite" in said["layers"]
     assert "and 50.0% not finite" in said["modulation"]
@@ -267,7 +226,7 @@ def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
     ("target", "words"),
     [
         (
-            dict.fromkeys(("counts", "saturated", "bad", "mean", "std")),
+            dict.fromkeys(("saturated", "bad", "mean", "std")),
             "There are no multipliers: the modulation is additive only.",
         ),
         ({"saturated": 0.25}, "at most 25.00% of the multipliers"),
@@ -288,7 +247,7 @@ def test_a_run_that_gave_up_names_its_step_and_what_is_not_finite(tmp_path) -> N
         events=[event("start", total_steps=20), *(refusal(10) for _ in range(3)), stopped],
         metrics=[metrics(step) for step in (1, 4, 8)],
         fidelity=None,
-        modulation=modulation(9, counts=[0] * 40, saturated=0.0, bad=1.0, **nothing),
+        modulation=modulation(9, saturated=0.0, bad=1.0, **nothing),
     )
     reader = read(folder)
     assert "Stopped in step 10, after 9 that were made: 3 refusals in a row" in reader.text
@@ -300,24 +259,6 @@ def test_a_run_that_gave_up_names_its_step_and_what_is_not_finite(tmp_path) -> N
     assert "0.00%" not in said and "At their bounds are" not in said
     assert "Multipliers are not finite in 9 of 9 places: the most 100.0% of them" in said
     assert said.count("none finite") == 9
-
-
-def test_the_page_of_a_long_run_keeps_its_spike_and_stays_small(tmp_path, drawn) -> None:
-    lines = [
-        metrics(step, layers=80, loss=900.0 if step == 54_321 else 1.0)
-        for step in range(1, 100_001, 80)
-    ]
-    many = (refusal(step, "loss", HOSTILE * 9) for step in range(1, 100_000, 45))
-    folder = make_run(
-        tmp_path / "run",
-        metrics=lines,
-        events=[START, *many, event("done", steps=100_002)],
-        fidelity=fidelity(layers=80),
-        modulation=modulation(9, layers=80),
-    )
-    text = page(RunRecord(folder), folder / "report.html")
-    assert len(text.encode()) < 1_000_000
-    assert "between 1 and 900" in Reader(text).charts[0]
 
 
 # --- checkpoints and post-mortems
@@ -356,7 +297,7 @@ def test_a_post_mortem_says_why_the_run_stopped(tmp_path) -> None:
     record = {
         "reason": "4 refusals in a row",
         "refusals": [{"kind": "loss", "detail": "loss is nan"}],
-        "verdict": {"where": "layer 3"},
+        "findings": [{"verdict": {"where": "layer 3"}}],
     }
     (bundle / "postmortem.json").write_text(json.dumps(record), encoding="utf-8")
     reader = read(folder)
@@ -395,7 +336,8 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, drawn) -> None:
     (folder / "run.json").write_text(json.dumps(run))
     bundle = folder / "postmortem" / "step-00000003"
     bundle.mkdir(parents=True)
-    record = {"reason": HOSTILE, "refusals": [{"kind": HOSTILE}], "verdict": {HOSTILE: HOSTILE}}
+    record = {"reason": HOSTILE, "refusals": [{"kind": HOSTILE}]}
+    record["findings"] = [{"verdict": {HOSTILE: HOSTILE}}]
     (bundle / "postmortem.json").write_text(json.dumps(record))
     checkpoint(folder, "step-00000004")
 
@@ -429,8 +371,3 @@ def test_no_secret_and_no_environment_variable_is_in_it(tmp_path, monkeypatch) -
     text = page(RunRecord(folder), folder / "report.html")
     for secret in ("0123456789secret", "hunter2", "hf_abcdefghijklmnopqrst", "k3y1d"):
         assert secret not in text
-
-
-def test_the_same_folder_makes_the_same_page(tmp_path, drawn) -> None:
-    folder = make_run(tmp_path / "run", events=[START, refusal(3), event("done", steps=12)])
-    assert page(RunRecord(folder), folder / "a.html") == page(RunRecord(folder), folder / "a.html")

@@ -75,25 +75,18 @@ PARTS = ["save_file", "write_adapter", "write_json", "write_manifest", "new_fold
 def test_a_checkpoint_that_cannot_be_written_costs_itself_only(
     here, whole, monkeypatch, part, number
 ) -> None:
-    per_save = 10 if part == "_sums" else 1
+    owner, calls, lost = checkpoint_module, range(2, 4), [3, 4]
+    if part == "_sums":  # ten for each save
+        owner, calls, lost = manifest_module, range(20, 21), [3]
     with monkeypatch.context() as patched:
-        failing(
-            patched,
-            manifest_module if part == "_sums" else checkpoint_module,
-            part,
-            number,
-            range(2 * per_save, 4 * per_save if part != "_sums" else 2 * per_save + 1),
-        )
+        failing(patched, owner, part, number, calls)
         here.run("run")
-    lost = [3, 4] if part != "_sums" else [3]
     run = here.place / "run"
     assert checkpoint_names(run) == names(*(step for step in range(1, 7) if step not in lost))
     failed = events(run, "save_failed")
     assert [event["step"] for event in failed] == lost
-    assert all(
-        os.strerror(number) in event["message"] and "step-00000002" in event["message"]
-        for event in failed
-    )
+    for word in (os.strerror(number), "step-00000002"):
+        assert all(word in event["message"] for event in failed)
     assert here.said.getvalue().count("WARNING: no checkpoint at step") == len(lost)
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
@@ -119,10 +112,8 @@ def test_what_does_not_read_back_as_it_was_written_is_set_aside(here, whole, mon
 
 def test_without_any_checkpoint_the_run_ends_in_one_line_and_status_5(here, monkeypatch) -> None:
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(99))
-    with pytest.raises(
-        CheckpointError,
-        match=r"no checkpoint could be written at step 1: .*No space left.*there is no other",
-    ) as caught:
+    message = r"no checkpoint could be written at step 1: .*No space left.*there is no other"
+    with pytest.raises(CheckpointError, match=message) as caught:
         here.run("run")
     assert caught.value.exit_status == 5 and "\n" not in str(caught.value)
     assert list((here.place / "run" / "checkpoints").iterdir()) == []
@@ -134,13 +125,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_not_passed_over(
     """The adapters that the run was for are not on the disk: that is no success."""
     with monkeypatch.context() as patched:
         failing(patched, checkpoint_module, "save_file", errno.ENOSPC, range(5, 99))
-        with pytest.raises(
-            CheckpointError,
-            match=(
-                r"at step 6: .*the last good one is .*step-00000005; make room and continue with"
-                r" --resume"
-            ),
-        ):
+        good = r"at step 6: .*the last good one is .*step-00000005; make room and continue"
+        with pytest.raises(CheckpointError, match=good):
             here.run("run")
     here.run("run", resume="auto")
     here.outcome("run").assert_equal(whole.outcome("whole"))
@@ -154,10 +140,8 @@ def test_broken_data_on_a_full_disk_are_still_what_is_said(here, monkeypatch) ->
     failing(monkeypatch, checkpoint_module, "save_file", errno.ENOSPC, range(2, 99))
     with pytest.raises(DataError, match="line 4 is broken"):
         here.run("run", act)
-    assert [event["message"][:9] for event in events(here.place / "run", "error")] == [
-        "line 4 is",
-        "not saved",
-    ]
+    errors = events(here.place / "run", "error")
+    assert [event["message"][:9] for event in errors] == ["line 4 is", "not saved"]
     assert checkpoint_names(here.place / "run") == names(1, 2)
 
 
@@ -172,11 +156,8 @@ def test_figures_that_cannot_be_written_are_warned_of(here, monkeypatch) -> None
     monkeypatch.setattr(run_folder, "write_json", write)
     result = here.run("run", eval_steps=2)
     assert result.fidelity is not None and not (here.place / "run" / "fidelity.json").exists()
-    assert any(
-        "fidelity.json could not be written" in event["message"]
-        for event in events(here.place / "run", "warning")
-    )
-    assert any("best:" in event["message"] for event in events(here.place / "run", "save_failed"))
+    for kind, words in (("warning", "fidelity.json could not be"), ("save_failed", "best:")):
+        assert any(words in event["message"] for event in events(here.place / "run", kind))
 
 
 def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
@@ -193,10 +174,8 @@ def test_lines_that_were_lost_are_said_at_the_end(here, whole) -> None:
     limit = files_of_at_most(100)
     here.run("run", act)
     run = here.place / "run"
-    assert (
-        "warning: 2 lines of metrics.jsonl and events.jsonl could not be written"
-        in here.said.getvalue()
-    )
+    lost = "warning: 2 lines of metrics.jsonl and events.jsonl could not be written"
+    assert lost in here.said.getvalue()
     assert [line["step"] for line in lines(run, "metrics")] == [1, 2, 4, 5, 6]
     assert checkpoint_names(run) == names(1, 2, 4, 5, 6)
     one, other = here.outcome("run"), whole.outcome("whole")
@@ -241,10 +220,8 @@ def test_a_folder_that_becomes_read_only_costs_checkpoints_only(here, whole, ope
     assert unprivileged(lambda: here.run("run", act).exit_status) == 0
     run = open_place / "run"
     assert checkpoint_names(run) == names(1, 2, 5, 6)
-    assert ["Permission denied" in event["message"] for event in events(run, "save_failed")] == [
-        True,
-        True,
-    ]
+    failed = events(run, "save_failed")
+    assert ["Permission denied" in event["message"] for event in failed] == [True, True]
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 
@@ -253,9 +230,8 @@ def test_a_read_only_place_is_refused_before_computing(here, open_place) -> None
     (open_place / "closed").mkdir(mode=0o555)
 
     def act() -> int:
-        with pytest.raises(
-            ConfigError, match=r"cannot be made: .*closed is not a folder that may be written to"
-        ):
+        message = r"cannot be made: .*closed is not a folder that may be written to"
+        with pytest.raises(ConfigError, match=message):
             here.trainer("closed/run")
         return 0
 
@@ -269,9 +245,8 @@ def test_a_run_that_may_not_be_read_is_not_resumed(here, open_place) -> None:
 
     def act() -> int:
         for resume, folder in (("auto", "run"), (str(open_place / "run"), None)):
-            with pytest.raises(
-                CheckpointError, match=r"checkpoints cannot be read: Permission denied"
-            ):
+            message = r"checkpoints cannot be read: Permission denied"
+            with pytest.raises(CheckpointError, match=message):
                 here.trainer(folder, resume=resume)
         return 0
 

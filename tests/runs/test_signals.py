@@ -80,13 +80,6 @@ def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     assert caught.value.exit_status == 128 + number
 
 
-def test_without_a_signal_the_handlers_are_put_back_at_the_end() -> None:
-    before = handlers()
-    with StopOnSignal() as stop:
-        pass
-    assert stop.number is None and handlers() == before
-
-
 @each_signal
 def test_at_once_raises_on_arrival_and_no_library_can_swallow_it(number) -> None:
     with pytest.raises(StoppedError), StopOnSignal(at_once=True):
@@ -227,16 +220,6 @@ def test_a_signal_in_any_phase_leaves_a_run_that_resumes_exactly(
         assert events(here.place / "run", "signal")[0]["number"] == number
     here.run("run", resume="auto", smoke_test=False)
     here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-# windows of two: either half of one, in warm-up, after a save, the last
-@with_signals("call", (1, 4, 7))
-def test_in_front_of_every_micro_batch_of_warm_up_and_after_it(here, whole, number, call) -> None:
-    result = here.run("run", at(call, number), smoke_test=False)
-    assert (result.steps, result.exit_status) == ((call + 1) // 2, 128 + number)
-    here.run("run", resume="auto", smoke_test=False)
-    one, other = here.outcome("run"), whole.outcome("whole")
-    one.assert_equal(other)
 
 
 def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkeypatch) -> None:

@@ -160,15 +160,11 @@ def test_wandb_is_told_everything_of_a_run_and_its_resumption(
     assert list(found.run.tags) == ["a", "b"]
     assert found.run.run_id == json.loads((folder / "run.json").read_text())["wandb_run"]
     config, base = found.config, json.loads((folder / "run.json").read_text())["base_hash"]
-    assert (
-        config["learning_rate"] == 1e-2
-        and config["targets"] == ["stream", "gate", "up", "down"]
-        and config["base_hash"] == base
-    )
-    assert (
-        config["base_loading"]["quantization"] == "nf4"
-        and config["base_loading"]["double_quant"] is True
-    )
+    assert config["learning_rate"] == 1e-2
+    assert config["targets"] == ["stream", "gate", "up", "down"]
+    assert config["base_hash"] == base
+    assert config["base_loading"]["quantization"] == "nf4"
+    assert config["base_loading"]["double_quant"] is True
     assert {"npt", "torch", "transformers", "bitsandbytes", "accelerate"} <= config[
         "versions"
     ].keys()
@@ -213,11 +209,9 @@ def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> Non
         )
     found = told(tmp_path / "run")
     ((title, text),) = found.alerts
-    assert (
-        title == "npt gave up: TooManyRefusalsError"
-        and "2 refusals in a row" in text
-        and "npt replay" in text
-    )
+    assert title == "npt gave up: TooManyRefusalsError"
+    assert "2 refusals in a row" in text
+    assert "npt replay" in text
     assert found.exit == 3 and [one[1] for one in found.artifacts] == ["report"]
 
 

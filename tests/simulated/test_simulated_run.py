@@ -15,7 +15,7 @@ from students import load_student, rows
 import npt
 from npt.adapters.converted import adapter_parameters
 from npt.distill.strategies import STRATEGIES
-from npt.evaluation.generate import Decoding, write
+from npt.evaluation.generate import write
 
 UNTIMED = {"tokens_per_second"}
 
@@ -86,8 +86,9 @@ def test_a_student_on_a_card_is_evaluated_and_writes_as_on_the_cpu() -> None:
     tokenizer = npt.load_base("tiny", device="cpu")[1]
 
     def looked_at(model: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
-        fidelity = npt.evaluate(model, tokenizer, rows(6), max_length=16, batch_size=2)
-        written = write(model, tokenizer, [5, 6, 7, 8], Decoding(max_new_tokens=6))
+        config = npt.DataConfig(max_length=16)
+        fidelity = npt.evaluate(model, tokenizer, rows(6), data_config=config, batch_size=2)
+        written = write(model, tokenizer, [5, 6, 7, 8], 6)
         return fidelity.as_dict(), written.ids
 
     expected = looked_at(load_student())

@@ -15,7 +15,7 @@ from windows import StudentStep
 import npt
 from faults.bench import let_draw
 from npt.adapters.converted import adapter_parameters
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES, drive
 from npt.guard.outcome import Outcome
 
@@ -51,7 +51,7 @@ def take_steps(
     parameters = adapter_parameters(model)
     number = 0
 
-    def strategy(model: Any, batch: Any, config: Any) -> MicroBatch:
+    def strategy(model: Any, batch: Any, config: Any) -> BatchSums:
         sums = drive(model, batch, config)
         if bad(number):
             next(iter(parameters.values())).grad.mul_(float("nan"))

@@ -581,22 +581,10 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"loss": "nmse_update"},
     {"loss": "direction"},
     {"loss": "mse"},
-    {"loss": "smooth_l1"},
     {"loss": "cosine"},
     {"strategy": "end_to_end"},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5},
-    {
-        "strategy": "end_to_end",
-        "logit_kl_weight": 0.5,
-        "logit_loss": "reverse_kl",
-        "logit_temperature": 0.5,
-    },
-    {
-        "strategy": "end_to_end",
-        "logit_kl_weight": 0.5,
-        "logit_loss": "jsd",
-        "logit_temperature": 2.0,
-    },
+    {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "reverse_kl"},
     {"strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": "cross_entropy"},
 )
 

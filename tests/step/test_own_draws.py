@@ -24,17 +24,16 @@ from windows import Sums, add_filled, window_over
 import npt
 from faults.bench import SMALL, Run, Setting, clean_run, let_draw
 from faults.runs import NoTokenizer
+from npt.base.load import load_base
 from npt.config import DataConfig
 from npt.data.batch import Sample
 from npt.data.loader import Loader
 from npt.data.samples import Samples
-from npt.diagnostics.guards import diagnose
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.modulation import measure_modulation
-from npt.postmortem import restore
-from npt.postmortem.replay import replay
+from npt.forensics.student import replay_student as replay
 from npt.random_state import named_draws, random_state
 from npt.train.loop import Loop
 from npt.train.preparation import smoke_test
@@ -171,7 +170,6 @@ def calibrated(model: Any) -> None:
 
 
 PASSES: dict[str, Callable[[Run], Any]] = {
-    "the diagnosis": lambda s: diagnose(s.model, DRAWING.batch((0, 0))),
     "the smoke test": lambda s: smoke_test(
         s.model, DRAWING.batch((0, 0)), STRATEGIES["local"], s.config
     ),
@@ -264,7 +262,7 @@ def test_several_processes_draw_what_one_process_draws(poisoned_folder) -> None:
 
 
 def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch) -> None:
-    honest = restore.load_base
+    honest = load_base
 
     def drawing(*arguments: Any, **more: Any) -> Any:
         model, tokenizer = honest(*arguments, **more)
@@ -276,11 +274,11 @@ def test_a_replay_draws_what_the_run_drew(poisoned_folder, tmp_path, monkeypatch
     )
     let_draw(made.setup.model)
     folder = stop(made)
-    monkeypatch.setattr(restore, "load_base", drawing)
+    monkeypatch.setattr("npt.forensics.student.load_base", drawing)
     found = replay(folder)
     assert found.reproduced and found.same_fault
-    recorded = {(*t["sample_ids"],): t for t in found.bundle.said["history"]}
-    (trace,) = [trace for trace in found.traces if math.isfinite(trace.loss)]
+    recorded = {(*t["sample_ids"],): t for t in found.postmortem.record["history"]}
+    (trace,) = [trace for trace in found.records if math.isfinite(trace.loss)]
     assert (trace.loss, trace.grad_norm) == tuple(
         recorded[trace.sample_ids][key] for key in ("loss", "grad_norm")
     )

@@ -29,7 +29,7 @@ from npt.adapters.converted import adapter_parameters
 from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, added, free_memory, oom_message
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
@@ -122,7 +122,7 @@ def test_the_sums_of_the_parts_are_those_of_the_whole(
             )
         )
         gradients.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
-    for name in [f.name for f in fields(MicroBatch)]:
+    for name in [f.name for f in fields(BatchSums)]:
         # sums of fp32 in another order
         torch.testing.assert_close(*(torch.as_tensor(getattr(sums, name)) for sums in found))
     for name, gradient in gradients[0].items():
@@ -263,7 +263,7 @@ def in_backward(trainer: Trainer, call: int) -> Trainer:
     strategy, numbers = trainer.strategy, iter(range(10**6))
     parameter = next(iter(adapter_parameters(trainer.setup.model).values()))
 
-    def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def failing(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         if next(numbers) != call:
             return strategy(model, batch, config)
         handle = parameter.register_hook(lambda gradient: ask("cuda"))
@@ -490,7 +490,7 @@ def test_nothing_of_a_failed_window_is_alive_when_it_is_begun_again(runs) -> Non
     trainer = here.trainer("run")
     strategy, alive, seen = trainer.strategy, [], []
 
-    def failing(model: Any, batch: Batch, config: TrainConfig) -> MicroBatch:
+    def failing(model: Any, batch: Batch, config: TrainConfig) -> BatchSums:
         if not alive:
             graph = (torch.ones(8, requires_grad=True) * 2).square()
             alive.append(weakref.ref(graph))

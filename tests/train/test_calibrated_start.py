@@ -95,7 +95,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Sample]]:
 
 def test_a_calibration_out_of_memory_begins_again_in_smaller_batches(build, monkeypatch) -> None:
     trainer = build(batch_size=4, max_steps=1)
-    trainer.setup.splitter.samples = 2  # as --max_memory has it
+    trainer.setup.splitter.samples = 2
     before, sizes, original = weights(trainer), list[int](), starting.calibrate
 
     def calibrate(model: Any, *arguments: Any, batch_size: int, **options: Any) -> Any:

@@ -12,7 +12,6 @@ from resumed_runs import Runs, events, records
 
 from npt.cli.main import main
 from npt.config import TrainConfig
-from npt.errors import DivergedError
 from npt.report.page import status
 from npt.report.run import RunRecord
 from npt.runs.run_folder import NullRunFolder
@@ -32,7 +31,6 @@ def causes(folder: Path) -> set[str]:
     return {found["diverged"] for found in events(folder, "warning") if found.get("diverged")}
 
 
-@pytest.mark.usefixtures("real_reports")
 def test_a_ruined_run_warns_at_once_and_ends_in_red(here) -> None:
     here.report = True
     result = here.run("run", learning_rate=RUINOUS, max_steps=12)
@@ -65,7 +63,7 @@ def test_a_student_of_completions_is_judged_by_them(load_model, tmp_path) -> Non
         "strategy": "end_to_end", "hidden_weight": 0.0, "logit_kl_weight": 1.0,
         "logit_loss": "cross_entropy", "learning_rate": 0.02, "max_steps": 30, "eval_steps": 15,
     }  # fmt: skip
-    result = here.run("run", **learning, stop_on_divergence=True)
+    result = here.run("run", **learning)
     found = result.fidelity
     assert found.student.perplexity < 0.5 * found.teacher.perplexity
     assert found.student.kl > found.floor.kl
@@ -78,15 +76,6 @@ def test_an_evaluation_in_the_run_finds_it_too(here) -> None:
     result = here.run("run", learning_rate=RUINOUS, max_steps=6, eval_steps=3)
     steps = {x["diverged"]: x["step"] for x in events(result.folder, "warning")}
     assert steps["floor"] == 3
-
-
-def test_a_run_that_is_to_stop_stops_and_keeps_its_steps(here) -> None:
-    with pytest.raises(DivergedError, match=r"stopped at step 2: .* at their bounds"):
-        here.run("run", learning_rate=RUINOUS, max_steps=12, stop_on_divergence=True)
-    folder = here.place / "run"
-    assert [x["step"] for x in events(folder, "stopped")] == [2] and not events(folder, "error")
-    assert [x["step"] for x in events(folder, "save")] == [2]
-    assert status(RunRecord(folder))[0] == "bad"
 
 
 def test_a_loss_that_came_back_is_no_divergence_any_more(here) -> None:

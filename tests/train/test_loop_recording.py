@@ -76,13 +76,13 @@ def poison(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("strategy", ["local", "end_to_end"])
 def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> None:
-    result = here.run("run", trace_steps="1,3-4", trace_every=6, strategy=strategy)
+    result = here.run("run", trace_steps="1,3-4,/6", strategy=strategy)
     trace, found = result.folder / "trace", recorded(result.folder)
     assert result.steps == 6 and list(found) == [1, 3, 4, 6] and drawn == [[1, 3, 4, 6]]
     assert all(record.micro_batch == 0 and len(record.rows) > 100 for record in found.values())
     assert all(row.finite for record in found.values() for row in record.rows)
     lines = here.said.getvalue().splitlines()
-    chosen = "recording steps 1,3-4 and every 6 steps, of each the first micro-batch on process 0"
+    chosen = "recording steps 1,3-4,/6, of each the first micro-batch on process 0"
     assert f"{chosen} only, into {trace}" in lines
     for step, record in found.items():
         line = f"recorded step {step} (micro-batch 0, process 0) in {trace}/step-{step:08d}.json"
@@ -92,7 +92,7 @@ def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> Non
 
 def test_padding_is_left_out(here) -> None:
     batches: list[Batch] = []
-    folder = here.run("run", lambda number, batch: batches.append(batch), trace_every=1).folder
+    folder = here.run("run", lambda number, batch: batches.append(batch), trace_steps="/1").folder
     number, batch = next((number, batch) for number, batch in enumerate(batches) if batch.padded)
     record = recorded(folder)[number + 1]
     row = next(row for row in record.rows if row.name == "model.layers.1.input_layernorm out")
@@ -147,7 +147,7 @@ def test_a_run_is_bit_equal_with_and_without_recording(here, monkeypatch, strate
         "gradient_accumulation_steps": 2,
     }
     here.run("plain")
-    assert list(recorded(here.run("traced", trace_every=1).folder)) == [1, 2, 3]
+    assert list(recorded(here.run("traced", trace_steps="/1").folder)) == [1, 2, 3]
     here.outcome("plain").assert_equal(here.outcome("traced"))
 
 
@@ -189,23 +189,13 @@ def test_a_recorder_that_fails_is_said_and_the_run_is_the_same(here, monkeypatch
         here.outcome(failing).assert_equal(here.outcome("plain"))
 
 
-def test_pictures_that_cannot_be_drawn_end_nothing(here, monkeypatch) -> None:
-    def broken(*_: Any) -> None:
-        raise ImportError("no module named matplotlib")
-
-    monkeypatch.setattr(sys.modules["npt.recorder.picture"], "write_pictures", broken)
-    result = here.run("run", trace_steps="1")
-    assert result.steps == 6 and list(recorded(result.folder)) == [1]
-    assert "could not be drawn: ImportError: no module named matplotlib" in here.said.getvalue()
-
-
 def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) -> None:
     def fail(number: int, batch: Batch) -> None:
         if number == 3:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        here.run("run", fail, trace_every=1)
+        here.run("run", fail, trace_steps="/1")
     hooks = [(*m._forward_hooks, *m._forward_pre_hooks) for m in here.model.modules()]
     assert not observed(here.model) and not any(hooks)
     assert drawn == [[1, 2, 3]]
@@ -215,7 +205,7 @@ def test_a_strategy_that_fails_under_the_recorder_leaves_no_hook(here, drawn) ->
 @pytest.mark.parametrize("end", ["refusals", "a signal"])
 def test_a_run_that_ends_early_has_its_pictures(here, drawn, end) -> None:
     if end == "a signal":
-        assert here.run("run", at(3), trace_every=1).signal is not None
+        assert here.run("run", at(3), trace_steps="/1").signal is not None
         assert drawn[0][:3] == [1, 2, 3] and len(drawn) == 1
         return
 

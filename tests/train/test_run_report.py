@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import RARE, Runs, at, events, records
+from resumed_runs import Runs, at, events, records
 from safetensors.torch import load_file
 
-import npt
 from npt.errors import TooManyRefusalsError
 from npt.evaluation import modulation, modulation_map
 from npt.evaluation.modulation import Modulation
 from npt.report.run import RunRecord
 from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
-
-pytestmark = pytest.mark.usefixtures("real_reports")
 
 
 @pytest.fixture
@@ -115,24 +112,9 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
         "modulation.json",
         "report.html",
     ]
-    assert (
-        all("RuntimeError: no ink" in message for message in said)
-        and said[0] in here.said.getvalue()
-    )
+    assert all("RuntimeError: no ink" in message for message in said)
+    assert said[0] in here.said.getvalue()
     assert not (result.folder / "report.html").exists()
-
-
-def test_an_unwritable_report_does_not_hide_why_the_run_ended(here, monkeypatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def broken(count: int, batch: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("npt.train.run_report.write_report", fail)
-    with pytest.raises(ZeroDivisionError):
-        here.run("run", broken)
-    assert "No space left on device" in warnings(here.place / "run")[-1]
 
 
 def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatch) -> None:
@@ -182,15 +164,3 @@ def test_a_second_signal_does_not_wait_for_a_report(here) -> None:
     with pytest.raises(KeyboardInterrupt):
         here.run("run", twice)
     assert not (here.place / "run" / "report.html").exists()
-
-
-def test_a_student_of_a_broken_base_has_a_report_all_the_same(poisoned_folder, tmp_path) -> None:
-    model = npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
-    held_out = [{"id": "rare", "input_ids": [5, RARE, 6, 7]}, *records(3, seed=4)]
-    folder = (
-        Runs(model, tmp_path, lambda: records(6), eval_data=held_out, report=True)
-        .run("run", max_steps=2)
-        .folder
-    )
-    assert "Finished at step 2" in text(folder)
-    assert (folder / "modulation.json").is_file()

@@ -19,7 +19,7 @@ from npt.base.load import EMBEDDED_FOLDER
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
-from npt.distill.local import MicroBatch
+from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import PrecisionError, SmokeTestError
 from npt.train.preparation import smoke_test
@@ -72,13 +72,6 @@ def test_packed_rows_pass(load_model, name, side) -> None:
     assert run(attached(load_model), packed, name).startswith("smoke test passed")
 
 
-def test_the_loss_it_reports_is_per_token(load_model, batch) -> None:
-    model = attached(load_model)
-    sums = STRATEGIES["local"](model, batch, TrainConfig())
-    # 9 + 5 + 7 valid tokens
-    assert f"loss {float(sums.loss) / 21:.4g} per token" in run(model, batch)
-
-
 @strategies
 @pytest.mark.parametrize("spoilt", [None, math.nan])
 def test_weights_gradients_random_and_anomaly_state_are_as_before(
@@ -97,13 +90,10 @@ def test_weights_gradients_random_and_anomaly_state_are_as_before(
     for key, value in model.state_dict().items():
         # bytes: NaN does not equal itself
         assert torch.equal(value.view(torch.uint8), weights[key].view(torch.uint8)), key
-    left = [key for key, p in model.named_parameters() if p.grad is not None]
-    assert left == []
+    assert [key for key, p in model.named_parameters() if p.grad is not None] == []
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not torch.is_anomaly_enabled()
-    assert {layer.npt.mode for layer in (model.model.layers[1], model.model.layers[3])} == {
-        "student"
-    }
+    assert {model.model.layers[index].npt.mode for index in (1, 3)} == {"student"}
 
 
 @strategies
@@ -126,12 +116,7 @@ def test_numbers_that_are_not_finite_are_stopped_in_one_line(
 
 @strategies
 @pytest.mark.parametrize(
-    "frozen",
-    [
-        "model.layers.3.mlp.down_proj.weight",
-        "model.layers.1.post_attention_layernorm.weight",
-        "lm_head.weight",
-    ],
+    "frozen", ["model.layers.1.post_attention_layernorm.weight", "lm_head.weight"]
 )
 def test_a_frozen_tensor_that_would_be_trained_is_named(load_model, batch, name, frozen) -> None:
     model = attached(load_model, None)
@@ -150,13 +135,6 @@ def test_an_adapter_tensor_cut_off_the_graph_is_named(load_model, batch, name, m
     monkeypatch.setattr(NPTAdapter, "code", code_without_gradient)
     with pytest.raises(SmokeTestError, match=r"model\.layers\.1\.npt\.A gets no gradient"):
         run(model, batch, name)
-
-
-def test_an_adapter_tensor_that_is_frozen_is_named(load_model, batch) -> None:
-    model = attached(load_model)
-    model.model.layers[3].npt.B["up"].requires_grad_(False)
-    with pytest.raises(SmokeTestError, match=r"model\.layers\.3\.npt\.B\.up gets no gradient"):
-        run(model, batch)
 
 
 @pytest.mark.parametrize("bad", [-1, 128, 10**9])
@@ -183,7 +161,7 @@ def test_a_row_without_a_token_to_predict_is_named(load_model, batch) -> None:
 def test_a_gradient_that_does_not_belong_to_the_loss_is_stopped(load_model, batch, name) -> None:
     model = attached(load_model)
 
-    def uphill(*arguments) -> MicroBatch:
+    def uphill(*arguments) -> BatchSums:
         sums = STRATEGIES[name](*arguments)
         for parameter in adapter_parameters(model).values():
             parameter.grad.neg_()

@@ -23,12 +23,12 @@ from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters, npt_layers
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample
-from npt.diagnostics.guards import diagnose
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES, drive
 from npt.errors import NotSupportedError
+from npt.evaluation.greedy import compare_prompts
 from npt.evaluation.modulation import measure_modulation
-from npt.tools.collect.collect import compare_prompts
+from npt.tracer.watchdogs import base_fault, tensor_fault
 
 
 @pytest.fixture
@@ -198,10 +198,9 @@ def test_what_looks_at_a_model_looks_at_both_devices(models, batch, tmp_path) ->
             expected.position,
             expected.student_token,
         )
-    batch = batch.to(torch.device("cuda"))
-    assert diagnose(two, batch) is None
+    assert base_fault(two) is None
     held(two.get_parameter("model.layers.3.npt.A"))[1, 2] = float("inf")
-    finding = diagnose(two, batch)
+    finding = tensor_fault(adapter_parameters(two))
     assert (
         finding is not None and finding.name == "model.layers.3.npt.A" and finding.index == (1, 2)
     )

@@ -10,14 +10,13 @@ import torch
 from resumed_runs import Runs, lines, records
 
 import npt
-from npt.adapters.consolidate import Update, consolidate, unconsolidate
+from npt.adapters.consolidate import Consolidation, consolidate, unconsolidate
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import attention_name
 from npt.base.load import load_teacher
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
-from npt.postmortem.bundle import read_bundle
-from npt.postmortem.replay import replay
-from npt.postmortem.restore import restored
+from npt.forensics.student import read_student, restored
+from npt.forensics.student import replay_student as replay
 from npt.stored import read_json
 from npt.train.trainer import Trainer
 
@@ -112,10 +111,9 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
     with pytest.raises(TooManyRefusalsError):
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
-    assert (
-        read_json(bundle / "postmortem.json", ConfigError)["settings"]["teacher_attention"] == own
-    )
-    with restored(read_bundle(bundle), model_name=str(llama_folder)) as found:
+    student = read_student(bundle)
+    assert student.settings["teacher_attention"] == own
+    with restored(student, model_name=str(llama_folder)) as found:
         assert attention_name(found.model) == "sdpa" and attention_name(found.teacher) == own
 
 
@@ -132,7 +130,7 @@ def test_a_teacher_with_adapters_or_of_another_precision_is_refused(here, load_m
 
 def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
     trainer = here.trainer("run")
-    update = Update({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
+    update = Consolidation({(3, "down"): (torch.full((64,), 1.5), torch.full((64,), 0.3))}, {})
     consolidate(here.model, update)
     try:
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):

@@ -28,10 +28,9 @@ from npt.adapters.files.consolidated_files import (
     write_consolidated,
 )
 from npt.adapters.files.hub import adapter_folder
-from npt.base.gguf.configuration import ORIGIN_ENTRY, origin_of
 from npt.base.identity import BaseIdentity, base_identity
 from npt.base.load import load_base
-from npt.base.recipe import ENTRY, Recipe
+from npt.base.recipe import ENTRY, ORIGIN_ENTRY, Recipe, origin_of
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import new_folder, write_json, write_text
@@ -49,7 +48,7 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
 FILES = (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, HISTORY_NAME, ROWS_NAME)
-_PREFIX = "base_model.model."  # PEFT's prefix of every key
+PREFIX = "base_model.model."  # PEFT's prefix of every key
 # settings that folders of earlier versions do not have
 _LATER = {"ranks", "mult_form"}
 # settings of a random start, which only folders of earlier versions have
@@ -91,15 +90,12 @@ def save_adapter(
 
 def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Refuse adapters that are not fp32 or not finite."""
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise AdapterFileError(
-                f"{name} is {tensor.dtype}, an adapter is fp32 and no other could be loaded; it is"
-                f" not saved to {folder}"
-            )
-    bad = non_finite(tensors)
-    if bad is not None:
-        raise AdapterFileError(f"{bad} is not finite; the adapter is not saved to {folder}")
+    wrong = {name: t.dtype for name, t in tensors.items() if t.dtype != torch.float32}
+    odd = [f"{name} is {dtype}, and an adapter is fp32" for name, dtype in wrong.items()]
+    if (bad := non_finite(tensors)) is not None:
+        odd.append(f"{bad} is not finite")
+    if odd:
+        raise AdapterFileError(f"{odd[0]}; the adapter is not saved to {folder}")
 
 
 def write_adapter(
@@ -131,7 +127,7 @@ def write_adapter(
         record[ORIGIN_ENTRY] = origin
     tensors = adapter_parameters(model) if tensors is None else tensors
     save_file(
-        {_PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},
+        {PREFIX + name: t.detach().to("cpu").contiguous() for name, t in tensors.items()},
         folder / WEIGHTS_NAME,
         metadata={"format": "pt"},
     )
@@ -143,8 +139,7 @@ def write_adapter(
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter that was found by a name; it is not looked for again, since a run may save another
-    one meanwhile.
+    """An adapter found by a name, once: a run may save another one meanwhile.
 
     Attributes:
         name: as asked for.
@@ -172,9 +167,7 @@ Named = str | Path | StoredAdapter
 
 
 def find_adapter(name: Named, revision: str | None = None) -> StoredAdapter:
-    """Return the adapter of a name (as for `npt.from_pretrained`), fetched if it is on the hub; its
-    configuration is read, no tensor is.
-    """
+    """Return the adapter of a name (as for `npt.from_pretrained`); no tensor is read."""
     if isinstance(name, StoredAdapter):
         return name
     folder = adapter_folder(name, FILES, revision)
@@ -260,6 +253,7 @@ def from_pretrained(
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
+
     model, tokenizer = load_base(
         name,
         device=device,
@@ -358,8 +352,7 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
             f"{path} has no entry 'npt'; it is not an NPT adapter's configuration"
         )
     settings = {name: value for name, value in settings.items() if name not in _RETIRED}
-    known = {f.name for f in fields(NPTConfig)}
-    odd = sorted((set(settings) | _LATER) ^ known)
+    odd = sorted((set(settings) | _LATER) ^ {f.name for f in fields(NPTConfig)})
     if odd:
         raise AdapterFileError(
             f"{path} has unknown or missing settings: {', '.join(map(shown, odd[:5]))}"
@@ -373,10 +366,10 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
 def _read_tensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], finite: bool
 ) -> dict[str, torch.Tensor]:
-    wanted = {_PREFIX + name: shape for name, shape in shapes.items()}
+    wanted = {PREFIX + name: shape for name, shape in shapes.items()}
     check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
     stored = read_tensors(path, wanted, AdapterFileError)
-    tensors = {name: stored[_PREFIX + name] for name in shapes}
+    tensors = {name: stored[PREFIX + name] for name in shapes}
     bad = non_finite(tensors) if finite else None
     if bad is not None:
         raise AdapterFileError(f"{path}: {bad} holds a non-finite value; the adapter is refused")

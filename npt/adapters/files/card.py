@@ -1,108 +1,170 @@
-"""The model cards of an adapter and of an exported folder, from their templates."""
+"""The model cards of an adapter and of an exported folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from npt.adapters.files.hub import is_hub_id
-from npt.base.gguf.configuration import ORIGIN_ENTRY
 from npt.base.identity import PARTS
-from npt.base.recipe import Recipe
+from npt.base.recipe import ORIGIN_ENTRY, Recipe
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_TEMPLATES.filters["cell"] = lambda value: str(value).replace("|", "\\|").replace("\n", " ")
+_WITH_BASE = """Load base and adapter with
+
+```python
+import npt
+
+model, tokenizer = npt.from_pretrained(".")
+```
+
+or the adapter onto a base that is loaded already with
+"""
+
+_FIDELITY = {
+    "perplexity": ("perplexity", ".3f", 1, ""),
+    "perplexity_ratio": ("ratio to teacher", ".4f", 1, ""),
+    "kl": ("KL, nats", ".4f", 1, ""),
+    "top1": ("top-1", ".1f", 100, "%"),
+    "acceptance": ("acceptance", ".1f", 100, "%"),
+}
+"""Heading, format, factor and unit of each figure of `fidelity.json` that a card has."""
+
+_LABELS = {
+    "floor": "floor: attention dropped",
+    "initial": "before training",
+    "student": "student",
+    "teacher": "teacher",
+}
 
 
 def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -> str:
     """Return the model card of a saved adapter from its `adapter_config.json` and the run's
     `fidelity.json`, with code for its folder.
     """
-    name, recipe, origin = (
-        record["base_model_name_or_path"],
-        Recipe.of_record(record),
-        record.get(ORIGIN_ENTRY),
-    )
+    name, recipe = record["base_model_name_or_path"], Recipe.of_record(record)
     rows = {"base": name, "base hash": record["base_hash"]}
-    for part, what in PARTS.items():
-        if isinstance(parts := record.get("base_parts"), Mapping):
-            rows[f"base's {what}"] = parts.get(part)
-    if isinstance(origin, Mapping):
+    if isinstance(parts := record.get("base_parts"), Mapping):
+        rows |= {f"base's {what}": parts.get(part) for part, what in PARTS.items()}
+    if isinstance(origin := record.get(ORIGIN_ENTRY), Mapping):
         rows["base read from"] = f"{origin.get('file')} in {origin.get('quantization')}"
     for key, value in record["npt"].items():
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     loaded = "BASE, quantization=..."
     if recipe is not None:
         loaded = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
-    return _TEMPLATES.get_template("adapter_card.md.j2").render(
-        # a hub takes it for a repository of its own: never the name of a folder on somebody's disk
-        base=name if _on_hub(str(name)) else None,
-        rows=rows.items(),
-        figures=_fidelity(fidelity or {}),
-        knows_base=recipe is not None,
-        loaded=loaded,
-    )
+    return f"""---
+{_base_line(str(name))}library_name: npt
+tags: [npt, distillation, adapter]
+---
+
+# NPT adapter
+
+Per-token modulation of the MLP by attention, distilled from the base model itself.
+
+{_table(("setting", "value"), rows.items())}
+{_fidelity(fidelity or {})}
+{"Load it with" if recipe is None else _WITH_BASE}
+```python
+import npt
+
+model, tokenizer = npt.load_base({loaded})
+npt.load_adapter(model, ".")
+```
+
+or, in code that uses PEFT, with
+
+```python
+import npt
+import peft
+
+npt.register_peft()
+model, tokenizer = npt.load_base({loaded})
+model = peft.PeftModel.from_pretrained(model, ".")
+```
+"""
+
+
+def _base_line(name: str) -> str:
+    """Return the entry that a hub reads; a folder's name would be a repository's there."""
+    return f"base_model: {name}\n" if _on_hub(name) else ""
 
 
 def _on_hub(name: str) -> bool:
     return is_hub_id(name) and not Path(name).exists()
 
 
-def _fidelity(fidelity: Mapping[str, Any]) -> list[list[str]]:
-    """Return the known rows of `fidelity.json`."""
-    labels = {"floor": "floor: attention dropped", "initial": "before training"}
-    columns = [
-        ("perplexity", ".3f", 1, ""),
-        ("perplexity_ratio", ".4f", 1, ""),
-        ("kl", ".4f", 1, ""),
-        ("top1", ".1f", 100, "%"),
-        ("acceptance", ".1f", 100, "%"),
-    ]
-    return [
-        [labels.get(name, name), *(_figure(figures, *column) for column in columns)]
-        for name in ("floor", "initial", "student", "teacher")
+def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [list(headings), *rows]
+    cells = [[str(v).replace("|", "\\|").replace("\n", " ") for v in line] for line in lines]
+    head, *body = (f"| {' | '.join(line)} |" for line in cells)
+    return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
+
+
+def _fidelity(fidelity: Mapping[str, Any]) -> str:
+    """Return the known rows of `fidelity.json` under a heading, nothing if there is none."""
+    rows = [
+        [label, *(_figure(figures, *column) for column in _FIDELITY.items())]
+        for name, label in _LABELS.items()
         if isinstance(figures := fidelity.get(name), Mapping)
     ]
+    headings = ["held-out text", *(heading for heading, *_ in _FIDELITY.values())]
+    return f"\n## Fidelity to the teacher\n\n{_table(headings, rows)}\n" if rows else ""
 
 
-def _figure(figures: Mapping[str, Any], key: str, form: str, scale: float, unit: str) -> str:
+def _figure(figures: Mapping[str, Any], key: str, column: tuple[str, str, int, str]) -> str:
     value, error = figures.get(key), figures.get(f"{key}_se")
+    _, form, scale, unit = column
     if not isinstance(value, int | float):
         return "-"
     tail = f" ± {scale * error:{form}}" if isinstance(error, int | float) else ""
     return f"{scale * value:{form}}{tail}{unit}"
 
 
-def export_card(settings: Mapping[str, Any], base: str, precision: str, rounded: bool) -> str:
-    """Return the card of an exported folder from its `config.json`, and its base's name and
-    precision.
-    """
-    form, needs = settings["npt"], "torch and transformers"
-    stored = "rounded to 16 bit" if rounded else "unquantised, as in training"
-    if precision == "4bit":
+def export_card(settings: Mapping[str, Any], base: str) -> str:
+    """Return the card of an exported folder from its `config.json` and its base's name."""
+    form, needs, stored = settings["npt"], "torch and transformers", "unquantised"
+    if "quantization_config" in settings:
         needs = "torch, transformers, accelerate and bitsandbytes"
-        code = settings["quantization_config"]["bnb_4bit_quant_type"]
-        stored = f"4 bit ({code} of bitsandbytes), as in training"
-    local = not _on_hub(base)
-    base = Path(base).name if local else base
+        stored = f"4 bit ({settings['quantization_config']['bnb_4bit_quant_type']})"
+    shown = base if _on_hub(base) else Path(base).name
+    layers, count, dtype = form["ranks"], settings["num_hidden_layers"], settings["dtype"]
     rows = {
-        "base": base,
-        "layers in NPT form": (
-            f"{len(form['ranks'])} of {settings['num_hidden_layers']}: {', '.join(form['ranks'])}"
-        ),
+        "base": shown,
+        "layers in NPT form": f"{len(layers)} of {count}: {', '.join(layers)}",
         "targets": ", ".join(form["targets"]),
-        "base on disk": stored,
-        "computes in": settings["dtype"],
+        "base on disk": f"{stored}, as in training",
+        "computes in": dtype,
     }
-    return _TEMPLATES.get_template("export_card.md.j2").render(
-        local=local, base=base, rows=rows.items(), needs=needs, dtype=settings["dtype"]
-    )
+    return f"""---
+{_base_line(base)}library_name: transformers
+pipeline_tag: text-generation
+tags: [npt, distillation]
+---
+
+# NPT student of {shown}
+
+In its converted layers attention acts by modulating the MLP of its token: factors and summands on
+the products of gate, up and down, from a low-rank code of the attention output. Distilled from the
+base itself, whose weights it has unchanged. `modeling_npt.py` has the formula.
+
+{_table(("", ""), rows.items())}
+
+## Loading
+
+It needs {needs}. `trust_remote_code=True` runs `modeling_npt.py` and
+`configuration_npt.py` of this folder: read them first.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # where this card lies, or USER/NAME on a hub
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]))
+```
+
+It computes in {dtype}, as in training. `dtype=torch.bfloat16` takes less memory and rounds; the
+modulation stays in fp32 either way.
+"""

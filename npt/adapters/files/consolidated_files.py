@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Place, Update, check_update, consolidated, product_of
+from npt.adapters.consolidate import Consolidation, Product, check_update, consolidated, product_of
 from npt.adapters.converted import decoder_layers
 from npt.base.identity import BaseIdentity
 from npt.config import TARGETS
@@ -26,22 +26,22 @@ def write_consolidated(model: PreTrainedModel, folder: Path, base: BaseIdentity)
     tensors = {
         name: tensor.contiguous()
         for number, update in enumerate(history)
-        for place, rows in update.rows.items()
-        for name, tensor in zip(_names(number, place), rows, strict=True)
+        for product, rows in update.rows.items()
+        for name, tensor in zip(_names(number, product), rows, strict=True)
     }
     save_file(tensors, folder / ROWS_NAME, metadata={"format": "pt"})
     record = {
         "base_model_name_or_path": getattr(model.config, "_name_or_path", "") or "unknown",
         **base.as_record(),
         "updates": [
-            {"places": [list(place) for place in update.rows], "record": update.record}
+            {"places": [list(product) for product in update.rows], "record": update.record}
             for update in history
         ],
     }
     write_json(folder / HISTORY_NAME, record)
 
 
-def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Update, ...]:
+def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidation, ...]:
     """Return the updates saved in `folder`, once all are found to fit the model, which is not
     changed; of a folder without updates, none.
 
@@ -58,11 +58,11 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Update, ...
             f" before {folder} is loaded"
         )
     entries = read_json(path, AdapterFileError).get("updates")
-    history = [_places(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
+    history = [_entry(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
     layers = decoder_layers(model)
     shapes: dict[str, tuple[int, ...]] = {}
-    for number, (places, _) in enumerate(history):
-        for index, target in places:
+    for number, (products, _) in enumerate(history):
+        for index, target in products:
             if not 0 <= index < len(layers):
                 raise AdapterFileError(
                     f"{folder}: update {number} is of layer {index}, the model has layers 0 to"
@@ -70,14 +70,16 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Update, ...
                 )
             width = product_of(layers[index], target).out_features
             shapes |= dict.fromkeys(_names(number, (index, target)), (width,))
-    headers = read_headers(folder / ROWS_NAME, AdapterFileError)
-    check_tensors(folder / ROWS_NAME, headers, shapes, AdapterFileError)
-    tensors = read_tensors(folder / ROWS_NAME, shapes, AdapterFileError)
+    rows_path = folder / ROWS_NAME
+    check_tensors(rows_path, read_headers(rows_path, AdapterFileError), shapes, AdapterFileError)
+    tensors = read_tensors(rows_path, shapes, AdapterFileError)
     updates = []
-    for number, (places, record) in enumerate(history):
-        named = {place: _names(number, place) for place in places}
-        rows = {place: (tensors[scale], tensors[bias]) for place, (scale, bias) in named.items()}
-        updates.append(Update(rows, record))
+    for number, (products, record) in enumerate(history):
+        names = {product: _names(number, product) for product in products}
+        rows = {
+            product: (tensors[scale], tensors[bias]) for product, (scale, bias) in names.items()
+        }
+        updates.append(Consolidation(rows, record))
         try:
             check_update(model, updates[-1])
         except (ConfigError, ModelError) as error:
@@ -85,26 +87,22 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Update, ...
     return tuple(updates)
 
 
-def _places(path: Path, entry: Any) -> tuple[list[Place], dict[str, Any]]:
-    """Return the places of one update, which become names of tensors, and its record."""
-    places, record = (
-        (entry.get("places"), entry.get("record")) if isinstance(entry, dict) else (None, None)
+def _entry(path: Path, entry: Any) -> tuple[list[Product], dict[str, Any]]:
+    """Return the products of one update, which become names of tensors, and its record."""
+    try:
+        record, products = entry["record"], [(index, target) for index, target in entry["places"]]
+        fits = isinstance(record, dict) and len(set(products)) == len(products)
+        if fits and all(type(i) is int and target in TARGETS for i, target in products):
+            return products, record
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise AdapterFileError(
+        f"{path} has the update {shown(entry)}; expected a record, and places of a layer and a"
+        " target, each once; restore it from the original"
     )
-    if not (
-        isinstance(record, dict)
-        and isinstance(places, list)
-        and all(isinstance(place, list) and len(place) == 2 for place in places)
-        and all(type(index) is int and target in tuple(TARGETS) for index, target in places)
-        and all(places.count(place) == 1 for place in places)
-    ):
-        raise AdapterFileError(
-            f"{path} has the update {shown(entry)}; expected a record, and places of a layer and a"
-            " target, each once; copy it again"
-        )
-    return [(index, target) for index, target in places], record
 
 
-def _names(number: int, place: Place) -> tuple[str, str]:
+def _names(number: int, product: Product) -> tuple[str, str]:
     """Return the names of an update's scale and bias."""
-    stem = f"updates.{number}.layers.{place[0]}.{place[1]}"
+    stem = f"updates.{number}.layers.{product[0]}.{product[1]}"
     return f"{stem}.scale", f"{stem}.bias"

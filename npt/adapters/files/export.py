@@ -23,11 +23,11 @@ from npt.adapters.converted import attached_config, decoder_layers, npt_layers
 from npt.adapters.files.adapter_files import find_adapter, from_pretrained
 from npt.adapters.files.card import export_card
 from npt.base.families import FAMILIES
-from npt.base.linear import dense_weight, quantized_linears
+from npt.base.linear import quantized_linears
 from npt.base.precision import declared_dtype
 from npt.base.rows import rows_of
 from npt.base.shards import write_shards
-from npt.config import BASE_PRECISIONS, TARGETS
+from npt.config import TARGETS
 from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder, write_json, write_text
 
@@ -40,11 +40,10 @@ _TEXT = (
 )
 _TOKENS = 64
 
-_SHARES = {"fp32": 1e-4, "16 bit": 0.02, "rounded": 0.05}
-"""Largest difference of logits from the student's, as a share of the largest logit. By the dtype of
-its computation, if nothing was rounded: on a GPU another kernel of attention sums in another order,
-on the CPU they are the same to the bit. Weights rounded to 16 bit need more: 0.002 was measured on
-the embedded model. A layer without its modulation, or with another's, is off by about 1."""
+_SHARES = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
+"""Largest difference of logits from the student's, as a share of the largest logit, by the dtype
+that it computes in. On the CPU there is none; on a GPU another kernel of attention sums in another
+order. A layer without its modulation, or with another's, is off by about 1."""
 
 _LOADER = """
 import sys
@@ -72,17 +71,17 @@ class Exported:
 
     Attributes:
         folder: its path.
-        precision: of the base's weights on disk, 16bit or 4bit.
-        files, size: number of files of weights, and their bytes together.
-        rounded: whether any weight of the base was rounded.
-        tokens, largest: number of tokens compared, and the largest difference of a logit.
+        packed: whether the base's weights are in 4 bit.
+        files: number of files of weights.
+        size: bytes of all weights.
+        tokens: number of tokens compared.
+        largest: largest difference of a logit.
     """
 
     folder: Path
-    precision: str
+    packed: bool
     files: int
     size: int
-    rounded: bool
     tokens: int
     largest: float
 
@@ -95,7 +94,6 @@ def export(
     adapter: str | Path,
     folder: str | Path,
     *,
-    precision: str | None = None,
     base_name: str | None = None,
     device: str | torch.device | None = None,
     revision: str | None = None,
@@ -104,73 +102,54 @@ def export(
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` loads without npt. All or
     nothing: another process without npt reads it back and compares before it gets its name.
 
-    Memory: the student, and on the host one file of weights (4 GiB, or one larger tensor); then the
-    student is freed, and the other process has the exported model, in fp32 if it computes so.
+    Nothing is rounded: a packed base stays packed, and another one's weights are stored in 16 bit
+    where that holds them. Memory: the student, and on the host one file of weights (4 GiB, or one
+    larger tensor); then the student is freed, and the other process has the exported model.
 
     Args:
         adapter: as for `npt.from_pretrained`.
         folder: a new one, or an empty one.
-        precision: of the base's weights on disk. `4bit`: packed as they are. `16bit`: dequantised
-            and rounded to bf16 if they were packed, so that bitsandbytes is not needed; an
-            unquantised base as it is. Default: as the adapter's base was loaded, with nothing
-            rounded: weights of an unquantised base that 16 bit cannot hold stay fp32.
         base_name: as for `npt.from_pretrained`.
         device: likewise.
         revision: likewise.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written, or 4bit is asked of a base that
-            was not packed.
+        ConfigError: the folder is not empty or cannot be written.
         ModelError: what was written does not load, or gives other logits than the student; or as
             `npt.from_pretrained`.
         AdapterFileError, HubError: as `npt.from_pretrained`.
     """
-    if precision not in (None, *BASE_PRECISIONS):
-        raise ConfigError(
-            f"base_precision is {precision!r}; choose from {', '.join(BASE_PRECISIONS)}"
-        )
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"--output {folder} exists and is not empty; choose another folder")
     stored = find_adapter(adapter, revision)
     model, tokenizer = from_pretrained(stored, base_name=base_name, device=device)
+    packed, dtype = bool(quantized_linears(model)), declared_dtype(model)
     try:
         with new_folder(folder) as temporary:
-            files, size, precision, rounded = write_export(model, tokenizer, temporary, precision)
+            files, size = write_export(model, tokenizer, temporary)
             length = min(_TOKENS, model.config.max_position_embeddings)
             ids = torch.tensor([tokenizer(_TEXT * 4)["input_ids"][:length]], device=model.device)
             with torch.no_grad():
                 expected = model(ids).logits.to("cpu", torch.float32)
-            kind = "fp32" if declared_dtype(model) == torch.float32 else "16 bit"
             del model
             gc.collect()
             if ids.is_cuda:
                 torch.cuda.empty_cache()
-            largest = _check(temporary, ids, expected, _SHARES["rounded" if rounded else kind])
+            largest = _check(temporary, ids, expected, _SHARES[dtype])
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"--output {folder} cannot be written: {first_line(error)}; nothing is left of it"
         ) from error
-    return Exported(folder, precision, files, size, rounded, ids.shape[1], largest)
+    return Exported(folder, packed, files, size, ids.shape[1], largest)
 
 
-def write_export(
-    model: Any, tokenizer: Any, folder: Path, precision: str | None = None
-) -> tuple[int, int, str, bool]:
+def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
     """Write weights, configurations, tokenizer, code and card; return the number of files of
-    weights, their bytes, the base's precision, and whether any of its weights was rounded.
+    weights, and their bytes.
     """
-    packed = bool(quantized_linears(model))
-    if precision == "4bit" and not packed:
-        raise ConfigError(
-            "--base_precision 4bit: the adapter was trained on a base that is not packed, and on a"
-            " packed one it would be another student; train one with --use_quantization, or drop"
-            " the flag"
-        )
-    chosen = precision or ("4bit" if packed else "16bit")
-    rounded: list[str] = []
-    files, size = write_shards(_stored(model, chosen, precision is not None, rounded), folder)
-    settings = export_config(model, chosen)
+    files, size = write_shards(_stored(model), folder)
+    settings = export_config(model)
     write_json(folder / "config.json", settings)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -179,12 +158,11 @@ def write_export(
     for name in CODE_FILES:  # written for a Llama; families differ in their names alone
         code = (CODE / name).read_text(encoding="utf-8").replace("Llama", FAMILIES[kind].prefix)
         write_text(folder / name, code.replace("llama", kind))
-    card = export_card(settings, str(model.config._name_or_path), chosen, bool(rounded))
-    write_text(folder / "README.md", card)
-    return files, size, chosen, bool(rounded)
+    write_text(folder / "README.md", export_card(settings, str(model.config._name_or_path)))
+    return files, size
 
 
-def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
+def export_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the content of `config.json`: the base's, the form of the modulation, the classes."""
     config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
     settings = {
@@ -196,7 +174,8 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
         str(index): [t for t in TARGETS if rows_of(product_of(layer, t))]
         for index, layer in enumerate(decoder_layers(model))
     }
-    dtype = torch.float32 if quantized_linears(model) else declared_dtype(model)
+    packed = {id(module) for _, module in quantized_linears(model)}
+    dtype = torch.float32 if packed else declared_dtype(model)
     settings |= {
         "model_type": f"npt_{model.config.model_type}",
         "architectures": [f"NPT{family}ForCausalLM"],
@@ -218,7 +197,7 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
             "additive_scale": config.additive_scale,
         },
     }
-    if precision == "4bit":
+    if packed:
         packing = model.config.quantization_config
         settings["quantization_config"] = {
             **(packing if isinstance(packing, dict) else packing.to_dict()),
@@ -226,49 +205,35 @@ def export_config(model: PreTrainedModel, precision: str) -> dict[str, Any]:
             "llm_int8_skip_modules": [
                 name
                 for name, module in model.named_modules()
-                if isinstance(module, nn.Linear) and not quantized_linears(module)
+                if isinstance(module, nn.Linear) and id(module) not in packed
             ],
         }
     return settings
 
 
-def _stored(
-    model: PreTrainedModel, precision: str, may_round: bool, rounded: list[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all that is stored, one at a time; names of rounded ones are added to
-    `rounded`.
-    """
-
-    def in_16_bit(name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor in 16 bit if nothing is lost, or if it may be rounded."""
-        if tensor.dtype != torch.float32:
-            return tensor
-        for dtype in (torch.bfloat16, torch.float16):
-            half = tensor.to(dtype)
-            if torch.equal(half.to(torch.float32), tensor):
-                return half
-        if not may_round:
-            return tensor
-        rounded.append(name)
-        return tensor.to(torch.bfloat16)
-
-    packed = {f"{name}.weight": module for name, module in quantized_linears(model)}
+def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all that is stored, one at a time."""
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for name, tensor in model.state_dict().items():
-        module = packed.get(f"{name.partition('.weight')[0]}.weight")
         if tied and name == "lm_head.weight":
             continue
-        if ".npt." in name or (module is not None and precision == "4bit"):
-            yield name, tensor
-        elif module is None:
-            yield name, in_16_bit(name, tensor)
-        elif packed.get(name) is module:  # its statistics are in the dense weight
-            yield name, in_16_bit(name, dense_weight(module).to(torch.float32))
+        statistic = ".weight." in name  # of a packed weight
+        yield name, tensor if ".npt." in name or statistic else _smallest(tensor)
     for index, layer in enumerate(decoder_layers(model)):
         for target in TARGETS:
             rows = rows_of(product_of(layer, target))
             for part, values in zip(("scale", "bias"), rows or (), strict=False):
                 yield f"model.layers.{index}.npt.row_{part}.{target}", values
+
+
+def _smallest(tensor: Tensor) -> Tensor:
+    """Return a tensor in 16 bit if nothing is lost."""
+    if tensor.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            half = tensor.to(dtype)
+            if torch.equal(half.to(torch.float32), tensor):
+                return half
+    return tensor
 
 
 def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:

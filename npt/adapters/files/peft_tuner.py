@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_mode, adapter_parameters, npt_layers
+from npt.adapters.files.adapter_files import PREFIX
 from npt.base.identity import base_identity
 from npt.config import NPTConfig
 from npt.errors import AdapterFileError, ModelError
 
 PEFT_TYPE = "NPT"
-_PREFIX = "base_model.model."
 
 
 @dataclass
@@ -138,14 +138,14 @@ class NPTTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         """Return the stored tensors if they are all of the model's and finite."""
         parameters = adapter_parameters(model.get_base_model())
-        wanted = {_PREFIX + name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        wanted = {PREFIX + name: parameter.shape for name, parameter in parameters.items()}
         for name in sorted({*wanted, *state_dict}):
             tensor = state_dict.get(name)
             if (
                 tensor is None
-                or tuple(tensor.shape) != wanted.get(name)
+                or tensor.shape != wanted.get(name)
                 or tensor.dtype != torch.float32
-                or not bool(torch.isfinite(tensor).all())
+                or not bool(tensor.isfinite().all())
             ):
                 raise AdapterFileError(
                     f"the tensor {name!r} is missing, extra, misshapen, not fp32 or not finite; the"

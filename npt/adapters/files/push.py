@@ -1,4 +1,4 @@
-"""Publishing an adapter: the folder of `npt.save_adapter`, put into a repository of a model hub.
+"""Publishing a saved adapter: its folder, put into a repository of a model hub.
 
 It is checked first, as loading would; a poisoned or incomplete adapter is not pushed. The base
 itself is never part of it.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from npt.adapters.files.adapter_files import (
     CARD_NAME,
@@ -20,7 +17,6 @@ from npt.adapters.files.adapter_files import (
     FILES,
     WEIGHTS_NAME,
     find_adapter,
-    save_adapter,
 )
 from npt.adapters.files.card import card
 from npt.adapters.files.consolidated_files import HISTORY_NAME
@@ -31,26 +27,21 @@ from npt.stored import non_finite, read_headers, read_json, read_tensors
 
 
 def push_to_hub(
-    adapter: str | Path | nn.Module,
+    adapter: str | Path,
     repo_id: str,
     *,
     private: bool = False,
     revision: str | None = None,
-    fidelity: Mapping[str, Any] | None = None,
-    message: str = "NPT adapter",
     token: str | None = None,
 ) -> str:
-    """Put an adapter into a repository of the hub, which is made if it does not exist.
+    """Put a saved adapter into a repository of the hub, which is made if it does not exist.
 
     Args:
-        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last), a
-            checkpoint, or a model with adapters attached.
+        adapter: a folder of `npt.save_adapter`, a run's folder (its best student, else its last),
+            or a checkpoint.
         repo_id: USER/NAME.
         private: of a repository that is made; one that exists stays what it is.
         revision: branch, which must exist; default the main one.
-        fidelity: content of a run's `fidelity.json`, for the model card; default what the folder's
-            card says already.
-        message: of the commit.
         token: of the hub; default the one of `hf auth login`.
 
     Returns:
@@ -67,11 +58,10 @@ def push_to_hub(
         )
     with tempfile.TemporaryDirectory(prefix="npt-push-") as scratch:
         folder = Path(scratch, "adapter")
-        if isinstance(adapter, nn.Module):
-            save_adapter(adapter, folder, fidelity=fidelity)
-        else:
-            _copy(find_adapter(adapter).folder, folder)
-        _write_card(folder, fidelity, repo_id)
+        _copy(find_adapter(adapter).folder, folder)
+        _hide_paths(folder)
+        text = (folder / CARD_NAME).read_text(encoding="utf-8")
+        write_text(folder / CARD_NAME, text.replace('"."', f'"{repo_id}"'))
         from huggingface_hub import HfApi
 
         api = HfApi(token=token)
@@ -82,7 +72,7 @@ def push_to_hub(
                 repo_id=repo_id,
                 folder_path=folder,
                 allow_patterns=list(FILES),
-                commit_message=message,
+                commit_message="NPT adapter",
                 revision=revision,
             )
 
@@ -104,17 +94,20 @@ def _copy(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _write_card(folder: Path, fidelity: Mapping[str, Any] | None, repo_id: str) -> None:
-    """Write the card for the hub, and leave out a base's path on this machine."""
+def _hide_paths(folder: Path) -> None:
+    """Leave out a base's path on this machine; write a card if there is none."""
     record = dict(find_adapter(folder).record)
-    name, path = str(record["base_model_name_or_path"]), folder / CARD_NAME
-    local = Path(name).is_absolute() or name.startswith((".", "~"))
+    base = str(record["base_model_name_or_path"])
+    local = Path(base).is_absolute() or base.startswith((".", "~"))
     if local:
-        record |= {"base_model_name_or_path": Path(name).name}
-        for file in (folder / CONFIG_NAME, folder / HISTORY_NAME):
-            if file.is_file():
-                entries = read_json(file, AdapterFileError)
-                write_json(file, entries | {"base_model_name_or_path": Path(name).name})
-    kept = path.is_file() and fidelity is None and not local
-    text = path.read_text(encoding="utf-8") if kept else card(record, fidelity)
-    write_text(path, text.replace('"."', f'"{repo_id}"'))
+        record["base_model_name_or_path"] = Path(base).name
+        for path in (folder / CONFIG_NAME, folder / HISTORY_NAME):
+            if path.is_file():
+                entries = read_json(path, AdapterFileError)
+                write_json(path, entries | {"base_model_name_or_path": Path(base).name})
+    path = folder / CARD_NAME
+    if not path.is_file() or (local and "/" not in base):
+        write_text(path, card(record))
+    elif local:
+        text = path.read_text(encoding="utf-8")
+        write_text(path, text.replace(base, Path(base).name))

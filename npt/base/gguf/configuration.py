@@ -1,8 +1,8 @@
 """The configuration of a model in a GGUF file, from its metadata.
 
-transformers has a reader of its own, which drops the scaling of rotary embeddings (Llama 3.1 and
-later), takes heads of 128 for granted in Qwen3 and does not know SmolLM3. Here an entry that is
-not understood is refused: it may change what the model computes.
+transformers' own reader drops the scaling of rotary embeddings (Llama 3.1 and later), takes heads
+of 128 for granted in Qwen3 and does not know SmolLM3. Here an entry that is not understood is
+refused: it may change what the model computes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from npt.base.families import FAMILIES
 from npt.base.gguf.file import PLAIN, GGUFFile
+from npt.base.recipe import ORIGIN, origin_of
 from npt.stored import shown
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
-"""llama.cpp's names, which are transformers' `model_type` as well; Mistral's models are `llama`."""
-
-ORIGIN = "npt_origin"
-"""The entry of `config.json` that says which file a model was read from."""
-
-ORIGIN_ENTRY = "base_origin"
-"""The same in `run.json` and in an adapter's `adapter_config.json`."""
+"""llama.cpp's names, which are transformers' `model_type` too; Mistral's models are `llama`."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which llama.cpp divides the frequencies of rotary embeddings."""
@@ -42,19 +37,17 @@ _KNOWN = {
     "use_parallel_residual",  # of old files of Qwen2, which llama.cpp does not read
 }
 
-# The factors of Llama 3.1 and later: all of its models share these.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+"""Of all models from Llama 3.1 on."""
 
 
 def configuration_of(file: GGUFFile) -> PreTrainedConfig:
-    """Return the configuration of the model in a file, without `quantization_config`.
-
-    Its `dtype` is fp16, which is of the size of what is stored. Its entry `npt_origin` names the
-    file and what it was quantised to.
+    """Return the configuration of the model in a file, its `dtype` fp16, of the size of what is
+    stored; its entry `npt_origin` names the file and what it was quantised to.
 
     Raises:
         ModelError: an unknown architecture, or an entry is missing, unknown or contradicts others.
@@ -65,11 +58,12 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             f"is of the architecture {shown(name)}; only {', '.join(ARCHITECTURES)} can be read"
             " from GGUF"
         )
-    unknown = sorted(set(file.keys(f"{name}.")) - _KNOWN)
+    known = {f"{name}.{key}" for key in _KNOWN}
+    unknown = [key for key in file.keys if key.startswith(f"{name}.") and key not in known]
     if unknown:
         raise file.refusal(
-            f"has the entry {name}.{unknown[0]}, which may change what the model computes and is"
-            " not known; load a folder of the model instead"
+            f"has the entry {min(unknown)}, which may change what the model computes and is not"
+            " known; load a folder of the model instead"
         )
     heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
     head = _count(file, "attention.key_length", width // heads)
@@ -84,8 +78,6 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             raise file.refusal(f"says {key} {value}; only models with {wanted} can be converted")
     if EMBEDDING not in file.tensors:
         raise file.refusal(f"lacks the tensor {EMBEDDING}; fetch it again")
-    tokens = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    ids = {entry: f"tokenizer.ggml.{theirs}_token_id" for entry, theirs in tokens.items()}
     config: PreTrainedConfig = AutoConfig.for_model(
         name,
         vocab_size=int(file.tensors[EMBEDDING].shape[-1]),
@@ -101,22 +93,14 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
         tie_word_embeddings=HEAD not in file.tensors,
         **_biases(file),
         # None for one that the file lacks, in place of the class's default
-        **{
-            f"{entry}_token_id": file.get(key, int) if file.has(key) else None
-            for entry, key in ids.items()
-        },
+        **{f"{token}_token_id": file.token_id(token) for token in ("bos", "eos", "pad")},
     )
-    _check_rope(file, config)
+    if ROPE_FACTORS in file.tensors:
+        _check_rope(file, config)
     config.architectures = [f"{FAMILIES[name].prefix}ForCausalLM"]
     config.dtype = torch.float16
     setattr(config, ORIGIN, {"file": file.path.name, "quantization": file.quantization})
     return config
-
-
-def origin_of(config: Any) -> dict[str, Any] | None:
-    """Return what is known of the GGUF file that a model was read from; None if it was not."""
-    origin = getattr(config, ORIGIN, None)
-    return origin if isinstance(origin, dict) else None
 
 
 def describe_origin(config: Any) -> str | None:
@@ -143,13 +127,10 @@ def _decimal(value: float) -> float:
 
 
 def _biases(file: GGUFFile) -> dict[str, bool]:
-    """Return the settings for biases, which Qwen2 has none of: its own are fixed."""
-    if file.architecture == "qwen2":
-        return {}
-    biases = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    if file.architecture != "qwen3":
-        biases["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    return biases
+    """Return the settings for biases, which a family may not have: those of Qwen2 are fixed."""
+    attention = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    mlp = {"mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+    return {"qwen2": {}, "qwen3": attention}.get(file.architecture, attention | mlp)
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:
@@ -167,10 +148,9 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
         length = _count(file, "rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = length
     if ROPE_FACTORS in file.tensors:
-        factor = float(_factors(file).max())
         if kind != "none":
             raise file.refusal(f"scales rotary embeddings by {kind} and by {ROPE_FACTORS} as well")
-        if factor != 1:
+        if (factor := float(_factors(file).max())) != 1:
             parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return parameters
 
@@ -184,8 +164,6 @@ def _factors(file: GGUFFile) -> torch.Tensor:
 
 def _check_rope(file: GGUFFile, config: PreTrainedConfig) -> None:
     """Refuse factors of the frequencies that the configuration does not compute."""
-    if ROPE_FACTORS not in file.tensors:
-        return
     factors, base = _factors(file), config.rope_parameters["rope_theta"]
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
     made = (base ** (-dims / config.head_dim) / LlamaRotaryEmbedding(config).inv_freq).float()

@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from npt.base.gguf.configuration import ORIGIN, ROPE_FACTORS, configuration_of
+from npt.base.gguf.configuration import ROPE_FACTORS, configuration_of
 from npt.base.gguf.file import PLAIN, GGUFFile
 from npt.base.gguf.tokenizer import end_ids, tokenizer_of
+from npt.base.recipe import ORIGIN, STORED
 from npt.base.shards import write_shards
 from npt.errors import ConfigError, ModelError, first_line
 from npt.files import new_folder
@@ -31,7 +32,8 @@ class Conversion:
     """A written folder.
 
     Attributes:
-        file, folder: the paths.
+        file: the path of the GGUF file.
+        folder: its path.
         quantization: that the file was quantised to.
         dtype: of the weights: bf16 if the file is BF16, else fp16.
         parameters: tied ones once.
@@ -80,10 +82,8 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
     """Write the model in a file to `folder`, all or nothing; raises ModelError."""
     config, tokenizer = configuration_of(file), tokenizer_of(file)
     weights = _weights(file, config)
-    name, dtype = (
-        ("bf16", torch.bfloat16) if file.quantization == "BF16" else ("fp16", torch.float16)
-    )
-    config.dtype = dtype
+    name = "bf16" if file.quantization == "BF16" else "fp16"
+    config.dtype = dtype = STORED[name]
     setattr(config, ORIGIN, {**getattr(config, ORIGIN), "dtype": name})
     ends = end_ids(file)
     generation = GenerationConfig(
@@ -106,8 +106,8 @@ def convert(file: GGUFFile, folder: Path) -> Conversion:
 
 
 def _weights(file: GGUFFile, config: PreTrainedConfig) -> dict[str, tuple[Any, torch.Size, int]]:
-    """Return by transformers' names each tensor of the file, its shape, and the heads within which
-    its rows are to be put in order, or 0; ModelError unless they are exactly the model's.
+    """Return by transformers' names each tensor of the file, its shape, and the number of heads
+    that its rows are interleaved in, or 0; ModelError unless they are exactly the model's.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from npt.errors import ModelError, first_line, kind_of
 from npt.extras import require
 
-MAGIC = b"GGUF"
-SUFFIX = ".gguf"
-
 PLAIN = ("F32", "F16", "BF16")
 """Types of numbers that are not quantised."""
 
+_TOKENS = {"unk": "unknown", "pad": "padding"}
 
-def find_gguf(name: str) -> Path | None:
-    """Return the GGUF file that a model's name means: a file, or the only one in a folder that
-    holds no config.json; None if it means something else.
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is GGUF by its name or its first bytes.
 
     Raises:
-        ModelError: several such files in the folder, or there is no such file.
+        ModelError: there is no such file.
     """
-    path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob(f"*{SUFFIX}"))
-        if len(files) > 1:
-            raise ModelError(
-                f"{name} holds {len(files)} GGUF files, {files[0].name} and {files[1].name} among"
-                " them; name one of them"
-            )
-        return files[0] if files else None
-    if path.is_file():
-        with path.open("rb") as stream:
-            return path if path.suffix == SUFFIX or stream.read(len(MAGIC)) == MAGIC else None
-    if path.suffix == SUFFIX:
-        raise ModelError(f"there is no file {name!r}; check --model_name")
-    return None
+    if not path.is_file():
+        raise ModelError(f"there is no file {str(path)!r}; check --model_name")
+    with path.open("rb") as stream:
+        return path.suffix == ".gguf" or stream.read(4) == b"GGUF"
 
 
 class GGUFFile:
-    """An open GGUF file. Nothing of a tensor is read until it is used.
+    """An open GGUF file; nothing of a tensor is read until it is used.
 
     Raises ModelError if it is no whole language model, ConfigError if `gguf` is not installed.
 
@@ -89,15 +77,21 @@ class GGUFFile:
         return value
 
     def has(self, key: str) -> bool:
-        return self._reader.get_field(key) is not None
+        return key in self.keys
 
-    def keys(self, prefix: str) -> list[str]:
-        """Return the rest of every key of the metadata that begins with `prefix`."""
-        return [key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)]
+    @property
+    def keys(self) -> Collection[str]:
+        """Keys of the metadata."""
+        return self._reader.fields.keys()
 
     def refusal(self, why: str) -> ModelError:
         """Return an error about this file."""
         return ModelError(f"{self.path} {why}")
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a special token, as transformers names it: bos, eos, unk, pad, ..."""
+        key = f"tokenizer.ggml.{_TOKENS.get(name, name)}_token_id"
+        return self.get(key, int) if self.has(key) else None
 
     @property
     def architecture(self) -> str:
@@ -106,7 +100,7 @@ class GGUFFile:
     @property
     def quantization(self) -> str:
         """The type of most of the file's numbers, such as Q4_K; F16 if it was not quantised."""
-        counts: Counter[str] = Counter()
+        counts = Counter[str]()
         for tensor in self.tensors.values():
             counts[tensor.tensor_type.name] += int(tensor.n_elements)
         return counts.most_common(1)[0][0]

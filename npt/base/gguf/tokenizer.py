@@ -1,9 +1,9 @@
 """The tokenizer in a GGUF file: vocabulary, merges and template, made into a fast tokenizer.
 
 A file names the pattern that splits a text before its merges apply (`tokenizer.ggml.pre`) and does
-not hold it. transformers' reader ignores the name, or knows other names from version to version;
-text would be cut unlike in the model's training and nobody would be told. Known patterns are listed
-here, as the models' own tokenizers have them, and an unknown one is refused.
+not hold it. transformers' reader ignores the name, or knows other names from version to version, so
+text would silently be cut unlike in the model's training. Known patterns are listed here, as the
+models' own tokenizers have them, and an unknown one is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _CASES = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -97,34 +96,28 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
                 if type_ in _SPELT
             ]
         )
-        names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        special = {
-            f"{name}_token": tokens[file.get(f"tokenizer.ggml.{entry}_token_id", int)]
-            for name, entry in names
-            if file.has(f"tokenizer.ggml.{entry}_token_id")
-        }
+        ids = {name: file.token_id(name) for name in ("bos", "eos", "unk", "pad")}
+        special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
         backend.post_processor = _ends(file, special, vocabulary, bos)
     except ModelError:
         raise
     except Exception as error:  # of Rust's own class, if its merges do not fit
         raise file.refusal(f"has a tokenizer that cannot be made: {first_line(error)}") from error
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        chat_template=file.get("tokenizer.chat_template", str, "") or None,
+        **special,
     )
-    if template := file.get("tokenizer.chat_template", str, ""):
-        made.chat_template = template
-    return made
 
 
 def end_ids(file: GGUFFile) -> list[int]:
     """Return the ids of the tokens that end an answer: of a text, a turn and a message."""
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(file.get(key, int) for key in keys if file.has(key)))
+    ids = (file.token_id(name) for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _byte_level(
-    file: GGUFFile, vocabulary: dict[str, int], types: list[int]
-) -> tuple[Tokenizer, bool]:
+def _byte_level(file: GGUFFile, vocabulary: dict[str, int], _: list[int]) -> tuple[Tokenizer, bool]:
     """Return a byte-level tokenizer, and whether its kind begins a text with BOS."""
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _SPLITTINGS:
@@ -145,8 +138,8 @@ def _byte_level(
 def _sentencepiece(
     file: GGUFFile, vocabulary: dict[str, int], types: list[int]
 ) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like those that transformers makes of SentencePiece's models, which begin
-    a text with BOS.
+    """Return a tokenizer like transformers' of SentencePiece's models, and that it begins a text
+    with BOS.
     """
     scores = file.get("tokenizer.ggml.scores", list)
     pieces = {
@@ -158,13 +151,12 @@ def _sentencepiece(
     unknown = list(vocabulary)[file.get("tokenizer.ggml.unknown_token_id", int)]
     settings = {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
     backend = Tokenizer(models.BPE(vocabulary, merges, **settings))
-    before = file.get("tokenizer.ggml.add_space_prefix", bool, True)
-    steps = [normalizers.Prepend("▁")] if before else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    tail = [decoders.Strip(" ", 1, 0)] if before else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
-    )
+    normal: list[Any] = [normalizers.Replace(" ", "▁")]
+    decode: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", bool, True):
+        normal.insert(0, normalizers.Prepend("▁"))
+        decode.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer, backend.decoder = normalizers.Sequence(normal), decoders.Sequence(decode)
     return backend, True
 
 
@@ -172,19 +164,15 @@ def _ends(
     file: GGUFFile, special: dict[str, str], vocabulary: dict[str, int], bos: bool
 ) -> processors.TemplateProcessing:
     """Return what adds BOS and EOS to a text, as the file says."""
-    before, after = (
-        [special[f"{name}_token"]]
-        if f"{name}_token" in special
-        and file.get(f"tokenizer.ggml.add_{name}_token", bool, default)
-        else []
-        for name, default in (("bos", bos), ("eos", False))
-    )
 
-    def text(letter: str, number: int) -> list[str]:
-        return [f"{part}:{number}" for part in (*before, f"${letter}", *after)]
+    def added(name: str, default: bool) -> list[str]:
+        add = file.get(f"tokenizer.ggml.add_{name}_token", bool, default)
+        return [special[f"{name}_token"]] if add and f"{name}_token" in special else []
 
+    start, end = added("bos", bos), added("eos", False)
+    first, second = ([*start, f"${letter}", *end] for letter in "AB")
     return processors.TemplateProcessing(
-        single=text("A", 0),
-        pair=text("A", 0) + text("B", 1),
-        special_tokens=[(token, vocabulary[token]) for token in {*before, *after}],
+        single=[f"{part}:0" for part in first],
+        pair=[f"{part}:0" for part in first] + [f"{part}:1" for part in second],
+        special_tokens=[(token, vocabulary[token]) for token in {*start, *end}],
     )

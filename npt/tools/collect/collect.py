@@ -7,9 +7,7 @@ tokens with the texts, because text does not always encode back to its tokens.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,46 +16,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config
+from npt.adapters.converted import adapter_mode, attached_config, evaluating
 from npt.adapters.files.adapter_files import adapter_hash
 from npt.adapters.fit import check_length
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig
-from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.chat import date_of, fix_date, has_template
+from npt.data.batch import IGNORE_INDEX
 from npt.data.continuation import continuation_text
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError
 from npt.evaluation.greedy import Comparison, compare_prompts, continue_greedily, end_ids
-from npt.evaluation.metrics import COLUMNS, evaluating
+from npt.evaluation.metrics import COLUMNS
+from npt.files import to_json
 from npt.runs.signals import StopOnSignal
-from npt.tools.collect.journal import Journal, read_journal
 from npt.tools.collect.prompts import read_prompts
 
-NUM_PROMPTS = 256
-MAX_NEW_TOKENS = 64
-
-_DATE = "the chat template's date"
-
 _KL, _TOP1, _ACCEPTANCE = (COLUMNS.index(name) for name in ("kl", "top1", "acceptance"))
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Prompts that are done, those at which the student differs, and sums over the teacher's
-    tokens.
-
-    Attributes:
-        prompts_sha256: of the prompts' tokens, to notice other data.
-    """
-
-    prompts: int = 0
-    disagreements: int = 0
-    tokens: int = 0
-    agreed_sum: float = 0.0
-    kl_sum: float = 0.0
-    acceptance_sum: float = 0.0
-    prompts_sha256: str = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True)
@@ -65,13 +39,23 @@ class CollectResult:
     """A collection.
 
     Attributes:
-        resumed: prompts that an earlier call had done.
-        signal: the one that ended this call early.
+        output: the file of the records.
+        prompts: how many were compared.
+        disagreements: those at which the student differs, which are the records.
+        tokens: of the teacher's continuations.
+        top1: mean top-1 agreement per token of them.
+        kl: mean KL(teacher, student).
+        acceptance: mean share of drafts that speculative sampling would accept.
+        signal: the one that ended the collection early.
     """
 
     output: Path
-    progress: Progress
-    resumed: int
+    prompts: int
+    disagreements: int
+    tokens: int
+    top1: float
+    kl: float
+    acceptance: float
     signal: int | None = None
 
     @property
@@ -79,19 +63,7 @@ class CollectResult:
         return 0 if self.signal is None else 128 + self.signal
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON; means are per token of the teacher's continuations."""
-        p, tokens = self.progress, max(1, self.progress.tokens)
-        return {
-            "output": str(self.output),
-            "prompts": p.prompts,
-            "disagreements": p.disagreements,
-            "tokens": p.tokens,
-            "top1": p.agreed_sum / tokens,
-            "kl": p.kl_sum / tokens,
-            "acceptance": p.acceptance_sum / tokens,
-            "resumed": self.resumed,
-            "signal": self.signal,
-        }
+        return {**asdict(self), "output": str(self.output)}
 
 
 def collect(
@@ -101,95 +73,74 @@ def collect(
     output: str | Path,
     *,
     data_config: DataConfig | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    num_prompts: int | None = NUM_PROMPTS,
+    max_new_tokens: int = 64,
+    num_prompts: int | None = 256,
     batch_size: int = 8,
     seed: int = 0,
     base: BaseIdentity | None = None,
-    report: Callable[[Progress], None] = lambda _: None,
+    report: Callable[[int], None] = lambda _: None,
 ) -> CollectResult:
-    """Write the prompts at which the student differs from its teacher to `output`, a .jsonl file.
-
-    Called again with the same settings it resumes after the last finished batch; the file is then
-    the one that an uninterrupted call writes, byte for byte at the same batch size.
+    """Write the prompts at which the student differs from its teacher to `output`, a .jsonl file,
+    batch by batch: what ends a collection loses the current batch at most.
 
     Args:
         data: records with prompts or texts, see `read_prompts`.
-        output: written at the end from `<output>.journal`.
+        output: a file that does not exist yet or is empty.
         data_config: columns and `max_length`, which prompt and completion together stay within.
-        num_prompts: how many in all, earlier calls included; None for all.
+        num_prompts: how many at most; None for all.
         base: `npt.base_identity(model)`, if known already.
-        report: told after every batch.
+        report: told after every batch how many prompts were compared.
 
     Raises:
-        ConfigError: settings that cannot work, or an output of other settings or data.
+        ConfigError: settings that cannot work, or an output that exists.
         DataError: no prompts.
         NumericalError: logits that are not finite.
         ModelError: no adapters are attached.
     """
     attached_config(model)
-    config = data_config if data_config is not None else DataConfig()
+    config, output = data_config if data_config is not None else DataConfig(), Path(output)
+    check_output(output)
     check_length(config.max_length, model.config)
     length = prompt_length(config, max_new_tokens)
-    # the file promises the same bytes
-    base_hash = (base if base is not None else base_identity(model)).strict
-    settings = {
-        "base": base_hash,
-        "adapter": adapter_hash(model),
-        "--max_new_tokens": max_new_tokens,
-        "--max_length": config.max_length,
-        "--text_column": config.text_column,
-        "--prompt_column": config.prompt_column,
-        "--seed": seed,
-    }
-    if has_template(tokenizer):
-        begun = read_journal(Path(output))[0].get(_DATE)
-        if begun is not None:
-            fix_date(tokenizer, begun)
-        settings[_DATE] = date_of(tokenizer)
-    origin = {"base_hash": base_hash, "adapter_hash": settings["adapter"]}
+    identity = base if base is not None else base_identity(model)
+    origin = {"base_hash": identity.strict, "adapter_hash": adapter_hash(model)}
     prompts = read_prompts(data, tokenizer, config, length=length, seed=seed)
-    first = next(prompts, None)  # before there is a file
-    if first is None:
+    batch = list(itertools.islice(prompts, batch_size))  # before there is a file
+    if not batch:
         raise DataError(
             "no prompt of two tokens or more came out of the data; check --dataset_name and its"
             " columns"
         )
-    prompts = itertools.chain([first], prompts)
-    ends, digest = end_ids(model, tokenizer), hashlib.sha256()
-    with evaluating(model), Journal(output, settings) as journal, StopOnSignal() as stop:
-        done = Progress(**journal.progress)
-        resumed = done.prompts
-        for prompt in itertools.islice(prompts, resumed):
-            digest.update(_bytes(prompt))
-        if digest.hexdigest() != done.prompts_sha256:
-            raise ConfigError(
-                f"--output {journal.output} was begun on other data: its first {resumed} prompts"
-                " are not those of this call; choose another file, or the data of before"
-            )
-        while stop.number is None and (num_prompts is None or done.prompts < num_prompts):
-            left = batch_size if num_prompts is None else num_prompts - done.prompts
-            batch = list(itertools.islice(prompts, min(batch_size, left)))
-            if not batch:
-                break
-            compared = compare_prompts(model, batch, max_new_tokens, ends)
-            differing = [c for c in compared if c.position is not None]
-            records = _records(model, tokenizer, differing, max_new_tokens, ends)
-            for prompt in batch:
-                digest.update(_bytes(prompt))
-            sums = torch.stack([c.figures.sum(dim=0) for c in compared]).sum(dim=0)
-            done = Progress(
-                prompts=done.prompts + len(compared),
-                disagreements=done.disagreements + len(differing),
-                tokens=done.tokens + sum(len(c.completion) for c in compared),
-                agreed_sum=done.agreed_sum + float(sums[_TOP1]),
-                kl_sum=done.kl_sum + float(sums[_KL]),
-                acceptance_sum=done.acceptance_sum + float(sums[_ACCEPTANCE]),
-                prompts_sha256=digest.hexdigest(),
-            )
-            journal.commit([record | origin for record in records], asdict(done))
-            report(done)
-    return CollectResult(journal.output, done, resumed, stop.number)
+    ends = end_ids(model, tokenizer)
+    compared = disagreements = tokens = 0
+    sums = torch.zeros(len(COLUMNS), dtype=torch.float64)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with evaluating(model), output.open("w", encoding="utf-8") as file, StopOnSignal() as stop:
+        while stop.number is None and batch:
+            if num_prompts is not None:
+                batch = batch[: num_prompts - compared]
+            comparisons = compare_prompts(model, batch, max_new_tokens, ends)
+            differing = [c for c in comparisons if c.position is not None]
+            for record in _records(model, tokenizer, differing, max_new_tokens, ends):
+                file.write(to_json(record | origin) + "\n")
+            file.flush()
+            compared += len(batch)
+            disagreements += len(differing)
+            tokens += sum(len(c.completion) for c in comparisons)
+            sums += torch.cat([c.figures for c in comparisons]).sum(dim=0)
+            report(compared)
+            done = num_prompts is not None and compared >= num_prompts
+            batch = [] if done else list(itertools.islice(prompts, batch_size))
+    top1, kl, acceptance = (float(sums[i]) / max(1, tokens) for i in (_TOP1, _KL, _ACCEPTANCE))
+    return CollectResult(output, compared, disagreements, tokens, top1, kl, acceptance, stop.number)
+
+
+def check_output(output: Path) -> None:
+    """Refuse, with a ConfigError, a folder and a file that holds something."""
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file")
+    if output.exists() and output.stat().st_size:
+        raise ConfigError(f"--output {output} exists; choose another file, or remove it")
 
 
 def prompt_length(config: DataConfig, max_new_tokens: int) -> int:
@@ -244,7 +195,3 @@ def _records(
             }
         )
     return records
-
-
-def _bytes(prompt: Sample) -> bytes:
-    return array("q", (len(prompt.input_ids), *prompt.input_ids)).tobytes()

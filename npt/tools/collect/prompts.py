@@ -9,8 +9,7 @@ from typing import Any
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.content import filled
-from npt.data.encoding import COMPLETION, PROMPT, Counts, Encoder, prompt_column
+from npt.data.encoding import COMPLETION, PROMPT, Encoder, RecordCounts, filled, prompt_column
 from npt.data.samples import Samples
 from npt.data.source import Record
 from npt.errors import DataError
@@ -46,7 +45,7 @@ def prompt_record(
         column = prompt_column({COMPLETION: _ANY_ANSWER, **record}, config)
         if column is not None:
             record, config = _with_any_answer(number, record, column), _AS_PROMPT
-    for encoded in Encoder(tokenizer, config).encode([(number, record)], Counts()):
+    for encoded in Encoder(tokenizer, config).encode([(number, record)], RecordCounts()):
         ids, prompt = encoded.ids, encoded.prompt
         if encoded.labels is not None:
             targets = (i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX)

@@ -20,8 +20,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Update, consolidate, unconsolidate
-from npt.adapters.converted import adapter_mode, attached_config
+from npt.adapters.consolidate import Consolidation, consolidate, unconsolidate
+from npt.adapters.converted import adapter_mode, attached_config, evaluating
 from npt.adapters.layer import Mode
 from npt.adapters.token_modulation import as_row
 from npt.console import say
@@ -31,7 +31,6 @@ from npt.errors import ConfigError, DataError, NumericalError
 from npt.evaluation.metrics import (
     Figures,
     compare_tokens,
-    evaluating,
     figures,
     final_states,
     per_sample_sums,
@@ -40,6 +39,8 @@ from npt.evaluation.metrics import (
 
 STREAMS: tuple[Mode, ...] = ("student", "teacher")
 ROUNDS = 20
+
+FORGETTING = ("tokens", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "kl_se")
 
 ERRORS_OF_MARGIN = 2.0
 """Standard errors that the divergence stays below its bound, for other held-out text."""
@@ -70,24 +71,23 @@ def encode_fact(tokenizer: Any, text: str, context: str = "") -> Fact:
     ConfigError if it has no token that could be predicted.
     """
     begin, words = opening_tokens(tokenizer), bare_tokens(tokenizer, text)
-    before = bare_tokens(tokenizer, context) if context else []
+    front = bare_tokens(tokenizer, context) if context else words
     scored = len(words) - (not begin)
     if scored < 1:
         raise ConfigError(
             f"--text is {text!r}, of which no token can be predicted; give a fact of some words"
         )
-    return Fact((*begin, *words), (*begin, *(before or words), *words), scored)
+    return Fact((*begin, *words), (*begin, *front, *words), scored)
 
 
-class Before:
+class Baseline:
     """The model as it is now, for comparison: final states on held-out samples, and the fact's
-    recall. Raise DataError if the samples have nothing to predict.
+    log-probabilities alone and in context. Raise DataError if the samples have nothing to predict.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, fact: Fact, samples: Sequence[Sample],
-        batch_size: int = 8,
-    ):  # fmt: skip
+        self, model: PreTrainedModel, fact: Fact, samples: Sequence[Sample], batch_size: int = 8
+    ):
         attached_config(model)
         device = next(model.parameters()).device
         self._batches = [batch.to(device) for batch in batches(samples, batch_size)]
@@ -98,25 +98,22 @@ class Before:
             stream: [_final(model, batch, stream).cpu() for batch in self._batches]
             for stream in STREAMS
         }
+        texts = (fact.alone, fact.in_context)
         self._recall = {
-            stream: [
-                log_probability(model, ids, fact.scored, stream)
-                for ids in (fact.alone, fact.in_context)
-            ]
+            stream: [log_probability(model, ids, fact.scored, stream) for ids in texts]
             for stream in STREAMS
         }
 
     @torch.no_grad()
     def forgetting(self, model: PreTrainedModel, stream: Mode) -> Figures:
+        """Return the figures of the model as it is now against the model as it was."""
         parts = []
         for batch, states in zip(self._batches, self._states[stream], strict=True):
             predicted = predicting(batch)
-            targets = batch.labels[:, 1:][predicted]
-            states = states.to(targets.device)
             per_token = compare_tokens(
                 _final(model, batch, stream),
-                states,
-                targets,
+                states.to(batch.input_ids.device),
+                batch.labels[:, 1:][predicted],
                 model.lm_head,
                 model.config.vocab_size,
             )
@@ -137,28 +134,20 @@ class Before:
                 "gain": after - alone,
             }
             f = self.forgetting(model, stream)
-            forgetting[stream] = {
-                "tokens": f.tokens,
-                "perplexity_before": f.perplexity / f.perplexity_ratio,
-                "perplexity_after": f.perplexity,
-                "perplexity_ratio": f.perplexity_ratio,
-                "perplexity_ratio_se": f.perplexity_ratio_se,
-                "kl": f.kl,
-                "kl_se": f.kl_se,
-            }
+            forgetting[stream] = {name: getattr(f, name) for name in FORGETTING}
         return {"recall": recall, "forgetting": forgetting}
 
 
 def largest_alpha(
     model: PreTrainedModel,
-    before: Before,
-    make: Callable[[float], Update],
+    baseline: Baseline,
+    make: Callable[[float], Consolidation],
     asked: float,
     max_kl: float,
 ) -> float:
-    """Return the strength, at most the one asked for, at which neither stream's divergence on held-
-    out text, which the outcome is not reported on, is above a bound in nats per token; infinite for
-    none. Raise ConfigError if no strength that counts keeps it.
+    """Return the strength, at most the one asked for, at which neither stream's divergence on the
+    baseline's text is above a bound in nats per token (inf: no bound), by halving the divergence.
+    Raise ConfigError if none keeps it.
     """
     if not max_kl > 0:
         raise ConfigError(f"--max_kl is {max_kl}; it must be above 0 (inf for no bound)")
@@ -167,7 +156,7 @@ def largest_alpha(
     alpha = asked
     for _ in range(ROUNDS):
         with made(model, make(alpha)):
-            both = [before.forgetting(model, stream) for stream in STREAMS]
+            both = [baseline.forgetting(model, stream) for stream in STREAMS]
         margins = [ERRORS_OF_MARGIN * f.kl_se if math.isfinite(f.kl_se) else 0.0 for f in both]
         if all(f.kl + margin <= max_kl for f, margin in zip(both, margins, strict=True)):
             return alpha
@@ -179,7 +168,7 @@ def largest_alpha(
 
 
 @contextmanager
-def made(model: PreTrainedModel, update: Update) -> Iterator[None]:
+def made(model: PreTrainedModel, update: Consolidation) -> Iterator[None]:
     """Make the update part of the model within the context."""
     consolidate(model, update)
     try:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapter_mode, attached_config, npt_layers
+from npt.adapters.converted import adapter_mode, attached_config, evaluating, npt_layers
 from npt.adapters.token_modulation import TokenModulation, as_row, modulation_of, token_index
+from npt.distill.logit_losses import kl_of_logs
 from npt.errors import ConfigError, ModelError
-from npt.evaluation.metrics import evaluating
 
 
 @contextmanager
@@ -103,15 +103,13 @@ class Transplant:
         """Return in nats how far the transplanted distribution is from each of the two, and the
         receiver's from the donor's.
         """
-
-        def kl(log_p: Tensor, log_q: Tensor) -> float:
-            p = log_p.double().exp()
-            return float((p * torch.where(p == 0, 0.0, log_p.double() - log_q.double())).sum())
-
+        donor, receiver, moved = (
+            log_p.double() for log_p in (self.donor, self.receiver, self.transplanted)
+        )
         return {
-            "receiver_to_transplanted": kl(self.receiver, self.transplanted),
-            "donor_to_transplanted": kl(self.donor, self.transplanted),
-            "donor_to_receiver": kl(self.donor, self.receiver),
+            "receiver_to_transplanted": float(kl_of_logs(receiver, moved)),
+            "donor_to_transplanted": float(kl_of_logs(donor, moved)),
+            "donor_to_receiver": float(kl_of_logs(donor, receiver)),
         }
 
 
@@ -130,7 +128,7 @@ def transplant(
         ids_from: the donor's tokens, start tokens included.
         ids_to: the receiver's.
         token_from: index of the donor's token, from the end if negative.
-        token_to: of the receiver's, likewise.
+        token_to: index of the receiver's token, from the end if negative.
 
     Raises:
         ConfigError: no such token, or ids outside the vocabulary.

@@ -52,13 +52,13 @@ def page(record: dict[str, Any], rows: Sequence[Row]) -> str:
     """Return the HTML page of a study's table, and of the name, notes and versions on record."""
     parts = by_part(rows)
     with _plotting():
-        plots = [plot for part, own in parts.items() for plot in plots_of(part, own)]
+        plots = [plot for part, rows_in in parts.items() for plot in plots_of(part, rows_in)]
     trials = [
         (part, *(", ".join(f"{n} {_shown(n, row[n])}" for n in names) or "all", row["seed"]),
          *(_shown(name, row.get(name)) for name in SHOWN))
-        for part, own in parts.items()
-        for names in [factors(own)]
-        for row in own
+        for part, rows_in in parts.items()
+        for names in [factors(rows_in)]
+        for row in rows_in
     ]  # fmt: skip
     sections = {"plots": "Optuna's plots", "trials": "Trials"}
     outcomes = Counter(row["outcome"] for row in rows)
@@ -134,7 +134,7 @@ def plots_of(part: str, rows: Sequence[Row]) -> list[tuple[str, Markup]]:
             alt = f"Part {part}: importance of each setting for {measure}."
             plots.append((alt, _address(axes.figure)))
         if len(of) >= FEWEST and names and of is stable:
-            axes = plot_slice(study, params=names, target=_value_of, target_name="KL")
+            axes = plot_slice(study, params=names, target_name="KL")
             figure = (axes if len(names) == 1 else axes.flat[0]).figure
             for each in figure.axes:
                 each.tick_params(axis="x", labelrotation=90)  # names of arms are long
@@ -144,7 +144,7 @@ def plots_of(part: str, rows: Sequence[Row]) -> list[tuple[str, Markup]]:
 
 
 def _study(rows: Sequence[Row], values: Sequence[float]) -> tuple[Any, list[str]]:
-    """Return a study of Optuna's in memory of these trials and values, and the settings that differ
+    """Return these trials and values as a study of Optuna's in memory, and the settings that differ
     in them. A setting that is not a number everywhere is one of choices.
     """
     import optuna
@@ -169,10 +169,6 @@ def _study(rows: Sequence[Row], values: Sequence[float]) -> tuple[Any, list[str]
         ranges = {name: distributions[name] for name in names}
         study.add_trial(optuna.create_trial(params=params, distributions=ranges, value=value))
     return study, names
-
-
-def _value_of(trial: Any) -> float:
-    return float(trial.value)
 
 
 def _address(figure: Any) -> Markup:

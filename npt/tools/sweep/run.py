@@ -20,9 +20,10 @@ from npt.base.load import load_base, load_teacher
 from npt.base.quantization_error import set_matmul_precision
 from npt.config import BaseConfig
 from npt.console import silent_console
-from npt.errors import DivergedError, NumericalError, StoppedError, TooManyRefusalsError
+from npt.errors import NumericalError, StoppedError, TooManyRefusalsError
 from npt.runs.run_folder import METRICS
-from npt.tools.sweep.spec import Settings, Trial
+from npt.tools.sweep.spec import Trial, TrialSettings
+from npt.tools.sweep.table import Row
 from npt.train.trainer import Trainer
 
 GROWN = 1.01
@@ -32,7 +33,6 @@ choice of the held-out tokens.
 
 AT_THE_END = 3  # steps whose mean loss is the loss at the end
 
-Row = dict[str, Any]
 Base = tuple[PreTrainedModel, Any, PreTrainedModel | None]
 """A base without adapters, its tokenizer, and its teacher if that is another model."""
 
@@ -41,11 +41,12 @@ class Bases:
     """The base of the trials of one process: loaded once for those in a row that share it.
 
     Args:
+        scratch: folder for the run folder of the trial under way.
         device: of the base; default the first GPU, else the CPU.
     """
 
-    def __init__(self, device: Any = None):
-        self._device = device
+    def __init__(self, scratch: Path, device: Any = None):
+        self.scratch, self._device = scratch, device
         self._last: tuple[BaseConfig, Base] | None = None
 
     def get(self, base: BaseConfig) -> Base:
@@ -104,7 +105,7 @@ def run_trial(bases: Bases, trial: Trial, between: Callable[[], None] = lambda: 
     return {**best, **limits, "seconds": time.perf_counter() - started}
 
 
-def run(bases: Bases, settings: Settings) -> Row:
+def run(bases: Bases, settings: TrialSettings) -> Row:
     """Train once with these settings from the beginning; the base is as before afterwards.
 
     Raises:
@@ -115,7 +116,7 @@ def run(bases: Bases, settings: Settings) -> Row:
     attach(model, settings.adapter, seed=settings.training.seed)
     try:
         parameters = sum(p.numel() for p in adapter_parameters(model).values())
-        with tempfile.TemporaryDirectory(prefix="npt-trial-") as folder:
+        with tempfile.TemporaryDirectory(prefix="trial-", dir=bases.scratch) as folder:
             output = Path(folder) / "run"
             trainer = Trainer(
                 model,
@@ -137,11 +138,11 @@ def run(bases: Bases, settings: Settings) -> Row:
 
 def _trained(trainer: Trainer) -> Row:
     """Return how a run ended: `diverged` (stopped, or the student is not finite), `worse` (its KL
-    is larger in the end than at the start) or `stable`, with the reason.
+    has grown) or `stable`, with the reason.
     """
     try:
         result = trainer.train()
-    except (TooManyRefusalsError, DivergedError, NumericalError) as error:
+    except (TooManyRefusalsError, NumericalError) as error:
         if not hasattr(trainer, "initial"):  # the base itself is broken
             raise
         kl = trainer.initial.aim.kl

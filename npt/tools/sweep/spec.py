@@ -38,10 +38,10 @@ CLASSES = (BaseConfig, NPTConfig, DataConfig, TrainConfig)
 
 _OF_FOLDER = (
     "output_dir", "run_name", "resume", "save_steps", "save_total_limit", "log_steps", "eval_steps",
-    "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "trace_every", "smoke_test",
+    "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "smoke_test",
 )  # fmt: skip
 LEFT_OUT = {
-    **dict.fromkeys(("device_map", "shard_base", "rank_timeout"), "a trial is one process"),
+    **dict.fromkeys(("device_map", "shard_base"), "a trial is one process"),
     **dict.fromkeys(_OF_FOLDER, "of a trial the table alone is kept"),
     "seed": "write seeds: [0, 1] instead",
 }
@@ -57,7 +57,7 @@ TRIALS = 100_000  # trials of a study: more are a slip of the pen in a grid
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """Everything that decides the result of a trial, but for the machine."""
 
     base: BaseConfig
@@ -66,7 +66,7 @@ class Settings:
     training: TrainConfig
 
     @classmethod
-    def of(cls, flags: Mapping[str, Any], seed: int) -> Settings:
+    def of(cls, flags: Mapping[str, Any], seed: int) -> TrialSettings:
         """Return the settings of values by flag name, `safe_mode` among them.
 
         Raises:
@@ -99,10 +99,12 @@ class Bisection:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A trial's place in the specification.
+class Origin:
+    """The part, arm and point of a specification that a trial is of.
 
     Attributes:
+        part: its name.
+        arm: its name, or "".
         point: of the part's grid, or what was drawn.
     """
 
@@ -121,22 +123,26 @@ class Trial:
 
     Attributes:
         key: its name to every worker; equal settings have equal keys.
-        flags: its settings as written, by flag name.
+        settings: checked, with defaults.
+        flags: the settings as written, by flag name.
+        bisect: the search for a limit, if it is one.
+        origins: every part and arm that the trial is of.
     """
 
     key: str
-    settings: Settings
+    settings: TrialSettings
     flags: Mapping[str, Any]
     bisect: Bisection | None = None
-    places: tuple[Place, ...] = ()
+    origins: tuple[Origin, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.places[0]}, seed {self.settings.training.seed}"
+        return f"{self.origins[0]}, seed {self.settings.training.seed}"
 
-    def at(self, value: float) -> Settings:
+    def at(self, value: float) -> TrialSettings:
         """Return its settings with another value of the setting whose limit it seeks."""
         assert self.bisect is not None
-        return Settings.of({**self.flags, self.bisect.setting: value}, self.settings.training.seed)
+        flags = {**self.flags, self.bisect.setting: value}
+        return TrialSettings.of(flags, self.settings.training.seed)
 
 
 @dataclass(frozen=True)
@@ -196,8 +202,8 @@ def design_of(content: Any, where: str) -> Design:
         parts[part_name] = str(entries.get("note", ""))
         for trial in _trials_of(where, part_name, entries, shared, seeds):
             first = trials.get(trial.key, trial)
-            places = tuple(dict.fromkeys(first.places + trial.places))
-            trials[trial.key] = replace(first, places=places)
+            origins = tuple(dict.fromkeys(first.origins + trial.origins))
+            trials[trial.key] = replace(first, origins=origins)
     values = [trial.settings.values() for trial in trials.values()]
     varied = tuple(n for n in values[0] if len({repr(each[n]) for each in values}) > 1)
     return Design(name, parts, tuple(trials.values()), tuple(n for n in varied if n != "seed"))
@@ -226,25 +232,25 @@ def _trials_of(
         )
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for (arm, bundle), point, draw, seed in itertools.product(arms.items(), points, draws, seeds):
-        place = Place(part, arm, {**point, **draw})
+        origin = Origin(part, arm, {**point, **draw})
         try:
-            yield _trial({**settings, **bundle, **place.point}, seed, bisect, place)
+            yield _trial({**settings, **bundle, **origin.point}, seed, bisect, origin)
         except ConfigError as error:
-            varied = ", ".join(f"{k} {v}" for k, v in {**place.point, "seed": seed}.items())
+            varied = ", ".join(f"{k} {v}" for k, v in {**origin.point, "seed": seed}.items())
             at = f"{where}, arm {arm}" if arm else where
             raise ConfigError(f"{at}, {varied}: {error}") from error
 
 
-def _trial(flags: dict[str, Any], seed: int, bisect: Bisection | None, place: Place) -> Trial:
+def _trial(flags: dict[str, Any], seed: int, bisect: Bisection | None, origin: Origin) -> Trial:
     if bisect is not None:
-        Settings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
+        TrialSettings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
         flags[bisect.setting] = bisect.low
-    settings = Settings.of(flags, seed)
+    settings = TrialSettings.of(flags, seed)
     # defaults too: if a version changes one, the results of the old one are of another trial
     content = [settings.values(), None if bisect is None else list(astuple(bisect))]
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Trial(key, settings, flags, bisect, (place,))
+    return Trial(key, settings, flags, bisect, (origin,))
 
 
 def _name(where: str, written: Any) -> str:

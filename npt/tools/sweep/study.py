@@ -4,29 +4,38 @@ spec.yaml        the specification, as it was given
 study.json       name, parts with their notes, storage (without its password), versions
 study.db         the storage, unless another one was named
 trials.csv       the table; written anew while the study runs
+running/         run folders of the trials under way, one folder a worker
 report.html      the page that `npt report` makes of the table
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from npt.errors import ConfigError
-from npt.files import PARTIAL, write_bytes, write_json
+from npt.files import write_bytes, write_json
 from npt.stored import read_json
 from npt.tools.sweep.spec import Design, read_design
 from npt.tools.sweep.storage import Storage
 from npt.tools.sweep.table import rows_of, write_table
 
-SPEC, STUDY, DATABASE = "spec.yaml", "study.json", "study.db"
+SPEC, STUDY, DATABASE, RUNNING = "spec.yaml", "study.json", "study.db", "running"
 
-TABLE_SECONDS = 15.0  # between two tables of a study that is under way
+_FIRST_FILES = (DATABASE, f".{STUDY}.", f".{SPEC}.")
+"""How names begin that a study leaves which is killed before `study.json` is written."""
+
+POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
+"""Between looks at whether workers have ended, and at how far their study is."""
 
 
 def is_study(folder: Path) -> bool:
@@ -54,59 +63,38 @@ def storage_url(folder: Path, storage: str | None) -> str:
     return storage if storage is not None else f"sqlite:///{(folder / DATABASE).resolve()}"
 
 
-def check_folder(folder: Path, spec: Path, design: Design, storage: str | None) -> None:
+def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Refuse a folder of another study or of something else with a ConfigError, and change
     nothing.
     """
-    try:
-        if not is_study(folder):
-            if folder.exists() and not all(_own(item, spec, storage) for item in folder.iterdir()):
-                raise ConfigError(
-                    f"--study {folder} holds something other than a study; choose another folder"
-                )
-            return
-    except OSError as error:
+    if not is_study(folder):
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        if not all(name.startswith(_FIRST_FILES) for name in names):
+            raise ConfigError(
+                f"--study {folder} holds something other than a study; choose another folder"
+            )
+        return
+    name = read_study(folder)["name"]
+    if name != design.name:
         raise ConfigError(
-            f"--study {folder} cannot be read: {error.strerror}; choose another folder"
-        ) from error
-    before = read_study(folder)["name"]
-    if before != design.name:
-        raise ConfigError(
-            f"--study {folder} is of the study {before!r}, {spec} describes {design.name!r}; choose"
+            f"--study {folder} is of the study {name!r}, {spec} describes {design.name!r}; choose"
             " another folder"
         )
-
-
-def _own(item: Path, spec: Path, storage: str | None) -> bool:
-    """Return whether a study that was killed as it began may have left this in its folder."""
-    if item.name == SPEC:
-        return item.read_bytes() == spec.read_bytes()
-    database = DATABASE if storage is None else storage.partition("?")[0].rpartition("/")[2]
-    names = [f"{database}{ending}" for ending in ("", ".lock", "-journal", "-wal", "-shm")]
-    started = item.name.startswith((f".{SPEC}.", f".{STUDY}.")) and item.name.endswith(PARTIAL)
-    return started or item.name in names
 
 
 def open_folder(
     folder: Path, spec: Path, design: Design, storage: str | None, versions: dict[str, str]
 ) -> None:
-    """Make the folder, or continue in it after `check_folder`; raise ConfigError if it cannot be
-    written.
-    """
+    """Make the folder, or continue in it after `check_folder`."""
     if storage is not None:
         import sqlalchemy
 
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
     record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # first: from now on the folder is known for a study's, whenever this is killed
-        write_json(folder / STUDY, record | {"versions": versions})
-        write_bytes(folder / SPEC, spec.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"--study {folder} cannot be written: {error.strerror}; choose another folder"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    # first: from now on the folder is known for a study's, whenever this is killed
+    write_json(folder / STUDY, record | {"versions": versions})
+    write_bytes(folder / SPEC, spec.read_bytes())
 
 
 def design_in(folder: Path) -> Design:
@@ -114,10 +102,45 @@ def design_in(folder: Path) -> Design:
     return replace(read_design(str(folder / SPEC)), name=read_study(folder)["name"])
 
 
-def run_workers(command: Sequence[str], count: int, threads: int, each: Callable[[], None]) -> int:
+@contextlib.contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Make this worker's folder for run folders, locked while the worker lives, and remove those
+    that killed workers left.
+    """
+    running = folder / RUNNING
+    running.mkdir(parents=True, exist_ok=True)
+    turn = _locked(running, fcntl.LOCK_EX)  # None where there are no locks: nothing is removed
+    for left in running.iterdir() if turn is not None else ():
+        if (handle := _locked(left)) is not None:
+            os.close(handle)
+            shutil.rmtree(left, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(dir=running))
+    lock = _locked(scratch)
+    if turn is not None:
+        os.close(turn)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
+    """Return the handle of a lock, which ends with the process; None if it is not to be had."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def run_workers(command: Sequence[str], count: int, threads: int, look: Callable[[], None]) -> int:
     """Run so many worker processes of a study on this machine, each on so many threads, until all
-    have ended; `each` is called about once a second. Return 0, or the status of a worker that
-    failed if none did its work to the end.
+    have ended; `look` is called every LOOK_SECONDS. Return 0, or the status of a worker that failed
+    if none did its work to the end.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     # In groups of their own: an interrupt from the terminal reaches this process alone, which then
@@ -125,10 +148,14 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
     processes = [
         subprocess.Popen([*command], env=environment, process_group=0) for _ in range(count)
     ]
+    seconds = 0.0
     try:
         while any(process.poll() is None for process in processes):
-            time.sleep(1.0)
-            each()
+            time.sleep(POLL_SECONDS)
+            seconds += POLL_SECONDS
+            if seconds >= LOOK_SECONDS:
+                seconds = 0.0
+                look()
     except BaseException:  # let every worker give its trial back
         for process in processes:
             if process.poll() is None:
@@ -140,32 +167,14 @@ def run_workers(command: Sequence[str], count: int, threads: int, each: Callable
     return 0 if 0 in codes else next(code if code > 0 else 128 - code for code in codes)
 
 
-class Display:
-    """Lines on how far a study is, and its table, at most once in so many seconds."""
+def progress_line(storage: Storage, design: Design) -> str:
+    """Return how many of a study's trials are done and under way."""
+    progress = storage.progress(design.by_key)
+    return f"{progress.finished} of {len(design.trials)} trials, {progress.running} under way"
 
-    def __init__(
-        self, storage: Storage, design: Design, folder: Path, say: Callable[[str], None],
-        seconds: float = TABLE_SECONDS,
-    ):  # fmt: skip
-        self._storage, self._design, self._folder = storage, design, folder
-        self._say, self._every = say, seconds
-        self._updated, self._line = 0.0, ""
 
-    def update(self) -> None:
-        """Say how far the study is, if that has changed, and write the table."""
-        if time.monotonic() - self._updated < self._every:
-            return
-        self._updated = time.monotonic()
-        progress = self._storage.progress(self._design.by_key)
-        total = len(self._design.trials)
-        line = f"{progress.finished} of {total} trials, {progress.running} under way"
-        if line != self._line:
-            self._line = line
-            self._say(line)
-            self.table()
-
-    def table(self) -> list[dict[str, Any]]:
-        """Write the table and return its rows."""
-        rows = rows_of(self._design, self._storage.rows())
-        write_table(self._folder, rows)
-        return rows
+def update_table(storage: Storage, design: Design, folder: Path) -> list[dict[str, Any]]:
+    """Write the table and return its rows."""
+    rows = rows_of(design, storage.rows())
+    write_table(folder, rows)
+    return rows

@@ -27,16 +27,8 @@ MEASURES = (
 """Columns of the outcome, in their order; empty for a trial that has not been run."""
 
 _TEXTS = (
-    "key",
-    "parts",
-    "arms",
-    "outcome",
-    "reason",
-    "refused_kinds",
-    "worker",
-    "started",
-    "ended",
-)
+    "key", "parts", "arms", "outcome", "reason", "refused_kinds", "worker", "started", "ended",
+)  # fmt: skip
 """Columns that stay text, whatever they look like."""
 
 Row = dict[str, Any]
@@ -51,11 +43,10 @@ def rows_of(design: Design, figures: Mapping[str, Row]) -> list[Row]:
     rows = []
     for trial in design.trials:
         values, outcome = trial.settings.values(), figures.get(trial.key, {})
-        # a part and an arm for each place of the trial
         row: Row = {
             "key": trial.key,
-            "parts": ";".join(place.part for place in trial.places),
-            "arms": ";".join(place.arm for place in trial.places),
+            "parts": ";".join(origin.part for origin in trial.origins),
+            "arms": ";".join(origin.arm for origin in trial.origins),
         }
         for name in dict.fromkeys([*SETTINGS, *design.varied]):
             value = values[name]

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from npt.errors import ConfigError, NPTError, StoppedError
 from npt.runs.signals import StopOnSignal
-from npt.tools.sweep.run import Bases, Row, run_trial
+from npt.tools.sweep.run import Bases, run_trial
 from npt.tools.sweep.spec import Design, Trial
 from npt.tools.sweep.storage import Claim, Progress, Storage
+from npt.tools.sweep.table import Row
 
 WAIT_SECONDS = 2.0
 """Between two claims while other workers have the last trials: one of them may be killed."""

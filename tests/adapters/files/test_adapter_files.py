@@ -76,7 +76,7 @@ class TestRoundTrip:
         parameter = adapter_parameters(model)["model.layers.1.npt.A"]
         parameter.data = parameter.data.half()  # without the module noticing
         with pytest.raises(
-            AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, an adapter is fp32"
+            AdapterFileError, match=r"layers\.1\.npt\.A is torch\.float16, and an adapter is fp32"
         ):
             npt.save_adapter(model, tmp_path / "adapter")
         assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,14 @@ import math
 
 import pytest
 import torch
+from students import moved, random_samples
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.data.batch import Sample
 from npt.errors import ConfigError, DataError, ModelError, NumericalError
 from npt.tools.editing.edit_metrics import (
     STREAMS,
-    Before,
+    Baseline,
     encode_fact,
     largest_alpha,
     log_probability,
@@ -20,22 +20,14 @@ TEXT = "a fact"
 
 
 def samples(count: int, seed: int) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Sample(str(i), tuple(torch.randint(3, 128, (8 + i % 5,), generator=generator).tolist()))
-        for i in range(count)
-    ]
+    return random_samples((8 + i % 5 for i in range(count)), seed)
 
 
 @pytest.fixture
 def model(load_model):
     model = load_model()
     npt.attach(model, npt.NPTConfig(layers="1-2", rank=8, additive_scale=0.4))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return moved(model, 0.3, seed=0)
 
 
 @pytest.fixture
@@ -68,11 +60,6 @@ def test_without_a_start_token_the_first_token_is_not_predicted(tokenizer):
         encode_fact(Startless(), "x")
 
 
-def test_an_empty_fact_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match="no token can be predicted"):
-        encode_fact(tokenizer, "")
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("stream", STREAMS)
 def test_the_log_probability_is_the_sum_over_the_scored_tokens(model, fact, stream):
@@ -88,19 +75,10 @@ def test_the_log_probability_is_the_sum_over_the_scored_tokens(model, fact, stre
     )
 
 
-def test_nothing_changed_is_nothing_recalled_and_nothing_forgotten(model, tokenizer, fact):
-    retention = Before(model, tokenizer, fact, samples(6, 1)).against(model)
-    for stream in STREAMS:
-        assert retention["recall"][stream]["gain"] == 0
-        # the same states in another summation of the log-softmax: fp32
-        assert retention["forgetting"][stream]["kl"] == pytest.approx(0, abs=1e-6)
-        assert retention["forgetting"][stream]["perplexity_ratio"] == pytest.approx(1, abs=1e-6)
-
-
 @torch.no_grad()
 def test_the_figures_are_those_of_the_two_models_themselves(model, tokenizer, fact):
     text = samples(6, 1)
-    before = Before(model, tokenizer, fact, text, batch_size=3)
+    before = Baseline(model, fact, text, batch_size=3)
     old = [
         torch.log_softmax(model(torch.tensor([s.input_ids])).logits[0, :-1].double(), -1)
         for s in text
@@ -122,14 +100,11 @@ def test_the_figures_are_those_of_the_two_models_themselves(model, tokenizer, fa
     )
     assert npt.consolidated(model) == ()
     assert found["recall"]["student"]["gain"] != 0
-    teacher = found["forgetting"]["teacher"]
-    ratio = teacher["perplexity_after"] / teacher["perplexity_before"]
-    assert ratio == pytest.approx(teacher["perplexity_ratio"])
 
 
 @pytest.mark.parametrize("max_kl", [1e-4, 1e-3, 1e-2])
 def test_alpha_is_the_largest_that_keeps_the_bound(model, tokenizer, fact, max_kl):
-    before = Before(model, tokenizer, fact, samples(8, 2))
+    before = Baseline(model, fact, samples(8, 2))
     modulation = npt.modulation_of(model, fact.alone)
 
     def reached(alpha: float) -> float:
@@ -144,7 +119,7 @@ def test_alpha_is_the_largest_that_keeps_the_bound(model, tokenizer, fact, max_k
 
 
 def test_without_a_bound_or_far_below_it_alpha_is_the_one_asked_for(model, tokenizer, fact):
-    before = Before(model, tokenizer, fact, samples(4, 2))
+    before = Baseline(model, fact, samples(4, 2))
     modulation = npt.modulation_of(model, fact.alone)
     for max_kl in (math.inf, 1e3):
         assert (
@@ -158,12 +133,12 @@ def test_without_a_bound_or_far_below_it_alpha_is_the_one_asked_for(model, token
 
 def test_what_cannot_be_measured_is_refused(load_model, model, tokenizer, fact):
     with pytest.raises(DataError, match="no held-out token"):
-        Before(model, tokenizer, fact, [Sample("x", (5,))])
+        Baseline(model, fact, [Sample("x", (5,))])
     with pytest.raises(ModelError, match="no NPT adapters"):
-        Before(load_model(), tokenizer, fact, samples(2, 0))
+        Baseline(load_model(), fact, samples(2, 0))
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
     with pytest.raises(
         NumericalError, match="student's log-probability of the fact is not a number"
     ):
-        Before(model, tokenizer, fact, samples(2, 0))
+        Baseline(model, fact, samples(2, 0))

@@ -12,7 +12,7 @@ import pytest
 from npt.errors import ConfigError, StoppedError
 from npt.tools.sweep.spec import Design, design_of
 from npt.tools.sweep.storage import Storage
-from npt.tools.sweep.study import Display
+from npt.tools.sweep.study import progress_line, update_table
 from npt.tools.sweep.table import read_table, rows_of
 from npt.tools.sweep.worker import Worker
 
@@ -57,15 +57,8 @@ def test_a_worker_runs_every_trial_and_says_what_came_out(design, finished) -> N
     )
     rows = rows_of(design, storage.rows())
     assert [row["outcome"] for row in rows] == ["stable", "worse", "stable", "diverged"]
-    assert "npt-trial" not in rows[3]["reason"]  # whose folder is gone
+    assert "trial-" not in rows[3]["reason"]  # whose folder is gone
     assert all(row["worker"] == storage.worker for row in rows)
-
-
-def test_a_second_worker_finds_nothing_left_to_do(design, finished, tmp_path, bases) -> None:
-    again, said = worker(
-        design, Storage(f"sqlite:///{finished.folder / 'study.db'}", design.name), bases
-    )
-    assert again.work().finished == 4 and not said
 
 
 def test_a_trial_that_cannot_be_computed_is_left_with_its_reason(
@@ -143,27 +136,17 @@ def test_a_stop_in_the_middle_of_a_trial_gives_it_back_at_once(
     assert {claim.key for claim in taken if claim} == design.by_key.keys()
 
 
-def test_a_display_says_how_far_a_study_is_and_writes_its_table(
-    design, storage, tmp_path, bases
-) -> None:
-    said: list[str] = []
-    display = Display(storage, design, tmp_path, said.append, seconds=0.0)
-    display.update()
+def test_the_progress_and_the_table_of_a_study_under_way(design, storage, tmp_path, bases) -> None:
+    assert progress_line(storage, design) == "0 of 4 trials, 0 under way"
     claim = storage.claim(design.by_key)
-    assert claim is not None
+    assert claim is not None and progress_line(storage, design) == "0 of 4 trials, 1 under way"
     worker(design, storage, bases)[0]._run(claim, design.by_key[claim.key])
-    display.update()
-    display.update()
-    assert (
-        said[0] == "0 of 4 trials, 0 under way"
-        and said[1] == "1 of 4 trials, 0 under way"
-        and len(said) == 2
-    )
-    display.table()
+    assert progress_line(storage, design) == "1 of 4 trials, 0 under way"
+    update_table(storage, design, tmp_path)
     assert [row["outcome"] for row in read_table(tmp_path)] == ["stable", None, None, None]
 
 
-def test_a_trial_is_called_by_its_place_and_what_varies_there() -> None:
+def test_a_trial_is_called_by_its_origin_and_what_varies_there() -> None:
     parts = {
         "arms": {"arms": {"plain": {}}, "grid": {"loss": ["mse", "nmse"]}},
         "drawn": {

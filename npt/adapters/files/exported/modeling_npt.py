@@ -29,25 +29,19 @@ FORMS = {
 }
 
 
-class NPTAdapter(nn.Module):
+class LayerAdapter(nn.Module):
     """The modulation of one layer, in fp32 whatever the model around it computes in.
 
-    Parameters: A [R, D]; M and B [O, R] by target; row_scale and row_bias [O] by target, which are
-    applied before the modulation, those of the stream to the attention output. O is F for gate and
-    up, D for stream and down. The stream, which the MLP reads and adds to, has a B in every form
-    and never an M.
+    A [R, D]; M and B [O, R] by target, the stream without M; row_scale and row_bias [O] by target,
+    which are applied before the modulation, those of the stream to the attention output.
     """
 
     def __init__(self, config, index: int):
         super().__init__()
         self.form = form = config.npt
         rank, rows = form["ranks"].get(str(index)), form["rows"].get(str(index), ())
-        width = {
-            "stream": config.hidden_size,
-            "gate": config.intermediate_size,
-            "up": config.intermediate_size,
-            "down": config.hidden_size,
-        }
+        d, f = config.hidden_size, config.intermediate_size
+        width = {"stream": d, "gate": f, "up": f, "down": d}
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=torch.float32))
@@ -107,27 +101,10 @@ class NPTAdapter(nn.Module):
 class NPTLlamaDecoderLayer(LlamaDecoderLayer):
     """The family's decoder layer, computing in NPT form."""
 
-    npt: NPTAdapter
+    npt: LayerAdapter
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
-        attention, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+    def forward(self, hidden_states, **context):
+        attention, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **context)
         npt, mlp = self.npt, self.mlp
         attention = npt.scaled("stream", attention)
         z = npt.code(attention)
@@ -154,7 +131,7 @@ class NPTModel(PreTrainedModel):
         layers = self.base_model.layers
         for index in sorted({int(i) for i in (*config.npt["ranks"], *config.npt["rows"])}):
             layers[index].__class__ = NPTLlamaDecoderLayer
-            layers[index].npt = NPTAdapter(config, index)
+            layers[index].npt = LayerAdapter(config, index)
         self.post_init()
 
     @classmethod
@@ -162,13 +139,9 @@ class NPTModel(PreTrainedModel):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, parameter in model.named_parameters():
-            # Beside 4-bit weights transformers leaves the others as they are stored, whatever dtype
-            # was asked for.
-            if (
-                not hasattr(parameter, "quant_state")
-                and ".npt." not in name
-                and parameter.device.type != "meta"
-            ):
+            # Beside 4-bit weights transformers leaves the others in the dtype of their file.
+            base = not hasattr(parameter, "quant_state") and ".npt." not in name
+            if base and parameter.device.type != "meta":
                 parameter.data = parameter.data.to(model.config.dtype)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,0 +1,317 @@
+"""The report on a data set before any base is loaded: counts, ids, three decoded samples, and what
+training would stop at. One pass in constant memory, past the faults: training ends at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from npt.config import DataConfig
+from npt.console import say
+from npt.data.batch import IGNORE_INDEX, Sample
+from npt.data.encoding import RecordCounts
+from npt.data.readers import lines_not_utf8
+from npt.data.report import listed_columns
+from npt.data.samples import cut
+from npt.data.source import (
+    OWN_HELDOUT,
+    FileError,
+    Record,
+    check_source,
+    is_local,
+    local_files,
+    open_source,
+    reader_of,
+)
+from npt.errors import first_line
+
+NAMED = 20  # faults that are named; further ones are counted
+SHOWN = 3  # samples that are decoded
+EDGE = 24  # tokens shown of either end of a longer span
+_RECORDS_AT_ONCE = 32
+
+OPEN, CLOSE = "⟦", "⟧"
+"""Brackets of masked tokens."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A place that cannot be read or trained on.
+
+    Attributes:
+        line: from 1; None if the kind of file has none.
+        column: likewise, in characters; in bytes if the line is not UTF-8, in fields of a CSV row.
+    """
+
+    where: str
+    line: int | None
+    column: int | None
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem}"
+
+    @property
+    def place(self) -> str:
+        line = "" if self.line is None else f", line {self.line}"
+        column = "" if self.column is None else f", column {self.column}"
+        return f"{self.where}{line}{column}"
+
+
+RecordPlace = tuple[str, int | None]
+"""The file or data set of a record, and its line."""
+
+
+class Reading:
+    """The readable records of a data set with their places, and its faults.
+
+    Attributes:
+        broken: the first NAMED faults.
+        broken_total: the number of all.
+        blank_lines: in files of JSON lines.
+    """
+
+    def __init__(self, config: DataConfig):
+        self._config = config
+        self.broken: list[Broken] = []
+        self.broken_total = self.blank_lines = 0
+
+    def note(self, where: str, line: int | None, column: int | None, problem: str) -> None:
+        """Count a fault, and name it while there is room."""
+        self.broken_total += 1
+        if len(self.broken) < NAMED:
+            self.broken.append(Broken(where, line, column, problem))
+
+    def __iter__(self) -> Iterator[tuple[Record, RecordPlace]]:
+        name = self._config.dataset_name
+        if is_local(name):
+            for path in local_files(name):
+                yield from self._file(path)
+        else:
+            for record in open_source(self._config):
+                yield record, (name, None)
+
+    def _file(self, path: Path) -> Iterator[tuple[Record, RecordPlace]]:
+        """Read a file as far as its reader continues after a fault."""
+        records: Any = None
+        while True:
+            try:
+                if records is None:
+                    config = replace(self._config, streaming=True)
+                    records = iter(reader_of(path).read(path, config))
+                record = next(records)
+            except StopIteration:
+                break
+            except Exception as error:  # pyarrow and datasets each raise their own
+                self._note_file(path, error, getattr(records, "line", None))
+                if records is None:
+                    return
+            else:
+                yield record, (str(path), getattr(records, "line", None))
+        self.blank_lines += getattr(records, "blank_lines", 0)
+
+    def _note_file(self, path: Path, error: Exception, line: int | None) -> None:
+        """Note a fault; if the encoding ends the reading, every line with that fault."""
+        if not isinstance(error, FileError):
+            self.note(str(path), None, None, first_line(error))
+            return
+        ended = isinstance(error.__cause__, UnicodeDecodeError) and error.line != line
+        for fault in lines_not_utf8(path) if ended else (error,):
+            self.note(str(path), fault.line, fault.column, fault.problem)
+
+
+@dataclass
+class DataReport:
+    """The figures of a data set.
+
+    Attributes:
+        heldout: samples; None if the source has held-out records of its own.
+        complete: False if `max_records` ended the pass.
+        shortest: tokens of the shortest sample.
+        targets: tokens that are learnt.
+        outside: ids and labels outside the vocabulary.
+        outside_first: the first sample with one.
+    """
+
+    name: str
+    vocab_size: int
+    heldout: int | None
+    complete: bool = True
+    counts: RecordCounts = field(default_factory=RecordCounts)
+    blank_lines: int = 0
+    broken: tuple[Broken, ...] = ()
+    broken_total: int = 0
+    shortest: int = 0
+    longest: int = 0
+    targets: int = 0
+    id_min: int | None = None
+    id_max: int | None = None
+    outside: int = 0
+    outside_first: str | None = None
+    shown: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> list[str]:
+        """The faults at which training would stop."""
+        problems = []
+        if self.broken_total:
+            places = "broken place" if self.broken_total == 1 else "broken places"
+            problems.append(
+                f"{self.broken_total:,} {places}, the first at {self.broken[0].place}: mend or"
+                " remove what is listed"
+            )
+        elif not self.counts.samples:
+            problems.append(
+                "no sample of two tokens or more came out: check --dataset_name and --text_column"
+            )
+        if self.outside:
+            problems.append(
+                f"{self.outside:,} ids outside the vocabulary [0, {self.vocab_size}), the first in"
+                f" sample {self.outside_first}: encode the data with the tokenizer of --model_name"
+            )
+        return problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report for JSON."""
+        values = asdict(self) | self.counts.as_dict()
+        del values["counts"]
+        return values | {"problems": self.problems, "trainable": not self.problems}
+
+    def add(self, sample: Sample) -> None:
+        """Count a sample's ids and labels."""
+        ids = sample.input_ids
+        labels = [i for i in sample.labels or ids if i != IGNORE_INDEX]
+        self.shortest = min(self.shortest or len(ids), len(ids))
+        self.longest = max(self.longest, len(ids))
+        self.id_min = min(ids) if self.id_min is None else min(self.id_min, *ids)
+        self.id_max = max(ids) if self.id_max is None else max(self.id_max, *ids)
+        self.targets += len(labels)
+        if self.heldout is not None:
+            self.heldout += sample.heldout
+        moved = [] if sample.labels is None else set(labels) - set(ids)
+        outside = sum(not 0 <= i < self.vocab_size for i in (*ids, *moved))
+        self.outside += outside
+        if outside and self.outside_first is None:
+            self.outside_first = sample.id
+
+
+def examine(
+    config: DataConfig, tokenizer: Any, vocab_size: int, *, max_records: int | None = None
+) -> DataReport:
+    """Read a data set once, as training would, and report on it; faults are noted and passed over.
+
+    `num_samples` is not applied. DataError if nothing of it can be opened.
+    """
+    check_source(config)
+    of_its_own = config.dataset_name in OWN_HELDOUT
+    report = DataReport(config.dataset_name, vocab_size, None if of_its_own else 0)
+    reading = Reading(config)
+    records = iter(reading)
+    chosen = records if max_records is None else islice(records, max_records)
+    while chunk := list(islice(chosen, _RECORDS_AT_ONCE)):
+        for sample in _samples(chunk, tokenizer, config, report.counts, reading):
+            report.add(sample)
+            if len(report.shown) < SHOWN:
+                report.shown += (show(sample, tokenizer, vocab_size),)
+    report.complete = next(records, None) is None
+    report.blank_lines, report.broken_total = reading.blank_lines, reading.broken_total
+    report.broken = tuple(sorted(reading.broken, key=lambda b: (b.where, b.line or 0)))
+    return report
+
+
+def _samples(
+    chunk: list[tuple[Record, RecordPlace]], tokenizer: Any, config: DataConfig,
+    counts: RecordCounts, reading: Reading,
+) -> Iterator[Sample]:  # fmt: skip
+    """Yield the samples of some records, counted; a record that cannot be encoded is noted."""
+    of_chunk = RecordCounts()
+    try:
+        samples = list(cut((record for record, _ in chunk), tokenizer, config, of_chunk))
+    except Exception as error:  # a tokenizer or a template may raise anything
+        if len(chunk) == 1:
+            reading.note(*chunk[0][1], None, first_line(error))
+            return
+        for pair in chunk:
+            yield from _samples([pair], tokenizer, config, counts, reading)
+        return
+    for name, value in vars(of_chunk).items():
+        setattr(counts, name, getattr(counts, name) + value)
+    yield from samples
+
+
+def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
+    """Decode a sample, masked tokens in brackets, without the middle of long spans."""
+    labels = sample.labels if sample.labels is not None else sample.input_ids
+    pairs = zip(labels, sample.input_ids, strict=True)
+    spans = []
+    for target, group in groupby(pairs, key=lambda pair: pair[0] != IGNORE_INDEX):
+        ids = [token for _, token in group]
+        text = _decoded(ids, tokenizer, vocab_size)
+        if len(ids) > 2 * EDGE + 1:
+            start, end = (_decoded(x, tokenizer, vocab_size) for x in (ids[:EDGE], ids[-EDGE:]))
+            text = f"{start} … {len(ids) - 2 * EDGE} tokens … {end}"
+        spans.append(text if target else f"{OPEN}{text}{CLOSE}")
+    return f"{sample.id}, {len(sample.input_ids):,} tokens: {''.join(spans)}"
+
+
+def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
+    """Return the text of ids; those outside the vocabulary by number."""
+    parts = []
+    for inside, group in groupby(ids, key=lambda i: 0 <= i < vocab_size):
+        if inside:
+            parts.append(tokenizer.decode(list(group), skip_special_tokens=False))
+        else:
+            parts += [f"<no token {i}>" for i in group]
+    return "".join(parts)
+
+
+def print_report(report: DataReport, console: Console) -> None:
+    """Print the report, on a console of any encoding."""
+    some = "" if report.complete else f", its first {report.counts.records:,} records"
+    lines = [report.name + some]
+    lines += [f"  {name:<18} {value}" for name, value in _rows(report).items() if value]
+    lines += ["", *map(str, report.broken)] if report.broken else []
+    if report.broken_total > len(report.broken):
+        lines.append(f"and {report.broken_total - len(report.broken):,} more")
+    if report.shown:
+        lines += ["", f"{OPEN}masked{CLOSE} tokens are no targets (label -100), the rest are:"]
+        lines += report.shown
+    problems = [f"error: {each}" for each in report.problems]
+    lines += ["", *(problems or ["no problem found"])]
+    # what the console's encoding lacks, as escapes
+    code = console.encoding
+    say(console, *(line.encode(code, "backslashreplace").decode(code) for line in lines))
+
+
+def _rows(report: DataReport) -> dict[str, str]:
+    counts = report.counts
+
+    def share(part: int, whole: int) -> str:
+        return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
+
+    def listed(reasons: Mapping[str, int]) -> str:
+        return ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+
+    blank = f"; blank lines: {report.blank_lines:,}" if report.blank_lines else ""
+    heldout = "held out: files of its own"
+    if report.heldout is not None:
+        heldout = f"{share(report.heldout, counts.samples)} held out"
+    ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
+    return {
+        "records": f"{counts.records:,}{blank}",
+        "broken": f"{report.broken_total:,}",
+        "samples": f"{counts.samples:,}, {heldout}",
+        "tokens": f"{counts.tokens:,}, {share(report.targets, counts.tokens)} targets",
+        "tokens of a sample": f"{report.shortest:,} to {report.longest:,}",
+        "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
+        "skipped": listed(counts.skipped) or "0",
+        "of conversations": listed(counts.noted),
+        "columns not used": listed_columns(counts.unused),
+        "ids": f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
+    }

@@ -1,0 +1,169 @@
+"""Measured memory, in bytes of live tensors, and the windows of a run on this device."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+
+from npt.adapters.attach import attach
+from npt.base.device import wait_for
+from npt.config import TrainConfig
+from npt.data.batch import batch_from_tensors
+from npt.distill.splitting import free_memory
+from npt.distill.step import add_batch, student_guard, summed
+from npt.distill.strategies import drive
+from npt.doctor.plan import Workload
+from npt.errors import is_out_of_memory
+from npt.guard.guard import Guard
+from npt.guard.window import IN_FLIGHT
+
+# The profiler announces its start and end on the terminal at any level below; it reads this at its
+# first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
+    """Run `call` once and return by how many bytes the live tensor memory of a device rises.
+
+    On a GPU the caching allocator counts. On the CPU the profiler follows torch's allocations, in
+    backward and inside operations too; there, memory that the call frees but did not allocate is
+    not subtracted, so the figure may be too high, never too low.
+    """
+    device = torch.device(device)
+    gc.collect()  # what only a cycle keeps alive would be freed at any moment
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        baseline = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - baseline
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        call()
+    events, waiting = [], list(profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        tag, details = event.typed
+        if tag == _EventType.Allocation and details.device.type == device.type:
+            events.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
+    live: dict[int, int] = {}
+    total = highest = 0
+    for *_, address, size in sorted(events):
+        if size > 0:
+            live[address] = size
+        total += size if size > 0 else -live.pop(address, 0)
+        highest = max(highest, total)
+    return highest
+
+
+def measure_window(
+    model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
+) -> tuple[int, float]:
+    """Train the model's adapters on windows of random tokens.
+
+    Returns:
+        The bytes alive at the highest moment, model and moments included, and a window's seconds.
+    """
+    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    shape = (config.gradient_accumulation_steps, samples, length)
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
+    compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
+    guards: list[Guard] = []
+
+    def window() -> None:
+        for batch in batches:
+            add_batch(guards[0], batch, compute, model.config.vocab_size)
+        guards[0].step()
+
+    def first_windows() -> None:
+        guards.append(student_guard(model, config, [config.learning_rate]))
+        # each that is in flight, as in a run, keeps the state before it
+        for _ in range(1 + IN_FLIGHT * guards[0].update.late):
+            window()
+
+    try:
+        peak = held + peak_bytes(first_windows, device)
+        wait_for(device)
+        started = time.perf_counter()
+        window()
+        wait_for(device)
+        return peak, time.perf_counter() - started
+    finally:
+        for guard in guards:
+            guard.close()
+        model.zero_grad()
+
+
+def measured_windows(
+    workload: Workload, model: Any, teacher: Any, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
+
+    The last one may be one that does not fit into `limit` bytes, its peak and seconds None: by its
+    formula, since a host without memory ends the process, by its measured peak or by the device's
+    own error.
+    """
+    config, ranks = workload.training, tuple(workload.ranks.values())
+    attach(model, replace(workload.adapter, init="random", ranks=ranks))
+    sizes = {2**power for power in range(config.batch_size.bit_length())}
+    for samples in sorted({*sizes, config.batch_size}):
+        predicted = int(workload.plan(samples).of("micro-batch", "step"))
+        peak = seconds = None
+        if limit is None or predicted <= limit:
+            try:
+                peak, seconds = measure_window(model, config, samples, workload.length, teacher)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            free_memory()
+        window = {"strategy": config.strategy, "batch_size": samples, "predicted": predicted}
+        yield window | {"peak": peak, "seconds": seconds}
+        if peak is None or (limit is not None and peak > limit):
+            break
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages; each counts once, and whole."""
+    sizes: dict[tuple[torch.device, int], int] = {}
+    for tensor in tensors:
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def tensors_of(*owners: Any) -> Iterator[Tensor]:
+    """Yield once every tensor of modules, optimizers, dataclasses and containers, with the
+    gradients and the statistics of packed weights.
+    """
+    seen: set[int] = set()
+    waiting = list(owners)
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, Tensor):
+            yield owner
+            if owner.is_leaf and owner.grad is not None:
+                waiting.append(owner.grad)
+        if isinstance(owner, dict):
+            waiting += [*owner.keys(), *owner.values()]
+        elif isinstance(owner, list | tuple | set | frozenset):
+            waiting += list(owner)
+        elif isinstance(owner, Tensor | nn.Module | torch.optim.Optimizer | QuantState) or (
+            is_dataclass(owner) and not isinstance(owner, type)
+        ):
+            waiting += list(vars(owner).values())

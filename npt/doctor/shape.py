@@ -1,0 +1,132 @@
+"""The shape of a base model, by name, in numbers or from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from npt.adapters.fit import resolve_layers
+from npt.base.families import head_sizes
+from npt.config import TARGETS, NPTConfig
+from npt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder of a known family; weights are counted without norms and biases.
+
+    Attributes:
+        heads: of queries, each `head_dim` wide.
+        kv_heads: of keys and values.
+        tied: lm_head is the embedding.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Shape:
+        """Return the shape of a model of this configuration; needs no weights."""
+        c = config
+        sizes = (c.num_hidden_layers, c.hidden_size, c.intermediate_size, *head_sizes(c))
+        return cls(*sizes, c.vocab_size, bool(c.tie_word_embeddings))
+
+    @property
+    def query_width(self) -> int:
+        """Width of all heads together: D in most models."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def mlp_weights(self) -> int:
+        """3 D F: gate, up and down."""
+        return 3 * self.hidden * self.ffn
+
+    @property
+    def layer_weights(self) -> int:
+        """The MLP and the four projections of attention."""
+        return 2 * self.hidden * (self.query_width + self.key_width) + self.mlp_weights
+
+    @property
+    def head_weights(self) -> int:
+        """V D: lm_head, and the embedding."""
+        return self.vocab * self.hidden
+
+    def width(self, target: str) -> int:
+        """Return the width of a target: F for gate and up, D for stream and down."""
+        return self.hidden if TARGETS[target].width == "hidden" else self.ffn
+
+    def modulated_width(self, config: NPTConfig) -> int:
+        """Return the rows of all M and B of a layer together."""
+        return sum(self.width(target) for target in (*config.shifted, *config.multiplied))
+
+    def converted(self, config: NPTConfig) -> dict[int, int]:
+        """Return the rank of each converted layer."""
+        layers = resolve_layers(config.layers, self.layers)
+        return dict(zip(layers, config.ranks_of(len(layers)), strict=True))
+
+    def adapter_numbers(self, config: NPTConfig) -> int:
+        """Return the numbers of trainable parameters: A [R, D], and M and B [O, R] per target."""
+        ranks = self.converted(config).values()
+        return (self.hidden + self.modulated_width(config)) * sum(ranks)
+
+
+SHAPES = {
+    "embedded": Shape(8, 192, 512, 6, 2, 32, 2048, tied=True),
+    # a TinyLlama of half the width and half the depth: a step within seconds on two cores
+    "cpu-0.2b": Shape(12, 1024, 2816, 16, 4, 64, 32000),
+    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128256, tied=True),
+    "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936),
+    "mistral-7b": Shape(32, 4096, 14336, 32, 8, 128, 32768),
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49152, tied=True),
+}
+
+LARGEST = 2**24
+"""Largest number of a shape: no model has more."""
+
+
+def parse_shape(text: str) -> Shape:
+    """Return a shape by its name or from six numbers; ConfigError if it is neither."""
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+        hidden, ffn, layers, heads, kv_heads, vocab = numbers
+        fits = min(numbers) > 0 and max(numbers) <= LARGEST
+        if not fits or hidden % (2 * heads) or heads % kv_heads:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--shape is {text!r}; choose from {', '.join(SHAPES)}, or give D,F,L,heads,kv_heads,V"
+            f" like 1024,2816,12,16,4,8192: from 1 to {LARGEST}, D an even multiple of the heads,"
+            " these a multiple of the kv_heads"
+        ) from None
+    return Shape(layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab)
+
+
+def llama_config(shape: Shape, length: int = 2048) -> LlamaConfig:
+    """Return the configuration of a Llama of this shape that takes rows of `length` tokens."""
+    return LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max(length, 2048),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=shape.tied,
+    )

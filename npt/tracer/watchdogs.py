@@ -1,0 +1,195 @@
+"""Watchdogs: pure observers that name the first bad number exactly.
+
+Each looks at one kind of thing and returns a `Finding`, or None; `require` raises it. Whatever
+costs a second pass or much memory is paid only after a cheap look has found something.
+
+A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
+any byte pattern is a valid pair of codes, and read as floating-point numbers random bytes hold NaN.
+Shapes: V vocabulary; `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npt.adapters.layer import in_parts, whole
+from npt.adapters.sharding import is_share
+from npt.base.linear import dense_weight, quantized_linears
+from npt.errors import NumericalError
+
+ADAPTER = ".npt."
+"""A part of every adapter tensor's full name, and of no other's."""
+
+_STATISTICS = ("absmax", "offset", "code", "state2.absmax", "state2.offset", "state2.code")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One bad thing: its name, the index and value of its first bad element, and the sentence that
+    says it all.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    value: float
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def require(finding: Finding | None) -> None:
+    """Raise a finding as a `NumericalError`."""
+    if finding is not None:
+        raise NumericalError(finding.message)
+
+
+def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
+    """Find NaN or +Inf among logits [..., V], or a position with -Inf only, whose softmax is NaN.
+
+    -Inf next to a finite logit is a mask that somebody meant. A logsumexp per position shows all of
+    this and nothing else: finite logits have a finite one. The elements are read only if it is not.
+    """
+    values = logits.detach()
+    if values.numel() == 0 or bool(torch.isfinite(torch.logsumexp(values, dim=-1)).all()):
+        return None
+    empty = (values == -math.inf).all(dim=-1, keepdim=True)
+    bad = torch.isnan(values) | (values == math.inf) | empty
+    if not bool(bad.any()):
+        # in fp16 the sum inside logsumexp can overflow over a large vocabulary of equal logits
+        return None
+    index = _first(bad)
+    where = "[b={}, t={}, v={}]".format(*index) if len(index) == 3 else list(index)
+    message = (
+        f"{name} {list(values.shape)}: {_census(values)}; first bad at {where}:"
+        f" {float(values[index]):g}; look for the first non-finite activation below them"
+    )
+    return Finding(name, index, float(values[index]), message)
+
+
+def tensor_fault(
+    named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
+) -> Finding | None:
+    """Find the first named tensor with an element that is not finite, or larger than `limit`: a
+    flipped exponent bit makes a finite number of 1e36.
+
+    One norm per tensor is taken and all are read at once, so the device is waited for once.
+    """
+    pairs = named.items() if isinstance(named, Mapping) else named
+    items = [(name, t.detach()) for name, t in pairs if t.numel() > 0]
+    if not items:
+        return None
+    home = items[0][1].device
+    norms = torch._foreach_norm([t for _, t in items], math.inf)
+    largest = torch.stack([norm.to(home, torch.float32) for norm in norms])
+    for (name, tensor), size in zip(items, largest.tolist(), strict=True):
+        if not (math.isfinite(size) and size <= limit):
+            return _element(name, tensor, limit)
+    return None
+
+
+def named_moments(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state, by `exp_avg of NAME` and so on."""
+    return {
+        f"{key} of {name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def moments_fault(moments: Mapping[str, Tensor]) -> Finding | None:
+    """Find among named moments what no step can be taken from: not finite, or a second moment below
+    zero, whose root is NaN.
+    """
+    finding = tensor_fault(moments)
+    for name, value in moments.items():
+        if finding is None and name.startswith("exp_avg_sq of ") and bool((value < 0).any()):
+            why = "a mean of squares cannot be negative"
+            finding = _element(name, value, math.inf, value < 0, why)
+    return finding
+
+
+def base_fault(model: nn.Module) -> Finding | None:
+    """Find a frozen weight that holds, or dequantises to, a non-finite value, by its module's name.
+
+    Reads the whole base once; meant for the start of a run and for a post-mortem. Adapters are left
+    to `tensor_fault`.
+    """
+    for name, layer in model.named_modules():
+        if in_parts(layer):
+            with whole(layer):
+                finding = next(filter(None, _whole_faults(layer, f"{name}.")), None)
+            if finding is not None:
+                return finding
+    return next(filter(None, _whole_faults(model, "")), None)
+
+
+def _whole_faults(model: nn.Module, prefix: str) -> Iterator[Finding | None]:
+    """Yield the finding of `base_fault` for each tensor that is whole here; names follow
+    `prefix`.
+    """
+    packed = set()
+    for name, module in quantized_linears(model):
+        packed.add(id(module.weight))
+        if not is_share(module.weight):
+            name = f"{prefix}{name}"
+            yield tensor_fault(_statistics(name, module))
+            yield tensor_fault({f"{name}: dequantised weight": dense_weight(module)})
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        base = tensor.is_floating_point() and ADAPTER not in f".{name}"
+        if base and id(tensor) not in packed and not is_share(tensor):
+            yield tensor_fault({f"{prefix}{name}": tensor})
+
+
+def quantization_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point statistics of every 4-bit weight, named `module: absmax` and so
+    on.
+    """
+    for name, module in quantized_linears(model):
+        yield from _statistics(name, module)
+
+
+def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield them of one weight. If they are quantised themselves, `absmax` is codes: no numbers."""
+    for statistic in _STATISTICS:
+        value: Any = module.weight.quant_state
+        for part in statistic.split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield f"{name}: {statistic}", value
+
+
+def _element(
+    name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = ""
+) -> Finding:
+    """Return the finding of the first bad element of `tensor`."""
+    bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
+    index = _first(bad)
+    value = float(tensor[index])
+    why = why or (f"larger than {limit:g}" if math.isfinite(value) else _census(tensor))
+    remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
+    at = list(index) if index else ""
+    share = f"{int(bad.sum())} of {tensor.numel()} elements bad"
+    return Finding(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
+
+
+def _census(values: Tensor) -> str:
+    finite = values[torch.isfinite(values)]
+    extent = "no finite value"
+    if finite.numel():
+        extent = f"finite values from {float(finite.min()):g} to {float(finite.max()):g}"
+    nan, up, down = torch.isnan(values), values == math.inf, values == -math.inf
+    return f"{int(nan.sum())} NaN, {int(up.sum())} +Inf, {int(down.sum())} -Inf, {extent}"
+
+
+def _first(bad: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in bad.nonzero()[0])

@@ -1,0 +1,316 @@
+"""A bundle may come from anywhere: what is not exactly of the form that is written is refused, by
+one line that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors.torch import load_file, save_file
+
+from npt.data.batch import Sample, collate
+from npt.errors import AdapterFileError, BundleError, CheckpointError
+from npt.forensics.bundle import StoredMicroBatch
+from npt.forensics.student import _check_rows, batch_of, read_student
+from npt.manifest import write_manifest
+from npt.runs.checkpoint import read_checkpoint
+
+RECORD, MOMENTS, WINDOW = "postmortem.json", "moments.safetensors", "window.safetensors"
+REFUSALS = (BundleError, CheckpointError, AdapterFileError)
+
+
+def refused(folder: Path, summed: bool = True) -> str:
+    """Return the one line that reading it is refused with, at status 5; with sums made right, as
+    somebody would who means harm.
+    """
+    if summed:
+        write_manifest(folder)
+    with pytest.raises(REFUSALS) as caught:
+        read_student(folder)
+    message = str(caught.value)
+    assert caught.value.exit_status == 5 and "\n" not in message and len(message) < 600
+    assert message.isprintable()
+    return message
+
+
+def change_record(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    said = json.loads((folder / RECORD).read_text())
+    change(said)
+    (folder / RECORD).write_text(json.dumps(said))
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_bundle_is_read_with_everything_in_it(bundle) -> None:
+    read = read_student(bundle)
+    stored = read.postmortem.micro_batches
+    assert len(stored) == len(read.postmortem.accepted) == 2
+    ((refusal, index),) = read.postmortem.recorded
+    assert (refusal.kind, refusal.sample_ids, stored[index].tokens) == ("loss", ("bad@0",), 7)
+    assert batch_of(stored[index]).tokens == 7 and stored[1 - index].refusal is None
+    assert read.postmortem.limits is None and read.rate > 0 and read.samples_at_once == 1
+    assert read.base["quantization"] == "nf4" and len(read.base["hash"]) == 64
+    assert read.config.learning_rate == 1e-2 and read.adapter.config.rank == 4
+
+
+def test_a_micro_batch_keeps_every_field() -> None:
+    packed = Sample("x", (5, 6, 7, 8), labels=(-100, 6, 7, 8), lengths=(2, 2))
+    batch = replace(collate([packed, Sample("y", (9, 3), lengths=(1, 1))], 0), offset=11)
+    stored = StoredMicroBatch(batch.row_tensors, batch.sample_ids, batch.tokens, batch.offset)
+    _check_rows(Path("x"), stored)
+    read = batch_of(stored)
+    assert read.row_tensors.keys() == batch.row_tensors.keys() >= {"documents"}
+    assert all(torch.equal(read.row_tensors[n], t) for n, t in batch.row_tensors.items())
+    assert (read.sample_ids, read.offset, read.tokens) == (("x", "y"), 11, batch.tokens)
+    assert torch.equal(read.valid_index, batch.valid_index)
+    with pytest.raises(BundleError, match="documents of a micro-batch holds numbers outside"):
+        batch.row_tensors["documents"].add_(30)
+        _check_rows(Path("x"), stored)
+
+
+@pytest.mark.parametrize("version", [1, 2, "guard-1"])
+def test_a_bundle_of_an_earlier_version_names_its_npt(bundle, version) -> None:
+    """The first version called its number `format`, and had no manifest."""
+    change_record(bundle, lambda said: (said.pop("version"), said.pop("versions")))
+    key = "format" if version == 1 else "version"
+    change_record(bundle, lambda said: said.update({key: version}))
+    start = f"is of version {version!r}, this npt reads 3; replay it with"
+    assert f"{start} the npt that wrote it" in refused(bundle)
+    change_record(bundle, lambda said: said.update(versions={"npt": "0.1.0"}))
+    (bundle / "manifest.json").unlink()
+    assert f"{start} npt '0.1.0'" in refused(bundle, False)
+
+
+def test_a_bundle_is_no_checkpoint_to_resume_from(bundle) -> None:
+    with pytest.raises(
+        CheckpointError, match="is a post-mortem; name a checkpoint, or `npt replay`"
+    ):
+        read_checkpoint(bundle)
+
+
+def test_a_changed_bit_is_found_by_the_sums_of_a_checkpoint(bundle) -> None:
+    for path in (path for path in bundle.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert path.name in refused(bundle, False)
+        path.write_bytes(content)
+    read_student(bundle)
+
+
+@pytest.mark.parametrize("name", [RECORD, MOMENTS, WINDOW])
+def test_a_file_that_is_missing_empty_or_cut_off_is_named(bundle, name) -> None:
+    content = (bundle / name).read_bytes()
+    for part in (b"", content[:5], content[: len(content) // 2], content[:-1]):
+        if part != content[:-1] or name != RECORD:  # the record's last byte is a line break
+            (bundle / name).write_bytes(part)
+            assert name in refused(bundle)
+    (bundle / name).unlink()
+    assert name in refused(bundle)
+    (bundle / name).mkdir()
+    assert name in refused(bundle)
+    assert name in refused(bundle, False)
+
+
+def test_a_folder_that_is_none_is_named(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        assert str(folder) in refused(folder, False)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(bundle) -> None:
+    (bundle / MOMENTS).unlink()
+    os.mkfifo(bundle / MOMENTS)
+    assert MOMENTS in refused(bundle, False)
+
+
+def test_a_pickle_in_place_of_tensors_is_not_loaded(bundle, tmp_path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    torch.save(Trap(), bundle / MOMENTS)
+    assert MOMENTS in refused(bundle)
+    assert not (tmp_path / "sprung").exists()
+
+
+JSON = {
+    "not JSON": ("{", "cannot be read"),
+    "NaN": ('{"format": NaN}', "NaN is not JSON"),
+    "an infinity": ('{"format": -Infinity}', "Infinity is not JSON"),
+    "not UTF-8": (b"\xff\xfe", "cannot be read"),
+    "a list": ("[]", "holds a list"),
+    "nested without end": ("[" * 100_000, "cannot be read"),
+    "a number without end": ('{"format": ' + "9" * 5000 + "}", "cannot be read"),
+    "another version": ('{"version": 4}', "of version 4, this npt reads 3"),
+    "no version": ("{}", "of version None"),
+}
+
+
+@pytest.mark.parametrize("case", JSON)
+def test_a_record_that_is_none_is_refused(bundle, case) -> None:
+    content, named = JSON[case]
+    (bundle / RECORD).write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = refused(bundle)
+    assert RECORD in message and named in message
+
+
+def test_a_record_that_is_larger_than_any_is_not_read(bundle) -> None:
+    with (bundle / RECORD).open("r+b") as file:
+        file.truncate((64 << 20) + 1)
+    assert "more than" in refused(bundle)
+
+
+def entry(*path: Any) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
+    """`entry("a", "b")(value)` sets said["a"]["b"]."""
+
+    def to(value: Any) -> Callable[[dict[str, Any]], None]:
+        def change(said: dict[str, Any]) -> None:
+            for key in path[:-1]:
+                said = said[key]
+            said[path[-1]] = value
+
+        return change
+
+    return to
+
+
+STUDENT, FIRST = "student", ("micro_batches", 0)
+
+RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an entry missing": (lambda said: said.pop("groups"), "'groups' is missing"),
+    "an entry too many": (entry("run\nme")(1), "'run\\nme' is unknown"),
+    "a text for a list": (entry("refusals")("none"), "refusals is 'none'"),
+    "a refusal that is a number": (entry("refusals")([1]), "refusals.'detail' is missing"),
+    "a finding that is a number": (entry("findings")([1]), "findings.'refusal' is missing"),
+    "no micro-batch": (entry("micro_batches")([]), "names no micro-batch"),
+    "one that is a number": (entry("micro_batches")([1]), "micro_batches.0.'autocast' is missing"),
+    "more micro-batches than there are": (
+        lambda said: said["micro_batches"].append(said["micro_batches"][0]),
+        "lacks the tensor 'attention_mask'",
+    ),
+    "more samples than rows": (
+        lambda said: said["micro_batches"][0]["sample_ids"].append("x"),
+        "has 1 rows, and 2 samples are named",
+    ),
+    "sample ids that are numbers": (entry(*FIRST, "sample_ids")([1]), "expected names"),
+    "a negative offset": (entry(*FIRST, "offset")(-1), "expected numbers from 0 on"),
+    "an offset that is a text": (entry(*FIRST, "offset")("a"), "offset is 'a', expected int"),
+    "a path without end": (entry(*FIRST, "values")({"a." * 99: 1}), "nested too deeply"),
+    "one limit": (entry("spike_limits")([1.0]), "spike_limits is [1.0], expected two"),
+    "a limit that is a text": (entry("spike_limits")([1.0, "2"]), "expected two"),
+    "a negative step": (entry("step")(-1), "step is -1"),
+    "a negative number of samples": (entry(STUDENT, "samples_at_once")(-1), "at_once and rate are"),
+    "a boolean for a number": (entry(STUDENT, "samples_at_once")(True), "samples_at_once is True"),
+    "a text for a rate": (entry(STUDENT, "rate")("1"), "student.rate is '1'"),
+    "a negative rate": (entry(STUDENT, "rate")(-0.5), "-0.5"),
+    "an infinite rate": (entry(STUDENT, "rate")(1e999), "is not JSON"),
+    "a setting that cannot work": (entry(STUDENT, "settings", "batch_size")(0), "batch_size is 0"),
+    "a setting of another type": (entry(STUDENT, "settings", "loss")({"a": 1}), "loss"),
+    "a setting missing": (
+        lambda said: said[STUDENT]["settings"].pop("max_grad_norm"),
+        "max_grad_norm is missing",
+    ),
+    "a hash that is a number": (entry(STUDENT, "base", "hash")(1), "base.hash is 1"),
+    "a dtype that is none": (entry(STUDENT, "base", "dtype")("float8"), "base.dtype is 'float8'"),
+    "a precision that is none": (
+        entry(STUDENT, "base", "matmul_precision")("low"),
+        "base.matmul_precision is 'low'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_an_entry_that_cannot_be_is_refused_and_named(bundle, case) -> None:
+    change, named = RECORDS[case]
+    change_record(bundle, change)
+    message = refused(bundle)
+    assert RECORD in message and named in message
+
+
+def one_more(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["0.labels"] = torch.cat([tensors["0.labels"], tensors["0.labels"][:, :1]], dim=1)
+
+
+ROWS = ("input_ids", "attention_mask", "position_ids", "labels")
+
+WINDOWS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a tensor missing": (lambda t: t.pop("1.labels"), "lacks the tensor 'labels'"),
+    "a tensor too many": (
+        lambda t: t.update({"0.more": torch.zeros(1)}),
+        "holds the tensor 'more'",
+    ),
+    "ids of 32 bits": (lambda t: t.update({"0.input_ids": t["0.input_ids"].int()}), "input_ids of"),
+    "fractions": (lambda t: t.update({"0.labels": t["0.labels"].double()}), "labels of a micro"),
+    "one dimension": (lambda t: t.update({f"0.{n}": t[f"0.{n}"][0] for n in ROWS}), "[B, T]"),
+    "no column": (lambda t: t.update({f"0.{n}": t[f"0.{n}"][:, :0] for n in ROWS}), "[B, T]"),
+    "labels of another length": (one_more, "labels of a micro-batch is not int64 [B, T]"),
+    "a mask of twos": (lambda t: t["0.attention_mask"].mul_(2), "holds numbers outside [0, 2)"),
+    "a negative position": (lambda t: t["accepted.0.position_ids"].sub_(1), "position_ids of a"),
+    "a position far away": (lambda t: t["0.position_ids"].add_(2**40), "position_ids of a"),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_micro_batches_that_cannot_be_are_refused_and_named(bundle, case) -> None:
+    change, named = WINDOWS[case]
+    change_tensors(bundle / WINDOW, change)
+    message = refused(bundle)
+    assert RECORD in message and named in message
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 101 << 20])
+def test_a_header_that_claims_to_be_huge_is_refused(bundle, length) -> None:
+    for name in (MOMENTS, WINDOW):
+        content = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(struct.pack("<Q", length) + content[8:])
+        assert name in refused(bundle)
+        (bundle / name).write_bytes(content)
+    write_manifest(bundle)
+    read_student(bundle)
+
+
+@pytest.fixture(scope="module")
+def spare(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("spare") / "bundle"
+
+
+# The bundle is only read and copied, so one for all examples will do.
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    name=st.sampled_from([RECORD, MOMENTS, WINDOW]),
+    where=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(0, 255),
+    cut=st.booleans(),
+)
+def test_any_changed_or_lost_byte_is_read_or_refused_in_one_line(
+    bundle, spare, name, where, byte, cut
+) -> None:
+    shutil.rmtree(spare, ignore_errors=True)
+    shutil.copytree(bundle, spare)
+    content = bytearray((spare / name).read_bytes())
+    # Half of the changes fall into the first kilobyte or two, where a header is.
+    at = int(where * 2 * min(len(content), 2048)) if where < 0.5 else int(where * len(content))
+    content[at] = byte
+    (spare / name).write_bytes(content[:at] if cut else content)
+    write_manifest(spare)
+    try:
+        read_student(spare)
+    except REFUSALS as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,606 @@
+"""A replay tells whether what stopped a run recurs, where it arises, and whether it is the data or
+the state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from forked import Program
+from hypothesis import given
+from rounded import round_otherwise
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from stopped_runs import BAD, acting, good, make_trainer, stop
+
+import npt
+from npt.base.load import EMBEDDED_FOLDER
+from npt.base.precision import declared_dtype
+from npt.cli.main import main
+from npt.config import DataConfig
+from npt.data.batch import Sample, collate
+from npt.errors import AdapterFileError, BundleError, ConfigError, TooManyRefusalsError
+from npt.forensics import student
+from npt.forensics.bundle import read_postmortem
+from npt.forensics.replay import FRESH, Trial, classify, fresh_ids, suspects
+from npt.forensics.student import read_student
+from npt.forensics.student import replay_student as replay
+from npt.guard.outcome import MicroBatchRecord, Refusal
+from npt.manifest import write_manifest
+from npt.runs import run_folder
+from npt.runs.run_folder import RunFolder
+from npt.train.run_context import Window
+from npt.train.run_data import RunData
+
+ROOT = Path(npt.__file__).parent.parent
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def recorded(found: Any) -> list[tuple[str, int | None]]:
+    return [(refusal.kind, place) for refusal, place in found.postmortem.recorded]
+
+
+def places(refusals: Any) -> list[tuple[str, int | None]]:
+    return [(r.kind, r.micro_batch) for r in refusals]
+
+
+# --- what is found
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_overflowing_sample_is_found_in_the_state_of_the_run(trainer, poisoned_folder) -> None:
+    """In windows of two, so that the other micro-batch was stepped on, and read late the window
+    after it as well.
+    """
+    found = replay(
+        stop(
+            trainer(
+                poisoned_folder, [*good(9), BAD], gradient_accumulation_steps=2, learning_rate=0.1
+            ),
+            late=True,
+        )
+    )
+    assert found.classification == "data" and found.reproduced and found.same_fault
+    ((kind, index),) = places(found.refusals)
+    assert kind == "loss" and list(found.traces) == [index]
+    assert found.verdict.as_dict() == found.recorded_verdict
+    assert found.count(fresh=True) == (0, FRESH) and found.count(fresh=False) == (0, 3)
+    assert not any(found.findings.values()) and found.base_changed is False
+    assert "bad@0" in str(found) and "verdict: data" in str(found)
+    # And the window was computed in the very state that the run had.
+    recorded = {(*t["sample_ids"],): t for t in found.postmortem.record["history"]}
+    for trace in found.records:
+        then = recorded[trace.sample_ids]
+        if math.isfinite(trace.loss):  # every bit of it: one step further its loss is another
+            assert (trace.loss, trace.grad_norm) == (then["loss"], then["grad_norm"])
+        else:
+            assert then["loss"] is None
+    assert len({t.sample_ids for t in found.records}) == 2
+
+
+def test_a_micro_batch_computed_in_parts_is_replayed_in_those_parts(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
+    """With more samples at once a replay could lack the very memory that the run had lacked."""
+    run = trainer(poisoned_folder, [*good(7), BAD], batch_size=4)
+    run.setup.splitter.samples = 2
+    folder = stop(run)
+    sizes: list[int] = []
+    drive = student.drive
+
+    def watching(model: Any, batch: Any, *others: Any, **more: Any) -> Any:
+        sizes.append(len(batch.input_ids))
+        return drive(model, batch, *others, **more)
+
+    monkeypatch.setattr(student, "drive", watching)
+    found = replay(folder)
+    assert found.postmortem.record["student"]["samples_at_once"] == 2
+    assert len(found.postmortem.micro_batches[0].sample_ids) == 4 and set(sizes) == {2}
+    assert found.classification == "data" and found.same_fault
+
+
+def test_an_adapter_that_is_not_finite_is_the_state_and_is_named(trainer, tiny_folder) -> None:
+    name = "model.layers.3.npt.B.up"
+
+    def poison(model: Any, number: int) -> None:
+        if number == 4:
+            model.get_parameter(name).data[2, 1] = math.nan
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), poison)))
+    assert found.classification == "state" and found.reproduced
+    assert (
+        found.findings["adapters"] is not None
+        and f"{name}[2, 1] is nan" in found.findings["adapters"]
+    )
+    assert found.count(fresh=True) == (FRESH, FRESH) and found.count(fresh=False) == (1, 1)
+    assert name in str(found)
+
+
+def test_adapters_grown_too_large_but_finite_are_a_fault_of_the_state(trainer, tiny_folder) -> None:
+    def grow(model: Any, number: int) -> None:
+        if number == 4:
+            model.get_parameter("model.layers.1.npt.B.down").data.fill_(1e25)
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), grow)))
+    assert found.classification == "state" and found.reproduced
+    assert not any(found.findings.values())
+    assert found.count(fresh=True) == (FRESH, FRESH) and found.count(fresh=False) == (1, 1)
+
+
+def test_a_fault_that_was_only_there_in_the_run_is_transient(trainer, tiny_folder) -> None:
+    hooked: list[Any] = []
+
+    def hook(model: Any, number: int) -> None:
+        if number == 4:
+            layer = model.model.layers[2].self_attn.o_proj
+            hooked.append(layer.register_forward_hook(lambda *call: call[-1] * math.nan))
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), hook)))
+    assert hooked
+    assert found.classification == "transient" and not found.reproduced
+    assert found.postmortem.recorded and not found.refusals
+    assert not found.traces and not found.trials
+    assert found.recorded_verdict is not None  # there it was seen while it lasted
+    assert "suspect the machine" in str(found)
+
+
+def test_a_base_that_changed_in_the_runs_memory_is_said(trainer, tiny_folder) -> None:
+    def flip(model: Any, number: int) -> None:
+        if number == 4:
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.absmax.data.view(
+                -1
+            )[0] += 1
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.state2.absmax[
+                0
+            ] = math.inf
+
+    found = replay(stop(acting(trainer(tiny_folder, good(12)), flip)))
+    assert found.classification == "transient" and found.base_changed
+    assert "the base in the run's memory had changed when it stopped" in str(found)
+
+
+def test_moments_that_are_not_finite_are_the_state(trainer, tiny_folder) -> None:
+    made = trainer(tiny_folder, good(12))
+
+    def poison(model: Any, number: int) -> None:
+        if number == 4:
+            parameter = model.get_parameter("model.layers.1.npt.M.gate")
+            (optimizer,) = [o for o in optimizers if parameter in o.state]
+            optimizer.state[parameter]["exp_avg"][0, 1] = math.inf
+
+    optimizers: list[Any] = []
+    original = torch.optim.AdamW.__init__
+
+    def kept(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        optimizers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "__init__", kept)
+        folder = stop(acting(made, poison))
+    found = replay(folder)
+    assert recorded(found) == [("update", None)]
+    assert found.classification == "state" and found.reproduced
+    assert "exp_avg of model.layers.1.npt.M.gate[0, 1] is inf" in str(found.findings["moments"])
+    assert found.count(fresh=True) == (FRESH, FRESH)
+
+
+def test_a_spike_recurs_at_the_limits_of_its_time(trainer, tiny_folder, monkeypatch) -> None:
+    monkeypatch.setattr("npt.distill.step.SIGMAS", 1.5)
+    made = trainer(tiny_folder, good(60), skip_spikes=True, gradient_accumulation_steps=2)
+    found = replay(stop(made))
+    assert recorded(found) == places(found.refusals) == [("spike", None)]
+    # value and limit, digit by digit
+    assert found.refusals[0].detail == found.postmortem.recorded[0][0].detail
+    # random tokens are no text to compare with
+    assert found.count(fresh=True) == (0, 0) and found.count(fresh=False)[1] == 1
+    limits = found.postmortem.limits
+    assert limits is not None and all(math.isfinite(limit) for limit in limits)
+
+
+def test_unknown_token_ids_are_a_fault_of_the_data_without_a_trace(trainer, tiny_folder) -> None:
+    found = replay(
+        stop(trainer(tiny_folder, [*good(7), {"id": "outside", "input_ids": [5, 999, 7]}]))
+    )
+    assert found.classification == "data" and found.reproduced
+    assert found.verdict is None and not found.trials
+    assert "outside@0" in str(found) and "nothing is computed on it" in str(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_unquantised_base_is_loaded_as_it_was(trainer, tiny_folder, dtype) -> None:
+    short = {"float32": None, "float16": "fp16", "bfloat16": "bf16"}
+    found = replay(
+        stop(
+            trainer(
+                tiny_folder,
+                [{"id": "outside", "input_ids": [5, 999, 7]}],
+                quantization=None,
+                dtype=short[dtype],
+            )
+        )
+    )
+    base = found.postmortem.record["student"]["base"]
+    assert (base["quantization"], base["dtype"]) == (None, dtype)
+    assert found.classification == "data"
+
+
+def test_a_packed_base_is_loaded_with_products_in_its_recorded_dtype(trainer, tiny_folder) -> None:
+    folder = stop(
+        trainer(tiny_folder, [{"id": "outside", "input_ids": [5, 999, 7]}], compute_dtype="bf16")
+    )
+    bundle = read_student(folder)
+    assert (bundle.base["quantization"], bundle.base["dtype"]) == ("nf4", "bfloat16")
+    with student.restored(bundle) as found:
+        assert declared_dtype(found.model) == torch.bfloat16
+        assert found.model.model.layers[0].mlp.up_proj.compute_dtype == torch.bfloat16
+
+
+def test_a_micro_batch_that_was_accepted_can_be_traced_too(bundle) -> None:
+    ((_, refused),) = read_postmortem(bundle).recorded
+    found = replay(bundle, micro_batch=1 - refused)
+    assert list(found.traces) == [1 - refused] and found.verdict is None
+    assert "no operation made a number that is not finite" in str(found)
+    with pytest.raises(
+        ConfigError, match="--micro_batch is 2, the bundle has micro-batches 0 to 1"
+    ):
+        replay(bundle, micro_batch=2)
+
+
+def test_json_holds_what_was_recorded_found_and_tried(bundle) -> None:
+    said = json.loads(npt.files.to_json(replay(bundle).as_dict()))
+    assert (
+        said["classification"] == "data"
+        and said["reproduced"] is True
+        and said["same_fault"] is True
+    )
+    assert said["recorded"] == said["found"] and said["found"][0]["sample_ids"] == ["bad@0"]
+    assert said["verdict"]["index"] == said["recorded_verdict"]["index"]
+    assert (said["fresh_failed"], said["fresh_total"]) == (0, FRESH)
+    assert (said["accepted_failed"], said["accepted_total"]) == (0, 3)
+    assert said["versions"] == {} and said["device"] == said["recorded_device"] == "cpu"
+
+
+# --- what it leaves, and what it refuses
+# -------------------------------------------------------------------------------
+
+
+def test_the_process_is_left_as_it_was(bundle) -> None:
+    torch.manual_seed(5)
+    before, files = torch.get_rng_state(), contents(bundle)
+    torch.set_float32_matmul_precision("high")
+    try:
+        first, second = replay(bundle).as_dict(), replay(bundle).as_dict()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert npt.files.to_json(first) == npt.files.to_json(second)
+    assert contents(bundle) == files
+
+
+def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) -> None:
+    recorded = read_student(bundle).base["hash"]
+    other = npt.base_hash(npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0])
+    with pytest.raises(BundleError) as caught:
+        replay(bundle, model_name=str(tiny_folder))
+    assert (
+        recorded[:12] in str(caught.value)
+        and other[:12] in str(caught.value)
+        and "--model_name" in str(caught.value)
+    )
+    assert caught.value.exit_status == 5
+
+
+def test_a_base_with_otherwise_rounded_statistics_is_refused(bundle, monkeypatch) -> None:
+    load = student.load_base
+
+    def load_rounded(*arguments: Any, **more: Any) -> Any:
+        model, tokenizer = load(*arguments, **more)
+        return round_otherwise(model), tokenizer
+
+    monkeypatch.setattr(student, "load_base", load_rounded)
+    with pytest.raises(BundleError, match="was recorded on base"):
+        replay(bundle)
+
+
+def test_a_base_on_another_kind_of_device_is_refused_with_the_kind(bundle, tiny_folder) -> None:
+    said = json.loads((bundle / "postmortem.json").read_text())
+    said["device"] = "cuda:0"
+    (bundle / "postmortem.json").write_text(json.dumps(said))
+    write_manifest(bundle)
+    with pytest.raises(
+        BundleError,
+        match=r"--model_name, on cuda \(statistics of 4-bit weights are rounded otherwise on cpu\)",
+    ):
+        replay(bundle, model_name=str(tiny_folder), device="cpu")
+
+
+def test_a_base_that_has_moved_is_found_by_its_new_name(bundle, poisoned_folder, tmp_path) -> None:
+    path = bundle / "adapter" / "adapter_config.json"
+    gone = {"base_model_name_or_path": str(tmp_path / "gone")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | gone))
+    write_manifest(bundle)
+    with pytest.raises(BundleError, match=r"cannot be loaded.*gone.*--model_name"):
+        replay(bundle)
+    assert replay(bundle, model_name=str(poisoned_folder)).reproduced
+
+
+ADAPTER, MOMENTS = "adapter/adapter_model.safetensors", "moments.safetensors"
+A, STEP = "base_model.model.model.layers.1.npt.A", "step of model.layers.1.npt.A"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        (ADAPTER, lambda state: state.pop(A), f"lacks the tensor '{A}'"),
+        (ADAPTER, lambda state: state.update({A: torch.zeros(2, 2)}), "model needs F32 [4, 64]"),
+        (ADAPTER, lambda state: state.update({A: state[A].double()}), "F64 [4, 64]"),
+        (MOMENTS, lambda state: state.pop(STEP), "no moment step of model.layers.1.npt.A"),
+        (MOMENTS, lambda state: state.update({STEP: torch.zeros(1)}), "of shape []"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_base_are_named(bundle, file, change, named) -> None:
+    state = load_file(bundle / file)
+    change(state)
+    save_file(state, bundle / file)
+    write_manifest(bundle)
+    with pytest.raises((BundleError, AdapterFileError)) as caught:
+        replay(bundle)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_share_exceeded_at_a_clean_window_leaves_the_last_bad_one(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
+    """A share counts from the fiftieth micro-batch on, and that one was accepted."""
+    bad, fine = (
+        collate([Sample(name, ids)], 2) for name, ids in (("bad", (5, 99, 7)), ("fine", (5, 6, 7)))
+    )
+    windows = [Window(0, [bad])] * 3 + [Window(0, [fine])] * 60
+    monkeypatch.setattr(RunData, "windows", lambda self: (window for window in windows))
+    monkeypatch.setattr("npt.train.refusals.REFUSED_SHARE", 0.05)
+    found = replay(stop(trainer(poisoned_folder, good(3), max_consecutive_bad=100)))
+    assert found.postmortem.record["reason"].startswith("3 of 50 micro-batches refused")
+    assert [each.sample_ids for each in found.postmortem.micro_batches] == [("bad",)]
+    assert found.postmortem.step == 47
+    assert found.reproduced and found.classification == "data"
+
+
+@pytest.fixture(scope="module")
+def packed_bundle(poisoned_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run in windows of two rows of several documents, one of which overflowed."""
+    made = make_trainer(
+        poisoned_folder,
+        [*good(30), BAD],
+        tmp_path_factory.mktemp("packed") / "run",
+        data_config=DataConfig(max_length=24, packing=True),
+        gradient_accumulation_steps=2,
+    )
+    return stop(made)
+
+
+def test_a_packed_micro_batch_is_replayed_bit_for_bit(packed_bundle) -> None:
+    found = replay(packed_bundle)
+    assert found.reproduced and found.same_fault and found.classification == "data"
+    then = {(*t["sample_ids"],): t for t in found.postmortem.record["history"]}
+    (record,) = [record for record in found.records if math.isfinite(record.loss)]
+    assert any("+" in name for name in record.sample_ids)  # of a packed row
+    recorded = then[record.sample_ids]
+    assert (record.loss, record.grad_norm) == (recorded["loss"], recorded["grad_norm"])
+
+
+# --- what cannot keep it from being written
+
+
+def no_space(*_: Any, **__: Any) -> Any:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+
+def test_a_full_disk_does_not_hide_why_the_run_stopped(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
+    made = trainer(poisoned_folder, [*good(15), BAD])
+    folders: list[RunFolder] = []
+    original = RunFolder.__init__
+
+    def kept(self: RunFolder, *arguments: Any, **more: Any) -> None:
+        original(self, *arguments, **more)
+        folders.append(self)
+
+    def fill_up(model: Any, number: int) -> None:
+        if number == 0:
+            folders[0]._logs["events.jsonl"] = run_folder._Log(Path("/dev/full"))
+            monkeypatch.setattr("npt.adapters.files.adapter_files.save_file", no_space)
+
+    monkeypatch.setattr(RunFolder, "__init__", kept)
+    with pytest.raises(TooManyRefusalsError) as caught:
+        acting(made, fill_up).train()
+    assert caught.value.exit_status == 3
+    for part in ("1 refusals in a row", "bad@0", "loss is nan", "No space left on device"):
+        assert part in str(caught.value)
+    assert "no post-mortem could be written" in str(caught.value)
+    assert not list((made.folder_path / "postmortem").iterdir())
+
+
+def test_an_unwritable_place_is_said_with_the_reason_of_the_stop(trainer, poisoned_folder) -> None:
+    made = trainer(poisoned_folder, [*good(3), BAD])
+
+    def block(model: Any, number: int) -> None:
+        (made.folder_path / "postmortem").touch()  # a file in its place stops root as well
+
+    with pytest.raises(TooManyRefusalsError, match="1 refusals in a row") as caught:
+        acting(made, block).train()
+    assert "no post-mortem could be written" in str(caught.value)
+    assert os.strerror(17) in str(caught.value)
+    events = map(json.loads, (made.folder_path / "events.jsonl").read_text().splitlines())
+    (event,) = [event for event in events if event["event"] == "stopped"]
+    assert event["postmortem"] is None and "refusals in a row" in event["reason"]
+
+
+def test_a_base_that_cannot_be_hashed_and_the_environment_cost_nothing(
+    trainer, poisoned_folder, monkeypatch
+) -> None:
+    def fail(_: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(student, "base_hash", fail)
+    monkeypatch.setenv("SOME_TOKEN", "not-for-the-bundle")
+    folder = stop(trainer(poisoned_folder, [*good(3), BAD]))
+    assert read_student(folder).base["hash_at_stop"] is None
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        assert b"not-for-the-bundle" not in file.read_bytes()
+
+
+# --- its parts
+# --------------------------------------------------------------------------------------------------
+
+
+def refusal(kind: str) -> Refusal:
+    return Refusal(kind, "", None if kind in ("norm", "spike", "update") else 0)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "norms", "expected"),
+    [
+        ([Refusal("data", "", 0), Refusal("loss", "", 2), Refusal("loss", "", 3)], [1, 1], [2, 3]),
+        ([Refusal("spike", "")], [1, 5, 2], [1]),
+        ([Refusal("data", "", 0), Refusal("update", "")], [1, 5, 9], [2]),
+        ([Refusal("data", "", 0)], [1, 5, 9], [0]),
+        ([Refusal("norm", "")], [], []),
+        ([], [1], []),
+    ],
+)
+def test_refused_micro_batches_are_traced_or_else_the_loudest(refusals, norms, expected) -> None:
+    records = [MicroBatchRecord(7, i, (), 0.0, norm) for i, norm in enumerate(norms)]
+    assert suspects(refusals, records) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "finding", "failing", "expected"),
+    [
+        ([], None, [], "transient"),
+        (["data"], None, [], "data"),
+        (["data"], "A is nan", [], "data"),
+        (["loss"], None, [False, False], "data"),
+        (["loss", "data"], None, [False], "data"),
+        (["loss"], None, [False, True], "state"),
+        (["gradient"], "A is nan", [False], "state"),
+        (["update"], None, [True], "state"),
+        (["loss"], None, [], "undecided"),
+    ],
+)
+def test_the_class_follows_from_refusals_findings_and_trials(
+    found, finding, failing, expected
+) -> None:
+    trials = [Trial("", True, (refusal("loss"),) if failed else ()) for failed in failing]
+    assert classify([refusal(kind) for kind in found], {"adapters": finding}, trials) == expected
+
+
+@given(seed=st.integers(0, 2**31), size=st.integers(2, 300), avoided=st.sets(st.integers(0, 299)))
+def test_fresh_tokens_are_of_the_vocabulary_and_none_to_be_avoided(seed, size, avoided) -> None:
+    like, avoid = torch.zeros(2, 7, dtype=torch.int64), torch.tensor(sorted(avoided)).long()
+    drawn = fresh_ids(like, avoid, size, seed)
+    assert bool(((drawn >= 0) & (drawn < size)).all()) and drawn.shape == like.shape
+    if set(range(size)) - avoided:
+        assert not set(drawn.flatten().tolist()) & avoided
+    assert torch.equal(drawn, fresh_ids(like, avoid, size, seed))
+
+
+# --- as a user runs it
+# -------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_ends_with_the_status_of_what_is_wrong(bundle, tmp_path, capsys) -> None:
+    for arguments, status in (
+        ([str(tmp_path / "none")], 5),
+        ([str(bundle), "--micro_batch", "7"], 2),
+        ([str(bundle), "--device", "abacus"], 2),
+        ([str(bundle), "--model_name", str(tmp_path)], 5),
+    ):
+        assert main(["replay", *arguments]) == status
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["replay", str(bundle)]) == 0
+    assert "verdict: data" in capsys.readouterr().out
+
+
+def test_a_run_killed_by_nan_replays_in_another_process(tmp_path, capfd) -> None:
+    """The embedded model with a finite 1e30 in the embedding of one token, and data in which one
+    sample has it.
+    """
+    import shutil
+
+    rare, base = 2000, tmp_path / "base"
+    shutil.copytree(EMBEDDED_FOLDER, base)
+    tensors = load_file(base / "model.safetensors")
+    # tied they would be poisoned together
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.embed_tokens.weight"][rare] = 1e30
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    source = random.Random(0)
+    rows = [[0, *(source.randrange(3, 1900) for _ in range(15))] for _ in range(30)]
+    rows[12] = [0, 5, 6, rare, 7, 8]
+    assert not Sample("", tuple(rows[12])).heldout
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(
+            json.dumps({"id": f"row-{i}", "input_ids": row}) + "\n" for i, row in enumerate(rows)
+        )
+    )
+    run = tmp_path / "run"
+    settings = [
+        "--batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+        "--max_consecutive_bad",
+        "1",
+        "--no_smoke_test",
+    ]
+    small = [
+        "--max_length",
+        "16",
+        "--eval_samples",
+        "1",
+        "--use_quantization",
+        "--init",
+        "random",
+        "--layers",
+        "7",
+    ]
+    source_of_run = [
+        "--model_name",
+        str(base),
+        "--dataset_name",
+        str(data),
+        "--output_dir",
+        str(run),
+    ]
+    ended = Program(["pretrain", *source_of_run, *settings, *small], tmp_path / "errors")
+    assert ended.wait() == 3, ended.errors.read_text()
+    (folder,) = (run / "postmortem").iterdir()
+    assert f"npt replay {folder}" in ended.errors.read_text()
+    recorded = json.loads((folder / "postmortem.json").read_text())
+
+    assert main(["replay", str(folder), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["classification"] == "data" and found["reproduced"] is True
+    assert found["found"] == [
+        recorded["micro_batches"][found["found"][0]["micro_batch"]]["refusal"]
+    ]
+    assert "row-12@0" in found["found"][0]["sample_ids"]
+    assert found["verdict"]["index"] == recorded["findings"][0]["verdict"]["index"]
+    assert found["same_fault"] is True and found["fresh_failed"] == 0
