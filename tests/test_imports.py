@@ -40,11 +40,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {
-    ("guard", "forensics"),
-    ("guard", "recorder"),
-    ("guard", "tracer"),
-}
+LATE = {("guard", "forensics"), ("guard", "recorder"), ("guard", "tracer")}
 """Imports from above that are made when they are first needed, within a function: the guard loads
 tracer and recorder at the first refusal that is traced.
 """

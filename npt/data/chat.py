@@ -79,7 +79,7 @@ def fix_date(tokenizer: Any, date: str) -> None:
 
 
 class Conversation(NamedTuple):
-    """What is trained of a conversation.
+    """The trained part of a conversation.
 
     Attributes:
         texts: prompt and answer as the template writes them, start and end tokens included.

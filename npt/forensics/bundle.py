@@ -153,7 +153,7 @@ class Postmortem:
 
 @dataclass(frozen=True)
 class StudentPart:
-    """What the post-mortem of an NPT student has of its own.
+    """The part of a post-mortem that only an NPT student has.
 
     Attributes:
         micro_batches: of the window that was refused last.

@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """How bad a tensor is.
+    """The badness of a tensor.
 
     Attributes:
         SOFT: it has -Inf or numbers below the limit, perhaps as a mask.
