@@ -153,7 +153,7 @@ class Postmortem:
 
 @dataclass(frozen=True)
 class StudentPart:
-    """The part of a post-mortem that only an NPT student has.
+    """The parts that only the post-mortem of an NPT student has.
 
     Attributes:
         micro_batches: of the window that was refused last.
@@ -299,7 +299,7 @@ def _entries(
     entries = []
     for number, stored in enumerate(micro_batches):
         values = {}
-        for path, leaf in _leaves(stored.inputs):
+        for path, leaf in leaves(stored.inputs):
             if isinstance(leaf, Tensor):
                 tensors[f"{prefix}{number}.{path}"] = leaf
             else:
@@ -387,7 +387,7 @@ def nested(flat: Mapping[str, Any]) -> Any:
     return tuple(parts[name] for name in sorted(parts, key=int))
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield tensors and other values of nested inputs, by their paths."""
     items: Any = None
     if isinstance(value, Mapping):
@@ -399,7 +399,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield path or "input", value
         return
     for key, item in items:
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+        yield from leaves(item, f"{path}.{key}" if path else str(key))
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import BundleError, ConfigError, NPTError, printable_lines
-from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem
+from npt.forensics.bundle import Postmortem, StoredMicroBatch, leaves, read_postmortem
 from npt.guard.forensics import Finding, Kept, traced
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
@@ -188,20 +189,17 @@ class ModelState:
         with ExitStack() as stack:
             for kind, dtype in micro_batch.autocast.items():
                 stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
-            self._draw(micro_batch)
-            inputs = _moved(micro_batch.inputs, self.device)
+            try:
+                set_random_state(micro_batch.random)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise BundleError(
+                    f"{self.postmortem.folder} holds no random state that torch knows: {error};"
+                    " copy it again"
+                ) from error
+            inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
             if self.loss is not None:
                 return self.loss(self.model, inputs)
             return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
-
-    def _draw(self, micro_batch: StoredMicroBatch) -> None:
-        try:
-            set_random_state(micro_batch.random)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise BundleError(
-                f"{self.postmortem.folder} holds no random state that torch knows: {error}; copy it"
-                " again"
-            ) from error
 
     def trace(self, micro_batch: StoredMicroBatch, refusal: Refusal | None) -> Finding:
         """Look for the operation that made the first bad number; `refusal` is why it was refused,
@@ -218,8 +216,9 @@ class ModelState:
 
     def fault(self, micro_batch: StoredMicroBatch) -> str | None:
         """Return what is wrong with the inputs themselves, or None."""
-        for name, leaf in _tensors_of(micro_batch.inputs):
-            if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+        for name, leaf in leaves(micro_batch.inputs):
+            held = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if held and not bool(torch.isfinite(leaf).all()):
                 return f"the input {name} holds a number that is not finite"
         return None
 
@@ -320,7 +319,7 @@ class Replay:
     @property
     def reproduced(self) -> bool:
         """True if exactly the recorded refusals recurred, of the same micro-batches and kinds."""
-        return set(self._places()) == set(self._recorded())
+        return self._places() == self._recorded()
 
     @property
     def verdict(self) -> Any:
@@ -402,11 +401,11 @@ class Replay:
             lines += [f"  {line}" for line in finding.told.splitlines()]
         return printable_lines([*lines, "", f"what to do: {self._remedy()}"])
 
-    def _places(self) -> list[tuple[str, int | None]]:
-        return [(refusal.kind, refusal.micro_batch) for refusal in self.refusals]
+    def _places(self) -> set[tuple[str, int | None]]:
+        return {(refusal.kind, refusal.micro_batch) for refusal in self.refusals}
 
-    def _recorded(self) -> list[tuple[str, int | None]]:
-        return [(refusal.kind, place) for refusal, place in self.postmortem.recorded]
+    def _recorded(self) -> set[tuple[str, int | None]]:
+        return {(refusal.kind, place) for refusal, place in self.postmortem.recorded}
 
     def _recorded_verdicts(self) -> dict[int, Mapping[str, Any]]:
         """Return the verdicts of the run by the index of their micro-batch."""
@@ -432,7 +431,7 @@ class Replay:
             }
             same = "" if self.same_fault is None else places[self.same_fault]
             return f"reproduced: every refusal recurs{same}"
-        recorded, now = set(self._recorded()), set(self._places())
+        recorded, now = self._recorded(), self._places()
         return (
             f"not reproduced as recorded: {len(now & recorded)} of {len(recorded)} refusals recur,"
             f" {len(now - recorded)} are new"
@@ -644,25 +643,3 @@ def _loss_of(outcome: Any) -> Tensor | None:
     if loss is None and isinstance(outcome, Tensor) and outcome.dim() == 0:
         loss = outcome
     return loss if isinstance(loss, Tensor) and loss.requires_grad else None
-
-
-def _tensors_of(inputs: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors of nested inputs with a name for each."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(inputs, Mapping):
-        items = inputs.items()
-    elif isinstance(inputs, list | tuple):
-        items = enumerate(inputs)
-    for name, value in items:
-        if isinstance(value, Tensor):
-            yield str(name), value
-        else:
-            yield from ((f"{name}.{below}", leaf) for below, leaf in _tensors_of(value))
-
-
-def _moved(inputs: Any, device: torch.device) -> Any:
-    if isinstance(inputs, Mapping):
-        return {name: _moved(value, device) for name, value in inputs.items()}
-    if isinstance(inputs, tuple):
-        return tuple(_moved(value, device) for value in inputs)
-    return inputs.to(device) if isinstance(inputs, Tensor) else inputs

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import Finding
-from npt.guard.guard import Guard, MicroBatch
-from npt.guard.outcome import Outcome, Refusal
+from npt.guard.guard import Guard
+from npt.guard.outcome import MicroBatch, Outcome, Refusal
 from npt.guard.settings import GuardSettings
 from npt.guard.traces import Seeded
 

@@ -22,6 +22,10 @@ class FlatGradients:
             None that makes an optimizer leave them alone.
 
     Attributes:
+        scratch_views: of each parameter, in scratch; `.grad` is a fresh view of the same numbers.
+        sum_views: likewise in the sums.
+        reached: places of the parameters that the micro-batch's backward reached; None: not
+            tracked.
         clipped: the parameters whose norm is a window's, in the order of summation.
     """
 
@@ -32,11 +36,7 @@ class FlatGradients:
         self.scratch_views: list[Tensor] = []
         self.sums: list[Tensor] = []
         self.sum_views: list[Tensor] = []
-        # the same views, never handed out: `p.grad.data = ...` moves those that are
-        self._scratch_homes: list[Tensor] = []
-        self._sum_homes: list[Tensor] = []
         self.reached: set[int] | None = set() if track else None
-        """Places of the parameters that the micro-batch's backward reached; None: not tracked."""
         self._stale = False
         self._handles: list[Any] = []
         self.extend(parameters)
@@ -45,14 +45,10 @@ class FlatGradients:
     def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Hold the gradients of further parameters too, from the next micro-batch on."""
         new = tuple(parameters.values())
-        for flats, views, homes in (
-            (self.scratch, self.scratch_views, self._scratch_homes),
-            (self.sums, self.sum_views, self._sum_homes),
-        ):
-            more, more_homes = _flat_like(new)
-            flats += more
-            homes += more_homes
-            views += [home.detach() for home in more_homes]
+        for flats, views in ((self.scratch, self.scratch_views), (self.sums, self.sum_views)):
+            more_flats, more_views = _flat_like(new)
+            flats += more_flats
+            views += more_views
         if self.reached is not None:
             self._handles += [
                 p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
@@ -67,9 +63,7 @@ class FlatGradients:
             flat.zero_()
         if self.reached is not None:
             self.reached.clear()
-            _bring_home(self.scratch_views, self._scratch_homes)
-        for parameter, view in zip(self.parameters, self.scratch_views, strict=True):
-            parameter.grad = view
+        self._point(self.scratch_views)
 
     def collect(self) -> None:
         """Take gradients into scratch that were made elsewhere: `.grad` was replaced, or None.
@@ -77,18 +71,12 @@ class FlatGradients:
         What was assigned counts as reached, though no hook saw it; what was dropped does not.
         """
         reached = set() if self.reached is None else self.reached
-        for place, (parameter, home) in enumerate(
-            zip(self.parameters, self._scratch_homes, strict=True)
-        ):
-            if parameter.grad is None:
-                home.zero_()
+        for place, (p, view) in enumerate(zip(self.parameters, self.scratch_views, strict=True)):
+            if p.grad is None:
+                view.zero_()
                 reached.discard(place)
-            elif (
-                parameter.grad is not self.scratch_views[place]
-                or parameter.grad.data_ptr() != home.data_ptr()
-            ):
-                home.copy_(parameter.grad)
-                parameter.grad = self.scratch_views[place] = home.detach()
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad)
                 reached.add(place)
 
     def withdraw(self) -> None:
@@ -115,10 +103,7 @@ class FlatGradients:
     def expose(self, unreached: Sequence[int] = ()) -> None:
         """Point `.grad` at the window's sums, but leave those parameters without one."""
         self._renew()
-        if self.reached is not None:
-            _bring_home(self.sum_views, self._sum_homes)
-        for parameter, view in zip(self.parameters, self.sum_views, strict=True):
-            parameter.grad = view
+        self._point(self.sum_views)
         for place in unreached:
             self.parameters[place].grad = None
 
@@ -127,6 +112,17 @@ class FlatGradients:
         self._stale = True
         self.withdraw()
 
+    def close(self) -> None:
+        """Leave the parameters as they were found, without a gradient, and free the buffers."""
+        self.withdraw()
+        for handle in self._handles:
+            handle.remove()
+        self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []
+
+    def _point(self, views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.grad = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
+
     def _renew(self) -> None:
         """Let the sums be zero if they are still a forgotten window's."""
         if self._stale:
@@ -134,24 +130,9 @@ class FlatGradients:
                 flat.zero_()
             self._stale = False
 
-    def close(self) -> None:
-        """Leave the parameters as they were found, without a gradient, and free the buffers."""
-        self.withdraw()
-        for handle in self._handles:
-            handle.remove()
-        self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []
-        self._scratch_homes, self._sum_homes = [], []
-
 
 def _note(reached: set[int], place: int, _parameter: Tensor) -> None:
     reached.add(place)
-
-
-def _bring_home(views: list[Tensor], homes: Sequence[Tensor]) -> None:
-    """Renew views of which somebody has replaced the `.data`."""
-    for place, (view, home) in enumerate(zip(views, homes, strict=True)):
-        if view.data_ptr() != home.data_ptr():
-            views[place] = home.detach()
 
 
 def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -15,24 +15,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.accelerated import unwrapped
-from npt.guard.following import Following
 from npt.guard.forensics import Finding, Forensics, Kept, weights_of
+from npt.guard.holdings import Holdings
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import Counts, MicroBatchRecord, Outcome, Refusal
-from npt.guard.parallel import share_buffers, unsynchronised, whole
-from npt.guard.parameters import Guarded, Trainable
+from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
+from npt.guard.parallel import is_parallel, share_buffers, unsynchronised, whole
+from npt.guard.parameters import Guarded, Trainable, all_processes, stepped_blindly, unwrapped
 from npt.guard.settings import GuardSettings
 from npt.guard.shared import gathered
 from npt.guard.spikes import SpikeGuard
@@ -42,25 +40,6 @@ from npt.guard.window import GradientWindow
 
 REMEMBERED = 256
 """Refusals that are remembered for a post-mortem."""
-
-Describe = Callable[[int], tuple[str, ...]]
-"""Returns the `rows` of a refused micro-batch of this process, by its place in the window."""
-
-
-@dataclass
-class MicroBatch:
-    """A micro-batch while it is computed.
-
-    Attributes:
-        loss: scalar or number, told to the guard by assigning it: a loss can be NaN with gradients
-            that are not.
-        tokens: what it weighs.
-        report: [n] figures that are wanted with the outcome.
-    """
-
-    loss: Any
-    tokens: int
-    report: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class Guard:
@@ -108,7 +87,8 @@ class Guard:
         **settings: Any,
     ):
         self.settings = GuardSettings(**settings)
-        optimizer, prepared = unwrapped(optimizer, self.settings.loss == "share")
+        share = self.settings.loss == "share"
+        optimizer, prepared = unwrapped(optimizer, divided=share)
         scaler = prepared if scaler is None else scaler
         self.lists = rates is not None  # `step` returns one
         if self.lists and (scheduler is not None or scaler is not None):
@@ -123,45 +103,43 @@ class Guard:
                     " need to know at once what became of a window"
                 )
             late = False
-        self.scheduler = _stepped_blindly(scheduler)
-        self.counts = Counts()
+        self.scheduler = stepped_blindly(scheduler)
         self._model = trainable if isinstance(trainable, nn.Module) else None
-        guarded = self._guarded = Guarded(trainable, optimizer, self.whole_norm)
-        self._home = next(iter(guarded.stepped.values())).device
-        processes = _all_processes(self._home) if processes is None else processes
-        sigmas = self.settings.spike_sigmas
-        spikes = None if sigmas is None else SpikeGuard(sigmas)
-        self.update = GuardedUpdate(
-            guarded.stepped, optimizer, late, undo=self.settings.undo == "step"
-        )
-        if rates is not None and not optimizer.state:
+        if self._model is None and self.settings.trace:
+            raise ConfigError("trace computes micro-batches again; give the guard the model")
+        self._parallel = self._model if is_parallel(self._model) else None
+        self._guarded = Guarded(trainable, optimizer, self.whole_norm)
+        stepped = self._guarded.stepped
+        self._home = next(iter(stepped.values())).device
+        processes = all_processes(self._home) if processes is None else processes
+        self.update = GuardedUpdate(stepped, optimizer, late, undo=self.settings.undo == "step")
+        if self.lists and not optimizer.state:
             self.update.make_moments()
+        sigmas = self.settings.spike_sigmas
         self.window = GradientWindow(
             self.update,
             self.settings.max_grad_norm,
             rates,
-            spikes=spikes,
+            spikes=None if sigmas is None else SpikeGuard(sigmas),
             processes=processes,
-            track=rates is None,
-            divisor=processes.size if self.settings.loss == "share" else None,
+            divisor=processes.size if share else None,
         )
-        self.window.gradients.clipped = tuple(guarded.clipped)
-        guarded.follow(self.window)
+        self.window.gradients.clipped = tuple(self._guarded.clipped)
+        self._guarded.follow(self.window)
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
-        model = None if self._model is None else whole(self._model)
-        if model is None and self.settings.trace:
-            raise ConfigError("trace computes micro-batches again; give the guard the model")
         keep = self.settings.postmortem is not None
         self.forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
-        self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
-        self._findings: list[Finding] = []  # in the open window
+        self.draws: Draws = Draws() if draws is None else draws
+        self._buffers = Buffers(None if self._model is None else whole(self._model))
+        self.counts = RunCounts()
         self.outcome: Outcome | None = None
-        self._buffers = Buffers(model)
-        self.draws: Draws | Seeded = Draws() if draws is None else draws
-        self._before: list[Tensor | None] | None = None  # buffers before the window
-        self._aside: list[Refusal] = []  # of windows that began again
+        self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
+        # of the open window: findings, the buffers before it, refusals before it began again
+        self._findings: list[Finding] = []
+        self._before: list[Tensor | None] | None = None
+        self._aside: list[Refusal] = []
 
     @contextmanager
     def micro_batch(
@@ -188,17 +166,17 @@ class Guard:
         self._follow()
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
+        micro.sample_ids = names
         before, buffers = self.draws.begin(), self._buffers.copy()
         if self._before is None:
             self._before = buffers
-        with self._own_place(place):
+        with self._at(place):
             self.window.begin()
             try:
-                kept = Kept(before, inputs, run, names, micro.tokens)
                 at = self.window.committed, self.window.place
                 with (
-                    unsynchronised(self._model),
-                    self.forensics.watching(at, kept),
+                    nullcontext() if self._parallel is None else unsynchronised(self._parallel),
+                    self.forensics.watching(at, Kept(before, inputs, run, names, micro.tokens)),
                     self.draws.drawing(names, offset),
                 ):
                     yield micro
@@ -211,7 +189,11 @@ class Guard:
                     raise
                 self.window.refuse(f"{type(error).__name__}: {error}", names, kind="error")
                 return
-            flag = self._add(micro, names)
+            self.window.gradients.collect()
+            if self.settings.loss == "mean":
+                self.window.gradients.scale(micro.tokens)
+                micro.loss = micro.loss * micro.tokens
+            flag = self.window.add(micro)
             self._buffers.restore(buffers, keep=flag)
             self.draws.settle(before, flag)
 
@@ -223,7 +205,7 @@ class Guard:
             ids: of its samples.
             place: as in `micro_batch`.
         """
-        with self._own_place(place):
+        with self._at(place):
             self.window.refuse(detail, tuple(map(str, ids)))
 
     def step(self, fingerprint: int = 0) -> Any:
@@ -244,38 +226,21 @@ class Guard:
             ProcessError: another process is lost, or its state differs.
         """
         self._follow()
-        step = self.counts.windows + 1
         if self.forensics.left and not self.update.late:
-            self._findings += self.forensics.trace(
-                self.window.committed, self.window.open_refusals(), step
-            )
-        if self.lists:
-            with self._window_or_nothing():
+            self._trace(self.window.committed, self.window.open_refusals())
+        with self._window_or_nothing():
+            if self.lists:
                 outcomes = self.window.commit(fingerprint)
-            if self._before is not None:
-                self._buffers.restore(self._before, keep=self.window.applied)
-            self.draws.forget()
-            self._before = None
-            share_buffers(self._model)
-            return self._known(outcomes)
-        held = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
-        with self._window_or_nothing(), Following(self.window, held) as following:
-            (outcome,) = self.window.commit(fingerprint)
-            following.update, own = outcome.update, outcome.refused
-            if not outcome.applied:
-                self._rewind()
-                self._trace_window(outcome, step)
-            outcome.refused = (*self._aside, *own)
-            self._scale.update(outcome.applied, outcome.refused)
-            if outcome.applied and self.scheduler is not None:
-                self.scheduler.step()
-            outcome.longest = self.counts.add(outcome, self.window.processes)
-        self._settle(outcome, own)
-        self._forget()
-        self.forensics.forget()
-        if self.settings.loss != "share":  # a Trainer does it when it begins a window
-            share_buffers(self._model)
-        return self._ended(outcome)
+            else:
+                outcome = self._commit_at_once(fingerprint)
+        if self.lists and self._before is not None:
+            self._buffers.restore(self._before, keep=self.window.applied)
+        self._before = None
+        self.draws.forget()
+        # a Trainer does it when it begins a window
+        if self._parallel is not None and self.settings.loss != "share":
+            share_buffers(self._parallel)
+        return self._known(outcomes) if self.lists else self._ended(outcome)
 
     def flush(self) -> list[Outcome]:
         """Wait for the windows whose outcomes are still on their way, and return these."""
@@ -287,22 +252,21 @@ class Guard:
             norm = self.window.close()
         return None if norm is None else float(norm)
 
-    def begin_again(self, describe: Describe | None = None) -> list[Refusal]:
+    def begin_again(self) -> list[Refusal]:
         """Forget the open window and what its micro-batches drew, if one was refused.
 
         For losses that are shares of the window's, since the survivors' shares are now larger:
-        compute these again. Every process must call it. describe: gives `rows` to refusals.
+        compute these again. Every process must call it.
 
         Returns:
             The refusals of all processes, which the window's outcome will have too; without any,
             the window is unchanged.
         """
-        own = _described(self.window.open_refusals(), describe)
+        own = self.window.open_refusals()
         refusals = gathered(own, Refusal, self.window.processes)
         if refusals:
-            window = self.window.committed
-            self._findings += self.forensics.trace(window, own, self.counts.windows + 1)
-            self.forensics.settle(window, own)
+            self._trace(self.window.committed, own)
+            self.forensics.settle(self.window.committed, own)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -310,13 +274,12 @@ class Guard:
     def clear(self) -> None:
         """Forget the open window: its micro-batches have not happened."""
         self.window.clear()
-        self._rewind()
-        self._forget()
+        self._forget_open()
 
     def skip(self, micro_batches: int | None = None) -> None:
         """Count micro-batches that are not computed here; default one of every process."""
-        for _ in range(self.window.processes.size if micro_batches is None else micro_batches):
-            self.window.skip()
+        size = self.window.processes.size
+        self.window.place += size if micro_batches is None else micro_batches
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -338,7 +301,7 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
-        self.counts = Counts(**state["counts"])
+        self.counts = RunCounts(**state["counts"])
         self.window.committed = self.counts.windows
         self.window.resume_at(self.counts.steps)
         if self.window.spikes is not None and state["spikes"] is not None:
@@ -355,21 +318,13 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, micro: MicroBatch, ids: tuple[str, ...]) -> Tensor:
-        """Add a micro-batch to the window; return whether it counts, a scalar bool."""
-        self.window.gradients.collect()
-        if self.settings.loss == "mean":
-            self.window.gradients.scale(micro.tokens)
-            micro.loss = micro.loss * micro.tokens
-        return self.window.add(micro, ids)
-
     def _follow(self) -> None:
         """Guard parameters too that have joined; with rates they stay what they are."""
         if not self.lists:
             self._guarded.follow(self.window)
 
     @contextmanager
-    def _own_place(self, place: int | None) -> Iterator[None]:
+    def _at(self, place: int | None) -> Iterator[None]:
         """Count the other processes' micro-batches around this one's, or take the place given."""
         processes, before = self.window.processes, self.window.place
         self.window.place = before + processes.index if place is None else place
@@ -387,11 +342,39 @@ class Guard:
         try:
             yield
         except BaseException:
-            self._rewind()
-            self._forget()
+            self._forget_open()
             self._aside, self._findings = [], []
             self._scale.forget()
             raise
+
+    def _commit_at_once(self, fingerprint: int) -> Outcome:
+        """Step, and what follows a step; if an error ends it, none of that has happened."""
+        update, steps, outcome = self.update, self.window.known_steps, None
+        owners = (self.counts, self.scheduler, self._scale, self._scale.scaler, self.window.spikes)
+        followers = Holdings(
+            [owner for owner in owners if owner is not None],
+            without=[update.optimizer, *update.parameters],
+        )
+        try:
+            (outcome,) = self.window.commit(fingerprint)
+            own = outcome.refused
+            if not outcome.applied:
+                self._rewind()
+                self._trace_window(outcome)
+            outcome.refused = (*self._aside, *own)
+            self._scale.update(outcome.applied, outcome.refused)
+            if outcome.applied and self.scheduler is not None:
+                self.scheduler.step()
+            outcome.longest = self.counts.add(outcome, self.window.processes)
+        except BaseException:
+            if outcome is not None and outcome.update is not None:
+                update.take_back(outcome.update)
+            followers.restore()
+            self.window.resume_at(steps)
+            raise
+        self._settle(outcome, own)
+        self.forensics.forget()
+        return outcome
 
     def _rewind(self) -> None:
         """Put random numbers and buffers back to the window's beginning."""
@@ -399,33 +382,40 @@ class Guard:
         if self._before is not None:
             self._buffers.restore(self._before)
 
-    def _forget(self) -> None:
+    def _forget_open(self) -> None:
+        self._rewind()
         self.draws.forget()
-        self.forensics.forget(self.window.committed)  # of a window that has not happened
+        self.forensics.forget(self.window.committed)
         self._before = None
 
     def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Count late outcomes, and trace what was refused in them, in the state of its window."""
         for outcome in outcomes:
-            if outcome.halts:
-                self.forensics.forget(outcome.index)
-                continue
-            outcome.longest = self.counts.add(outcome, self.window.processes)
-            if self.forensics.left and outcome.refused:
-                step = self.counts.windows
-                with weights_of(outcome.snapshot, self.update):
-                    if self.update.late:
-                        self._findings += self.forensics.trace(outcome.index, outcome.refused, step)
-                    if not outcome.applied:
-                        self._trace_window(outcome, step)
-            self._settle(outcome, outcome.refused)
+            if not outcome.halts:
+                outcome.longest = self.counts.add(outcome, self.window.processes)
+                if self.forensics.left and outcome.refused:
+                    with weights_of(outcome.snapshot, self.update):
+                        if self.update.late:
+                            self._trace(outcome.index, outcome.refused)
+                        if not outcome.applied:
+                            self._trace_window(outcome)
+                self._settle(outcome, outcome.refused)
             self.forensics.forget(outcome.index)
-            self._ended(outcome)
+            if not outcome.halts:
+                self._ended(outcome)
         return list(outcomes)
 
-    def _trace_window(self, outcome: Outcome, step: int) -> None:
-        largest = _largest(self.window, outcome)
-        self._findings += self.forensics.trace_window(outcome.index, outcome.refused, largest, step)
+    def _trace(self, window: int, refusals: Sequence[Refusal]) -> None:
+        self._findings += self.forensics.trace(window, refusals, window + 1)
+
+    def _trace_window(self, outcome: Outcome) -> None:
+        """Trace this process's micro-batch with the largest gradient of those that counted."""
+        records = [r for r in self.window.history if r.window == outcome.index]
+        counted = [r for r in records if r.micro_batch in outcome.places]
+        largest: MicroBatchRecord | None = max(counted, key=lambda r: r.grad_norm, default=None)
+        self._findings += self.forensics.trace_window(
+            outcome.index, outcome.refused, largest, outcome.index + 1
+        )
 
     def _settle(self, outcome: Outcome, own: Sequence[Refusal]) -> None:
         """Keep this process's refused micro-batches, if a post-mortem may need them."""
@@ -438,65 +428,34 @@ class Guard:
         self.refusals += [(self.counts.windows - 1, refusal) for refusal in outcome.refused]
         outcome.findings = tuple(self._findings)
         self._aside, self._findings, self.outcome = [], [], outcome
-        over, reported = outcome.longest >= self.settings.max_refused, ""
-        if over:
+        report = None
+        if outcome.longest >= self.settings.max_refused:
             self.counts.in_a_row = 0  # for a loop that continues
-            reason = (
-                f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; look at"
-                f" these samples, or raise max_refused (now {self.settings.max_refused})"
-            )
-            reported = reason + self._postmortem(outcome, reason)
+            report = self._report_too_many(outcome)
         if not self.lists:
             outcome.snapshot = outcome.update = None  # copies of all that was stepped
-        if over:
-            raise TooManyRefusalsError(reported)
+        if report is not None:
+            raise TooManyRefusalsError(report)
         return outcome
 
-    def _postmortem(self, outcome: Outcome, reason: str) -> str:
-        """Write it, if it is asked for; return what to say of it."""
+    def _report_too_many(self, outcome: Outcome) -> str:
+        """Return why the run ends, once the post-mortem is written, if it is asked for."""
+        reason = (
+            f"{outcome.longest} refusals in a row, the last of {outcome.refused[-1]}; look at"
+            f" these samples, or raise max_refused (now {self.settings.max_refused})"
+        )
         if self.settings.postmortem is None:
-            return ""
+            return reason
         from npt.forensics.bundle import write_postmortem  # a run that ends well needs none of it
 
         step = outcome.steps - (outcome.applied and outcome.snapshot is not None)
         try:
             written = write_postmortem(self.settings.postmortem, self, outcome, reason, step)
         except Exception as error:  # the end of the run matters more
-            return f"; the post-mortem could not be written: {type(error).__name__}: {error}"
-        return f"; post-mortem: {written}"
-
-
-def _all_processes(device: torch.device) -> ProcessGroup:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return ProcessGroup()
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
-
-
-def _described(refusals: list[Refusal], describe: Describe | None) -> list[Refusal]:
-    if describe is None:
-        return refusals
-    return [
-        r if r.micro_batch is None else replace(r, rows=describe(r.micro_batch)) for r in refusals
-    ]
-
-
-def _largest(window: GradientWindow, result: Outcome) -> MicroBatchRecord | None:
-    """Return this process's micro-batch with the largest gradient of those that counted."""
-    own = (r for r in window.history if r.window == result.index)
-    counted = [r for r in own if r.micro_batch in result.places]
-    return max(counted, key=lambda r: r.grad_norm, default=None)
-
-
-def _stepped_blindly(scheduler: Any) -> Any:
-    """Return a scheduler whose step needs nothing to be told, or raise ConfigError."""
-    # accelerate's form has torch's in it
-    own = getattr(scheduler, "scheduler", scheduler)
-    if isinstance(own, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau needs a figure at each step, which a guard does not have; leave out"
-            " scheduler= and call scheduler.step(loss) in the loop"
-        )
-    return scheduler
+            return (
+                f"{reason}; the post-mortem could not be written: {type(error).__name__}: {error}"
+            )
+        return f"{reason}; post-mortem: {written}"
 
 
 def _scalar(loss: Any) -> Tensor:

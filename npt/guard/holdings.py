@@ -24,6 +24,7 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device),
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
 )
+_TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
 class Holdings:
@@ -35,7 +36,7 @@ class Holdings:
     and parameters that require no gradient are not copied: no step changes them.
 
     Args:
-        owners: objects or dictionaries that are followed first, such as an optimizer.
+        owners: objects that are followed first, such as an optimizer.
         tensors: to be copied as well, such as its parameters.
         without: objects and tensors that are left out.
     """
@@ -43,9 +44,15 @@ class Holdings:
     def __init__(
         self, owners: Iterable[Any], tensors: Iterable[Tensor] = (), without: Iterable[Any] = ()
     ):
-        reached = self._reached = Reached(owners, tensors, without)
-        self._copies = {key: t.detach().clone() for key, t in reached.tensors.items()}
-        self._drawn = [generator.get_state() for generator in reached.generators]
+        owners = list(owners)
+        packages = {_package(kind) for owner in owners for kind in type(owner).__mro__}
+        self._packages = packages - {"torch", "builtins", "abc", "typing"}
+        self._tensors = {id(tensor): tensor for tensor in tensors}
+        self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
+        self._generators: list[torch.Generator] = []
+        self._follow(owners, {id(each) for each in without})
+        self._copies = {key: t.detach().clone() for key, t in self._tensors.items()}
+        self._drawn = [generator.get_state() for generator in self._generators]
         numpy = sys.modules.get("numpy")  # not loaded: nobody draws from it
         self._random = random_state(), random.getstate(), numpy and numpy.random.get_state()
 
@@ -56,7 +63,7 @@ class Holdings:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, into the same tensors and containers."""
-        for container, items in self._reached.containers:
+        for container, items in self._containers:
             if isinstance(container, dict):
                 for key in [key for key in container if key not in items]:
                     del container[key]
@@ -66,13 +73,13 @@ class Holdings:
             else:
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(items)
-        for key, tensor in self._reached.tensors.items():
+        for key, tensor in self._tensors.items():
             copy = self._copies[key]
             if tensor.shape == copy.shape and tensor.dtype == copy.dtype:
                 tensor.copy_(copy)
             else:
                 tensor.data = copy
-        for generator, state in zip(self._reached.generators, self._drawn, strict=True):
+        for generator, state in zip(self._generators, self._drawn, strict=True):
             generator.set_state(state)
         of_torch, of_python, of_numpy = self._random
         set_random_state(of_torch)
@@ -80,70 +87,42 @@ class Holdings:
         if of_numpy is not None:
             sys.modules["numpy"].random.set_state(of_numpy)
 
-
-class Reached:
-    """The tensors and containers that the owners of `Holdings` hold.
-
-    Attributes:
-        tensors: by their identity.
-        containers: with a shallow copy of each.
-        generators: of random numbers.
-    """
-
-    def __init__(
-        self, owners: Iterable[Any], tensors: Iterable[Tensor] = (), without: Iterable[Any] = ()
-    ):
-        self.tensors = {id(tensor): tensor for tensor in tensors}
-        self.containers: list[tuple[Any, Any]] = []
-        self.generators: list[torch.Generator] = []
-        owners = list(owners)
-        packages = {_package(kind) for owner in owners for kind in type(owner).__mro__}
-        self._packages = packages - {"torch", "builtins", "abc", "typing"}
-        self._without = {id(each) for each in without}
-        self._follow(owners)
-
-    def _follow(self, owners: list[Any]) -> None:
-        seen: set[int] = set()
+    def _follow(self, owners: list[Any], seen: set[int]) -> None:
         # what is to be followed, and whether it is part of a state, of which every object is
-        waiting: list[tuple[Any, bool]] = [
-            (owner if isinstance(owner, dict) else vars(owner), False) for owner in owners
-        ]
+        waiting: list[tuple[Any, bool]] = [(vars(owner), False) for owner in owners]
         while waiting:
             holder, in_state = waiting.pop()
             if id(holder) in seen:
                 continue
             seen.add(id(holder))
             if not isinstance(holder, tuple):
-                self.containers.append((holder, holder.copy()))
+                self._containers.append((holder, holder.copy()))
             values, state = holder, None
             if isinstance(holder, dict):
                 values, state = holder.values(), holder.get("state")
-                seen.update(id(value) for key, value in holder.items() if _are_hooks(key))
+                # hooks are others' to add and remove
+                seen.update(id(v) for k, v in holder.items() if _are_hooks(k))
             for value in values:
                 inside = in_state or value is state
-                if id(value) in self._without:
+                if id(value) in seen or isinstance(value, _PLAIN):
                     pass
                 elif isinstance(value, Tensor):
-                    if id(value) not in self.tensors and _can_change(value):
-                        self.tensors[id(value)] = value
-                elif isinstance(value, _PLAIN):
-                    pass
+                    if _can_change(value):
+                        self._tensors.setdefault(id(value), value)
                 elif isinstance(value, dict | list | tuple | set | deque):
                     waiting.append((value, inside))
                 elif isinstance(value, torch.Generator):
-                    self.generators.append(value)
-                elif self._followed(value, inside):
+                    self._generators.append(value)
+                elif self._is_followed(value, inside):
                     waiting.append((vars(value), inside))
 
-    def _followed(self, value: Any, in_state: bool) -> bool:
+    def _is_followed(self, value: Any, in_state: bool) -> bool:
         if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
             return False
-        known = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
-        return in_state or isinstance(value, known) or _package(type(value)) in self._packages
+        return in_state or isinstance(value, _TORCHS) or _package(type(value)) in self._packages
 
 
 def _are_hooks(key: Any) -> bool:
-    """Return whether an attribute holds hooks, which are others' to add and remove."""
     return isinstance(key, str) and key.endswith("_hooks")
 
 

@@ -17,6 +17,11 @@ from npt.errors import DataError
 
 IGNORED = -100
 
+PADDING = (
+    "; if it is padding, call model.resize_token_embeddings(len(tokenizer)) or set another"
+    " pad_token"
+)
+
 
 @contextmanager
 def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterator[None]:
@@ -31,30 +36,28 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
     Raises:
         DataError: on entering for a label, within the forward for an id.
     """
-    if not isinstance(inputs, Mapping) or not _whole_numbers(inputs.get("input_ids")):
-        yield
-        return
+    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     embedding = _part(model, "get_input_embeddings")
-    bad_id = _bad(inputs["input_ids"], _rows_of(embedding))
-    targets, head = inputs.get("labels"), _part(model, "get_output_embeddings")
-    bad_label = None
-    if labels and _whole_numbers(targets) and _of_transformers(model):
-        bad_label = _bad(targets, _rows_of(head), IGNORED)
-    suspects = [bad.any() for bad in (bad_id, bad_label) if bad is not None]
+    rows, classes = _rows_of(embedding), _rows_of(_part(model, "get_output_embeddings"))
+    bad_ids = _outside(ids, rows)
+    targets: Any = inputs.get("labels") if ids is not None else None
+    bad_labels = _outside(targets, classes) if labels and _of_transformers(model) else None
+    if bad_labels is not None:
+        bad_labels &= targets != IGNORED
+    suspects = [bad.any() for bad in (bad_ids, bad_labels) if bad is not None]
     if not suspects or not bool(torch.stack(suspects).any()):  # read once for both
         yield
         return
-    if bad_label is not None and bool(bad_label.any()):
-        raise _unknown("labels", targets, bad_label, _rows_of(head))
-    assert embedding is not None  # its rows were counted
+    if bad_labels is not None and bool(bad_labels.any()):
+        raise _unknown("labels", targets[bad_labels], classes)
 
     def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        ids = arguments[0] if arguments else None
-        bad = _bad(ids, _rows_of(embedding)) if _whole_numbers(ids) else None
+        entering: Any = arguments[0] if arguments else None
+        bad = _outside(entering, rows)
         if bad is not None and bool(bad.any()):
-            padding = _masked(bad, inputs.get("attention_mask"))
-            raise _unknown("input_ids", ids, bad, _rows_of(embedding), padding)
+            raise _unknown("input_ids", entering[bad], rows, PADDING)
 
+    assert embedding is not None  # its rows were counted
     handle = embedding.register_forward_pre_hook(check)
     try:
         yield
@@ -62,31 +65,17 @@ def refuse_bad_ids(inputs: Any, model: nn.Module, labels: bool = True) -> Iterat
         handle.remove()
 
 
-def _unknown(
-    name: str, ids: Any, bad: Tensor, size: int | None, padding: bool = False
-) -> DataError:
-    assert size is not None
-    known = f"and the model knows ids from 0 to {size - 1}"
-    if not padding:
-        return DataError(f"{name} has {int(ids[bad][0])}, {known}")
-    remedy = "call model.resize_token_embeddings(len(tokenizer)) or set another pad_token"
-    return DataError(f"{name} has {int(ids[bad][0])} as padding, {known}; {remedy}")
+def _unknown(name: str, bad: Tensor, rows: int | None, remedy: str = "") -> DataError:
+    assert rows is not None
+    message = f"{name} has {int(bad[0])}, and the model knows ids from 0 to {rows - 1}"
+    return DataError(message + remedy)
 
 
-def _masked(bad: Tensor, mask: Any) -> bool:
-    """Return whether all of these positions are padding, which a model looks up all the same."""
-    return isinstance(mask, Tensor) and mask.shape == bad.shape and not bool((mask != 0)[bad].any())
-
-
-def _whole_numbers(ids: Any) -> bool:
-    return isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() > 0
-
-
-def _bad(ids: Any, size: int | None, ignored: int | None = None) -> Tensor | None:
-    if size is None:
+def _outside(ids: Any, rows: int | None) -> Tensor | None:
+    """Return which ids have no row, None if they are no ids or rows are not known."""
+    if rows is None or not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel():
         return None
-    below = ids < 0 if ignored is None else (ids < 0) & (ids != ignored)
-    return (ids >= size) | below
+    return (ids >= rows) | (ids < 0)
 
 
 def _of_transformers(model: Any) -> bool:

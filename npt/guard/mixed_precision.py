@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from npt.guard.outcome import Refusal
+from npt.guard.refusal import Refusal
 
 
 class LossScale:
@@ -17,8 +17,8 @@ class LossScale:
     micro-batches are lost that overflowed, and a bad one looks the same as a scale that is too
     high. So a window with a refused gradient costs the scale nothing if it is the only one within
     the scaler's `growth_interval` of windows. If they recur, the scale falls as a scaler alone
-    lowers it: else it would grow until the micro-batches with large gradients are refused always,
-    and the run trains on the others. The scale never grows on a window with a refused gradient.
+    lowers it: else it would grow until the micro-batches with large gradients are refused always.
+    The scale never grows on a window with a refused gradient.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):

@@ -53,14 +53,14 @@ class Order:
             self._noted = getattr(getattr(loader, "batch_sampler", None), "noted", deque())
             for _ in range(min(self._place, len(self._noted))):
                 self._noted.popleft()
-        places = range(self._place, self._place + count)
-        self._place += count
-        indices = [self._noted.popleft() if self._noted else [] for _ in places]
-        known = _keeps_order(loader)
-        return [
-            tuple(rows) if known and rows and None not in rows else (f"batch {place} of the epoch",)
-            for place, rows in zip(places, indices, strict=True)
-        ]
+        names: list[Names] = []
+        for _ in range(count):
+            rows = self._noted.popleft() if self._noted else []
+            if not rows or None in rows or not _keeps_order(loader):
+                rows = [f"batch {self._place} of the epoch"]
+            names.append(tuple(rows))
+            self._place += 1
+        return names
 
 
 def skipped_by(trainer: Any, loader: Any) -> int:

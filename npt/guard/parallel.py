@@ -18,6 +18,11 @@ def whole(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def is_parallel(model: nn.Module | None) -> bool:
+    """Return whether a model, compiled or not, is in DistributedDataParallel."""
+    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
+
+
 def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
     """Return a context in which processes compute apart.
 

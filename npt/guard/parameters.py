@@ -1,4 +1,6 @@
-"""The parameters of a guard: those of the optimizer, by the names of their model."""
+"""What a guard is given: the parameters of its optimizer by the names of their model, the optimizer
+and the scheduler, which must be such that it can guard them, and the processes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
 from npt.guard.parallel import plain_name, whole
 from npt.guard.window import GradientWindow
@@ -53,12 +57,23 @@ class Guarded:
                 "none of the optimizer's parameters is among the guard's; give the guard the model"
                 " that the optimizer was made for"
             )
-        self.look()
+        self._look(frozenset())
 
-    def look(self, held: Set[nn.Parameter] = frozenset()) -> dict[str, nn.Parameter]:
+    def follow(self, window: GradientWindow) -> None:
+        """Guard parameters too that have come to require a gradient, or to be stepped."""
+        held = frozenset(window.gradients.parameters)
+        joined = self._own().difference(window.update.parameters)
+        if not joined and held.issuperset(p for p in self._watched if p.requires_grad):
+            return
+        named = self._look(held)
+        window.update.extend({name: p for name, p in self.stepped.items() if p in joined})
+        window.gradients.extend({name: p for name, p in named.items() if p not in held})
+        window.gradients.clipped = tuple(self.clipped)
+
+    def _look(self, held: Set[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Take in the parameters as they are now; return all whose gradients are held, by name.
 
-        held: stay, though they may be frozen at the moment.
+        Those that were held stay, though they may be frozen at the moment.
         """
         own, named = self._own(), list(_named(self._trainable))
         names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
@@ -82,19 +97,50 @@ class Guarded:
         self._watched = [p for _, p in named] if self._whole_norm else []
         return {name: p for p, name in names.items()}
 
-    def follow(self, window: GradientWindow) -> None:
-        """Guard parameters too that have come to require a gradient, or to be stepped."""
-        held = frozenset(window.gradients.parameters)
-        joined = self._own().difference(window.update.parameters)
-        if not joined and held.issuperset(p for p in self._watched if p.requires_grad):
-            return
-        named = self.look(held)
-        window.update.extend({name: p for name, p in self.stepped.items() if p in joined})
-        window.gradients.extend({name: p for name, p in named.items() if p not in held})
-        window.gradients.clipped = tuple(self.clipped)
-
     def _own(self) -> set[nn.Parameter]:
         return {p for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad}
+
+
+def unwrapped(
+    optimizer: Any, divided: bool
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler | None]:
+    """Return torch's optimizer and the scaler inside one that `Accelerator.prepare` returned.
+
+    Args:
+        optimizer: that, or one of torch's, which has no scaler.
+        divided: the loss is divided for the window already.
+
+    Raises:
+        ConfigError: accelerate would divide the loss for a window that it counts itself.
+    """
+    if type(optimizer).__module__.partition(".")[0] != "accelerate":
+        return optimizer, None
+    steps = optimizer.gradient_state.num_steps
+    if steps > 1 and not divided:
+        raise ConfigError(
+            f"accelerate divides losses by gradient_accumulation_steps {steps}, and a guard divides"
+            " once, by what survives; leave it at 1, and call guard.step() after each window"
+        )
+    return optimizer.optimizer, optimizer.scaler
+
+
+def stepped_blindly(scheduler: Any) -> Any:
+    """Return a scheduler whose step needs nothing to be told, or raise ConfigError."""
+    # accelerate's form has torch's in it
+    inner = getattr(scheduler, "scheduler", scheduler)
+    if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a figure at each step, which a guard does not have; leave out"
+            " scheduler= and call scheduler.step(loss) in the loop"
+        )
+    return scheduler
+
+
+def all_processes(device: torch.device) -> ProcessGroup:
+    """Return the processes of torch.distributed, or this one alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ProcessGroup()
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -17,24 +17,25 @@ Undo = Literal["step", "none"]
 class GuardSettings:
     """Settings of how a guard divides, clips, decides and stops.
 
-    max_grad_norm: to which the window's gradient is clipped.
-    loss: of a micro-batch. `sum`: over its tokens; the window's gradient is the sum divided by the
-        tokens of the micro-batches that count. `mean`: over its tokens; each gradient is weighted
-        by the micro-batch's tokens (by 1 if none are given), the sum divided by these weights.
-        `share`: of the window's loss, already divided by what belongs to the whole window, which
-        the caller computes again after a refusal (`Guard.begin_again`).
-    undo: `step` copies parameters and moments before a step, checks them after it, and puts the
-        copies back if one is not finite. `none` checks gradients only, before the step.
-    refuse: exceptions inside a micro-batch that refuse it, or one of them alone, which becomes a
-        tuple; others leave it and are raised.
-    spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations above
-        the accepted ones.
-    max_refused: refusals in a row before TooManyRefusalsError.
-    trace: refused micro-batches, on each process, that are computed again to name the guilty
-        operation; each costs a few slow passes.
-    record: the health of every tensor of what is traced is recorded too (`Finding.record`).
-    postmortem: a folder; when `max_refused` is reached, a folder in it gets the last refused
-        micro-batches, weights, moments and reasons.
+    Attributes:
+        max_grad_norm: to which the window's gradient is clipped.
+        loss: of a micro-batch. `sum`: over its tokens; the window's gradient is the sum divided by
+            the tokens of the micro-batches that count. `mean`: over its tokens; each gradient is
+            weighted by the micro-batch's tokens (by 1 if none are given), the sum divided by these
+            weights. `share`: of the window's loss, already divided by what belongs to the whole
+            window, which the caller computes again after a refusal (`Guard.begin_again`).
+        undo: `step` copies parameters and moments before a step, checks them after it, and puts the
+            copies back if one is not finite. `none` checks gradients only, before the step.
+        refuse: exceptions inside a micro-batch that refuse it, or one of them alone, which becomes
+            a tuple; others leave it and are raised.
+        spike_sigmas: refuse a window whose loss or norm lies so many robust standard deviations
+            above the accepted ones.
+        max_refused: refusals in a row before TooManyRefusalsError.
+        trace: refused micro-batches, on each process, that are computed again to name the guilty
+            operation; each costs a few slow passes.
+        record: the health of every tensor of what is traced is recorded too (`Finding.record`).
+        postmortem: a folder; when `max_refused` is reached, a folder in it gets the last refused
+            micro-batches, weights, moments and reasons.
     """
 
     max_grad_norm: float = math.inf
@@ -53,17 +54,13 @@ class GuardSettings:
         if wrong:
             raise ConfigError(f"refuse has {wrong[0]!r}; give classes of exceptions")
         object.__setattr__(self, "refuse", refuse)
-        for name, value, known in (
-            ("loss", self.loss, get_args(Loss)),
-            ("undo", self.undo, get_args(Undo)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; choose from {', '.join(known)}")
-        for name, number in (
-            ("max_grad_norm", self.max_grad_norm),
-            ("spike_sigmas", self.spike_sigmas),
-            ("max_refused", self.max_refused),
-        ):
+        for name, choices in (("loss", get_args(Loss)), ("undo", get_args(Undo))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; choose from {', '.join(choices)}"
+                )
+        for name in ("max_grad_norm", "spike_sigmas", "max_refused"):
+            number = getattr(self, name)
             if number is not None and not number > 0:
                 raise ConfigError(f"{name} is {number}; it must be above 0")
         if self.trace < 0:

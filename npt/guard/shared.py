@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
-
-if TYPE_CHECKING:
-    from npt.guard.outcome import MicroBatchFlags
 
 R = TypeVar("R")
 
@@ -35,8 +32,7 @@ def sum_over_processes(
         processes: of the window.
 
     Returns:
-        Tokens and loss over all, [2]; values for `AcrossProcesses`; a scalar bool, all allow a
-        step.
+        [2] tokens and loss; values for `AcrossProcesses`; a scalar bool, all allow a step.
     """
     of_each = codes.new_zeros(2, processes.size)
     of_each[:, processes.index] = codes
@@ -50,27 +46,13 @@ def sum_over_processes(
     return sums[:2], torch.cat([sums[2:], of_processes]), allowed
 
 
-def unreached_of(
-    ran: Iterable[MicroBatchFlags], parameters: int, processes: ProcessGroup, home: torch.device
-) -> list[int]:
-    """Return the places of parameters that no survivor's backward reached, on any process.
-
-    Reads flags; every process calls it.
-    """
-    reached = torch.zeros(parameters)
-    for micro in ran:
-        if micro.reached and bool(micro.flag):
-            reached[list(micro.reached)] = 1
-    if processes.size > 1:
-        reached = processes.sum_(reached.to(home))
-    return (reached == 0).nonzero().flatten().tolist()
-
-
 class AcrossProcesses:
     """A window's figures over all processes, on the host.
 
-    survivors, refused: micro-batches. halts: by process, the code with which it stopped the window.
-    states: fingerprints of the state after the step by process, 0 if it is not finite.
+    Attributes:
+        survivors: micro-batches that count.
+        refused: micro-batches that do not.
+        halts: by process, the code with which it stopped the window.
     """
 
     def __init__(self, values: Sequence[float], states: Sequence[float], processes: ProcessGroup):
@@ -82,7 +64,8 @@ class AcrossProcesses:
     def check(self, window: int, steps: int) -> None:
         """Raise if processes had different data in a window, or differ after `steps` alike steps.
 
-        With different data they would train on some twice, on some never.
+        With different data they would train on some twice, on some never. A state is 0 if it is
+        not finite.
         """
         data, states = self._data, self._states
         other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
@@ -113,8 +96,8 @@ class AcrossProcesses:
 def gathered(own: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
     """Return the records of all processes, those of each in their order; all must call it."""
     everyone = processes.gather_json([asdict(record) for record in own])
-    found = []
-    for entry in (entry for entries in everyone for entry in entries):
-        lists = {name: tuple(v) for name, v in entry.items() if isinstance(v, list)}
-        found.append(kind(**{**entry, **lists}))
-    return found
+    entries = [entry for entries in everyone for entry in entries]
+    return [
+        kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
+        for entry in entries
+    ]

@@ -32,15 +32,17 @@ class SpikeGuard:
     through nor a NaN can drag the limits along. Logarithms, because both are positive and spread
     over factors: the gradient norms of small windows have a heavy upper tail, which reads as spikes
     on their own scale and not on a logarithmic one.
-    `k`: how many robust standard deviations above the median a step may lie.
+
+    Args:
+        k: how many robust standard deviations above the median a step may lie.
+
+    Attributes:
+        limits: of loss and gradient norm, at present.
     """
 
     def __init__(self, k: float = SIGMAS):
         self.k = k
-        self._losses: deque[float] = deque(maxlen=HISTORY)
-        self._norms: deque[float] = deque(maxlen=HISTORY)
-        self.limits = (math.inf, math.inf)
-        """Of loss and gradient norm, at present."""
+        self.recall((), ())
 
     def exceeds(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return a scalar bool on the tensors' device, without waiting: above a limit."""
@@ -64,12 +66,10 @@ class SpikeGuard:
 
     def describe(self, loss: float, norm: float, limits: tuple[float, float]) -> str:
         """Return which of the limits, of the time of the decision, was exceeded, and by what."""
+        figures = (("loss", loss, limits[0]), ("gradient norm", norm, limits[1]))
         parts = [
             f"{name} {value:.4g} is above {limit:.4g}"
-            for name, value, limit in (
-                ("loss", loss, limits[0]),
-                ("gradient norm", norm, limits[1]),
-            )
+            for name, value, limit in figures
             if value > limit
         ]
         return (

@@ -26,9 +26,8 @@ class Draws:
     drew in between, for its data: those draws are not the guard's to repeat.
     """
 
-    def __init__(self) -> None:
-        self._start: States | None = None
-        self._end: States | None = None
+    _start: States | None = None
+    _end: States | None = None
 
     def begin(self) -> States:
         """Return the state before a micro-batch."""
@@ -46,13 +45,9 @@ class Draws:
     def settle(self, before: States, flag: Tensor) -> None:
         """Draw again what a micro-batch drew, if the scalar bool `flag` says that it is refused."""
         # what drew nothing need not wait for the device
-        if self.drew(before) and not bool(flag):
+        if not _equal(random_state(), before) and not bool(flag):
             self.undo(before)
         self._end = random_state()
-
-    def drew(self, before: States) -> bool:
-        """Return whether random numbers were drawn since."""
-        return not _equal(random_state(), before)
 
     def undo(self, before: States) -> None:
         """Draw again what was drawn since."""
@@ -61,7 +56,7 @@ class Draws:
 
     def rewind(self) -> None:
         """Draw again what the window's micro-batches drew."""
-        if self._start is not None and self._end is not None and not self.drew(self._end):
+        if self._start is not None and self._end is not None and _equal(random_state(), self._end):
             set_random_state(self._start)
 
     def forget(self) -> None:
@@ -69,7 +64,7 @@ class Draws:
         self._start = self._end = None
 
 
-class Seeded:
+class Seeded(Draws):
     """Random numbers of each micro-batch by its name, so that nothing is to be drawn again: they do
     not depend on what was refused before, on the process, or on a resume.
 
@@ -89,16 +84,7 @@ class Seeded:
         return micro_batch_draws(self.seed, tuple(ids), offset)
 
     def settle(self, before: States, flag: Tensor) -> None:
-        """The state is as it was."""
-
-    def undo(self, before: States) -> None:
-        """The state is as it was."""
-
-    def rewind(self) -> None:
-        """The state is as it was."""
-
-    def forget(self) -> None:
-        """Nothing was noted."""
+        """Leave the state, which `drawing` has put back."""
 
 
 class Buffers:
@@ -114,13 +100,13 @@ class Buffers:
             (module._buffers, name)
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None and _written(module, buffer)
+            if buffer is not None and _is_written(module, buffer)
         ]
 
     def copy(self) -> list[Tensor | None]:
         """Return copies, None for a missing buffer; a language model has a few small ones."""
-        found = [held.get(name) for held, name in self._held]
-        return [None if each is None else each.detach().clone() for each in found]
+        buffers = [held.get(name) for held, name in self._held]
+        return [None if buffer is None else buffer.detach().clone() for buffer in buffers]
 
     @torch.no_grad()
     def restore(self, copies: Sequence[Tensor | None], keep: Tensor | None = None) -> None:
@@ -136,7 +122,7 @@ class Buffers:
                 now.data.copy_(torch.where(keep.to(now.device), now, copy))
 
 
-def _written(module: nn.Module, buffer: Tensor) -> bool:
+def _is_written(module: nn.Module, buffer: Tensor) -> bool:
     if buffer.is_inference() or buffer.layout != torch.strided:
         return False
     if torch._debug_has_internal_overlap(buffer) == 1:  # expanded: nothing can be written to it

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
@@ -26,12 +28,11 @@ from torch import Tensor
 
 from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
 from npt.files import write_json
-from npt.guard.around_training import alone, give_back, refuse_unfit, remove_begun
-from npt.guard.guard import Guard, Outcome
+from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
 from npt.guard.order import Names, Order, note_order, skipped_by
+from npt.guard.outcome import Outcome
 from npt.guard.parallel import share_buffers, whole
-from npt.guard.rows import describe_rows
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
 
@@ -41,7 +42,9 @@ else:
     Trainer = object  # the mixin needs none of transformers
 
 STATE_FILE = "guard.json"
+
 _COUNTED = ("_metrics", "_stored_metrics", "_total_train_tokens")  # by TRL, in each forward
+_GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 _log = logging.getLogger("npt.guard")
 
@@ -55,24 +58,25 @@ class TrainerGuard(Guard):
 class TrainerMixin(Trainer):
     """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
 
-    guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss;
-        unless set, `trace` is 1 and `postmortem` a folder in the output folder.
-    guard: the guard, once training has begun.
+    Attributes:
+        guard_settings: of `GuardSettings`, but for the norm, which is the arguments', and the loss;
+            unless set, `trace` is 1 and `postmortem` a folder in the output folder.
+        guard: the guard, once training has begun.
     """
 
     guard_settings: Mapping[str, Any] = {}
     guard: Guard | None = None
 
-    # of the open window: its micro-batches; the loss to be logged and TRL's metrics before it
+    # of the open window: its micro-batches and their names, by identity; the loss to be logged and
+    # TRL's metrics before it; its norm, once it is closed
     _inputs: list[Any]
-    _ended: list[Any]  # those of the window that is closed
+    _names: Mapping[int, Names] = {}
     _logged: Tensor | None = None
     _counted: Mapping[str, Any] = {}
     _norm: float | None = None
     _resumed_from: str | None = None
-    _guarded: Any = None
+    _guarded: Any = None  # the optimizer
     _order: Order | None = None  # while it trains
-    _names: Mapping[int, Names] = {}  # by the identity of the window's inputs
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -97,7 +101,7 @@ class TrainerMixin(Trainer):
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Train, with a guard of its own: a window that an error left open is forgotten, as when
         memory ran out and `auto_find_batch_size` begins again."""
-        refuse_unfit(self)
+        _refuse_unfit(self)
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
@@ -106,7 +110,7 @@ class TrainerMixin(Trainer):
             result = super()._inner_training_loop(*arguments, **named)
         finally:
             self._order, self._names = None, {}
-            give_back(self._guarded)
+            _give_back(self._guarded)
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
         return result
@@ -120,12 +124,11 @@ class TrainerMixin(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
         """Draw the micro-batches of a window, and keep their names."""
         drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
-        if self._order is None:
-            return drawn
-        loader = self.callback_handler.train_dataloader
-        skipped = skipped_by(self, loader)
-        names = self._order.names(epoch_iterator, len(drawn[0]), loader, skipped)
-        self._names = dict(zip(map(id, drawn[0]), names, strict=True))
+        if self._order is not None:
+            loader = self.callback_handler.train_dataloader
+            skipped = skipped_by(self, loader)
+            names = self._order.names(epoch_iterator, len(drawn[0]), loader, skipped)
+            self._names = dict(zip(map(id, drawn[0]), names, strict=True))
         return drawn
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -145,13 +148,13 @@ class TrainerMixin(Trainer):
             return loss
         losses = None
         refused: set[int] = set()
-        while refusals := guard.begin_again(self._rows_at):
+        while refusals := guard.begin_again():
             process, processes = guard.window.processes.index, guard.window.processes.size
             own = [r.micro_batch for r in refusals if r.process == process]
             refused |= {index // processes for index in own if index is not None}
             self._restore_metrics(self._counted)
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
-        self._ended, self._inputs = self._inputs, []
+        self._inputs = []
         self._norm = guard.close_window()
         return loss if losses is None else self._logged_again(losses)
 
@@ -162,18 +165,10 @@ class TrainerMixin(Trainer):
         with (
             guard.micro_batch(ids=names, inputs=inputs, run=again) as micro,
             refuse_bad_ids(inputs, self.model, self._labels_are_tokens()),
-            alone(self.accelerator),
+            _alone(self.accelerator),
         ):
             micro.loss = loss = super().training_step(model, inputs, items)
         return loss
-
-    def _rows_at(self, place: int) -> tuple[str, ...]:
-        assert self.guard is not None
-        inputs = self._inputs[place // self.guard.window.processes.size]
-        tokenizer = self.processing_class
-        if tokenizer is None:
-            tokenizer = getattr(self.data_collator, "tokenizer", None)
-        return describe_rows(inputs, tokenizer)
 
     def _labels_are_tokens(self) -> bool:
         """Return whether the loss is a stock one, in which a label is a token or -100."""
@@ -185,17 +180,17 @@ class TrainerMixin(Trainer):
         """Compute a micro-batch for the tracer: not counted, and by this process alone."""
         counted = self._metrics_so_far()
         try:
-            with alone(self.accelerator):
+            with _alone(self.accelerator):
                 return super().training_step(whole(model), inputs, items)
         finally:
             self._restore_metrics(counted)
 
     def _metrics_so_far(self) -> Mapping[str, Any]:
-        return {name: _mark(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
+        return {name: _copied(getattr(self, name)) for name in _COUNTED if hasattr(self, name)}
 
     def _restore_metrics(self, counted: Mapping[str, Any]) -> None:
-        for name, mark in counted.items():
-            setattr(self, name, _back_to(getattr(self, name), mark))
+        for name, value in counted.items():
+            setattr(self, name, _copied(value))
 
     def _compute_again(
         self, guard: Guard, model: Any, refused: set[int], items: Any
@@ -247,16 +242,15 @@ class TrainerMixin(Trainer):
         settings["refuse"] = (*classes_of(settings.get("refuse", GuardSettings.refuse)), DataError)
         settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
         self.guard = TrainerGuard(model, self.optimizer, **settings)
-        if self._resumed_from is not None:
-            state = Path(self._resumed_from, STATE_FILE)
-            if state.is_file():
-                try:
-                    self.guard.load_state_dict(read_json(state, CheckpointError))
-                except (KeyError, TypeError) as error:
-                    raise CheckpointError(
-                        f"{state} is not a guard's state ({error}); restore it from the original,"
-                        " or remove it to count anew"
-                    ) from error
+        state = Path(self._resumed_from or "", STATE_FILE)
+        if self._resumed_from is not None and state.is_file():
+            try:
+                self.guard.load_state_dict(read_json(state, CheckpointError))
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{state} is not a guard's state ({error}); restore it from the original,"
+                    " or remove it to count anew"
+                ) from error
         self._take_over(self.optimizer)
         return self.guard
 
@@ -269,44 +263,22 @@ class TrainerMixin(Trainer):
                 outcome = self.guard.step()
             except TooManyRefusalsError:
                 assert self.guard.outcome is not None
-                self._uncount(self.guard.outcome)
                 self.on_refused(self.guard.outcome)
                 raise
             if outcome.applied:
                 for parameter, gradient in held:  # for `on_optimizer_step`
                     parameter.grad = gradient
             optimizer._is_overflow = not outcome.applied  # then the scheduler waits
+            if any(refusal.micro_batch is None for refusal in outcome.refused):
+                self._restore_metrics(self._counted)
+                mean = self._logged_again([])
+                self._tr_loss += mean
             if outcome.refused:
-                self._uncount(outcome)
                 self.on_refused(outcome)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer._before_guard = vars(optimizer).get("step")  # a scheduler's, if any
         optimizer.step = step
-
-    def _uncount(self, outcome: Outcome) -> None:
-        """Take the refused rows out of the tokens and operations that a Trainer has counted, and a
-        window that was refused as a whole out of its metrics and its loss.
-        """
-        assert self.guard is not None
-        processes, seen = self.guard.window.processes, self.state.num_input_tokens_seen
-        whole_window = any(refusal.micro_batch is None for refusal in outcome.refused)
-        own = {
-            r.micro_batch // processes.size
-            for r in outcome.refused
-            if r.micro_batch is not None and r.process == processes.index
-        }
-        with alone(self.accelerator):
-            for place, inputs in enumerate(self._ended):
-                if whole_window or place in own:
-                    self.current_flos -= float(self.floating_point_ops(inputs))
-                    self._track_num_input_tokens(inputs)
-        (refused,) = processes.sums([self.state.num_input_tokens_seen - seen])
-        self.state.num_input_tokens_seen = seen - int(refused)
-        if whole_window:
-            self._restore_metrics(self._counted)
-            mean = self._logged_again([])
-            self._tr_loss += mean
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._norm  # clipped when the window was closed
@@ -333,16 +305,11 @@ class TrainerMixin(Trainer):
         guard = self.guard if self._order is None else self._guard_of(model)
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
-            where = bad if bad is not None else "a tensor of another process"
             _log.error(
                 "step %d is not saved: %s is not finite; older checkpoints are kept",
                 self.state.global_step,
-                where,
+                bad if bad is not None else "a tensor of another process",
             )
-            if self.args.should_save:
-                remove_begun(
-                    Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-                )
             return
         super()._save_checkpoint(model, trial)
 
@@ -371,14 +338,56 @@ def protect(trainer: Any, **settings: Any) -> Any:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings that a Trainer's guard does not have, and values that it cannot have."""
-    known = [f.name for f in fields(GuardSettings) if f.name not in ("loss", "max_grad_norm")]
-    unknown = next((name for name in settings if name not in known), None)
+    names = [f.name for f in fields(GuardSettings) if f.name not in ("loss", "max_grad_norm")]
+    unknown = next((name for name in settings if name not in names), None)
     if unknown is not None:
         raise ConfigError(
-            f"a Trainer's guard has no setting {unknown!r}; choose from {', '.join(known)} (the"
+            f"a Trainer's guard has no setting {unknown!r}; choose from {', '.join(names)} (the"
             " norm is that of TrainingArguments)"
         )
     GuardSettings(**{"trace": 1, **settings})
+
+
+def _refuse_unfit(trainer: Any) -> None:
+    """Raise ConfigError for a Trainer whose run a guard cannot make."""
+    if hasattr(trainer, "_buffered_inputs"):  # of TRL: inputs by the number of calls so far
+        raise ConfigError(
+            f"{type(trainer).__name__} makes the inputs of several micro-batches at once, and a"
+            " guard cannot compute one of them again; train it unguarded"
+        )
+    adapters = sys.modules.get("npt.adapters.converted")  # not loaded: it is no student
+    if adapters and adapters.is_attached(trainer.model) and trainer.args.save_strategy != "no":
+        raise ConfigError(
+            "a Trainer's checkpoint cannot hold an NPT student; pass save_strategy='no' and"
+            " call npt.save_adapter(model, folder) after training, or train with npt.Trainer"
+        )
+
+
+def _give_back(optimizer: Any) -> None:
+    """Let an optimizer whose step was a guard's step by itself again."""
+    own = vars(optimizer) if optimizer is not None else {}
+    if "_before_guard" in own:
+        del own["step"]
+        before = own.pop("_before_guard")
+        if before is not None:
+            own["step"] = before
+
+
+@contextmanager
+def _alone(accelerator: Any) -> Iterator[None]:
+    """Let accelerate gather nothing within the context, as TRL does for its metrics.
+
+    A refused micro-batch may end early, and its process computes fewer of them: whoever gathered in
+    one would wait for ever. Metrics are then the main process's own.
+    """
+    names = _GATHERING if accelerator.num_processes > 1 else ()
+    for name in names:
+        setattr(accelerator, name, lambda value, *_, **__: value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
 
 
 def _blank(inputs: Any) -> Any:
@@ -389,23 +398,10 @@ def _blank(inputs: Any) -> Any:
     return {**inputs, **{name: torch.full_like(inputs[name], IGNORED) for name in names}}
 
 
-def _mark(value: Any) -> Any:
-    """Return what `_back_to` needs: the lengths of lists, which only grow, and other values."""
-    if isinstance(value, dict):
-        return {key: _mark(item) for key, item in value.items()}
-    return len(value) if isinstance(value, list) else deepcopy(value)
-
-
-def _back_to(value: Any, mark: Any) -> Any:
-    """Undo in place what was added since the mark; return the value."""
-    if isinstance(value, dict):
-        for key in list(value):
-            if key in mark:
-                value[key] = _back_to(value[key], mark[key])
-            else:
-                del value[key]
-        return value
-    if isinstance(value, list):
-        del value[mark:]
-        return value
-    return deepcopy(mark)
+def _copied(metrics: Any) -> Any:
+    """Return a copy of nested dictionaries and lists of numbers, which may be long."""
+    if isinstance(metrics, dict):
+        copy = metrics.copy()  # a defaultdict stays one
+        copy.update({key: _copied(value) for key, value in metrics.items()})
+        return copy
+    return list(metrics) if isinstance(metrics, list) else deepcopy(metrics)

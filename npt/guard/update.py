@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.guard.holdings import Holdings
-from npt.guard.outcome import Snapshot, first_bad
+from npt.guard.outcome import Snapshot
 
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
@@ -28,11 +28,16 @@ EXACT = 2**24
 class Update:
     """The outcome of a guarded update.
 
-    applied: scalar bool on the device. holdings, snapshot: the state before, None if it is the
-    state now.
-    names, finite: of parameters and moments, and their flags. fingerprints: [processes] of the
-    state that the step left on each process, 0 if it is not finite. before: of a step that was
-    taken back, if flags are read at once, the largest number of each tensor of the state.
+    Attributes:
+        applied: scalar bool on the device.
+        holdings: all that was held before, None if it is held now.
+        snapshot: parameters and moments of it.
+        names: of parameters and moments.
+        finite: their flags.
+        fingerprints: [processes] of the state that the step left on each process, 0 if it is not
+            finite.
+        before: of a step that was taken back, if flags are read at once, the largest number of each
+            tensor of the state.
     """
 
     applied: Tensor
@@ -88,42 +93,28 @@ class GuardedUpdate:
         self.names += tuple(parameters)
         self.parameters += tuple(parameters.values())
 
-    def __call__(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Update:
+    @contextmanager
+    def step(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Iterator[Update]:
         """Step if `go`, verify, and restore the old state if the new one is bad.
+
+        An error within, or within the context, takes the step back: running out of memory, or an
+        interrupt.
 
         Args:
             go: scalar bool on the home device.
             rate: scalar, the learning rate; None leaves it to the optimizer's groups.
             processes: all keep the step or none does; none if one is lost.
-
-        An error within the step, running out of memory or an interrupt, takes it back too.
         """
-        if not self.late and not bool(go):
-            return Update(go)
-        if not self.undo:
-            self._step(go, rate)
-            return Update(go)
-        holdings = self.holdings()
-        update = Update(go, holdings, self.snapshot(holdings))
-        with self.undone_on_error(update):
-            self._step(go, rate)
-            good = self._verify(update, processes)
-            if self.late:
-                self._select(good, update.snapshot or {})
-                update.applied = go & good
-            else:
-                update.applied = good
-                if not bool(good):
-                    self.take_back(update)
-                    names, largest = self._largest()
-                    update.before = dict(zip(names, largest.tolist(), strict=True))
-        return update
-
-    @contextmanager
-    def undone_on_error(self, update: Update) -> Iterator[None]:
-        """Take the update back if an error ends what depends on it."""
+        update = Update(go)
         try:
-            yield
+            if self.late or bool(go):
+                if self.undo:
+                    update.holdings = Holdings([self.optimizer], self.parameters)
+                    update.snapshot = self._snapshot(update.holdings)
+                self._step(go, rate)
+                if self.undo:
+                    self._verify(update, go, processes)
+            yield update
         except BaseException:
             self.take_back(update)
             raise
@@ -142,19 +133,38 @@ class GuardedUpdate:
             for group in self.optimizer.param_groups
         ]
 
-    def holdings(self) -> Holdings:
-        """Return copies of the parameters, and of all that the optimizer holds."""
-        return Holdings([self.optimizer], self.parameters)
-
-    def snapshot(self, holdings: Holdings | None = None) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Return copies of parameters and optimizer state, on their devices."""
-        copies = self.holdings() if holdings is None else holdings
+        return self._snapshot(Holdings([self.optimizer], self.parameters))
+
+    def first_bad(self) -> str | None:
+        """Return the name of the first tensor of the state that is not finite, or None."""
+        names, largest = self._largest()
+        bad = (~largest.isfinite()).nonzero().flatten().tolist()
+        return names[bad[0]] if bad else None
+
+    def checksum(self) -> int:
+        """Return the sum of every bit of parameters and moments, equal on equal processes."""
+        total = torch.zeros((), dtype=torch.int64, device=self.home)
+        for _, tensor in self._tensors():
+            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
+        return int(total)
+
+    def make_moments(self) -> None:
+        """Let a fused optimizer make its moments by a step that `found_inf` forbids."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.found_inf = torch.zeros_like(self.optimizer.found_inf)  # type: ignore[attr-defined]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _snapshot(self, copies: Holdings) -> Snapshot:
+        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
         return {
-            name: (
-                copies.of(p),
-                {key: copies.of(value) for key, value in self.optimizer.state.get(p, {}).items()},
-            )
-            for name, p in zip(self.names, self.parameters, strict=True)
+            name: (copies.of(p), {key: copies.of(value) for key, value in state.items()})
+            for name, p, state in zip(self.names, self.parameters, states, strict=True)
         }
 
     def _step(self, go: Tensor, rate: Tensor | None) -> None:
@@ -165,38 +175,24 @@ class GuardedUpdate:
             self.optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def first_bad(self) -> str | None:
-        """Return the name of the first tensor of the state that is not finite, or None."""
-        names, largest = self._largest()
-        return first_bad(largest, names)
-
-    def checksum(self) -> int:
-        """Return the sum of every bit of parameters and moments, equal on equal processes."""
-        total = torch.zeros((), dtype=torch.int64, device=self.home)
-        for _, tensor in self.tensors():
-            total += tensor.reshape(-1).view(torch.int32).sum(dtype=torch.int64).to(self.home)
-        return int(total)
-
-    def _verify(self, update: Update, processes: ProcessGroup) -> Tensor:
-        """Return a scalar bool: the state is finite, on every process, and the same on all."""
+    def _verify(self, update: Update, go: Tensor, processes: ProcessGroup) -> None:
+        """Restore the old state unless the new one is finite on every process, and one on all."""
         update.names, largest = self._largest()
         update.finite = torch.isfinite(largest)
         good = update.finite.all()
-        if processes.size == 1:
-            return good
-        # The largest number of each tensor, bit for bit: equal in any order of summation, never 0.
-        fingerprint = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
-        prints = update.fingerprints = processes.each(torch.where(good, fingerprint, 0))
-        return (prints == prints[0]).all() & (prints[0] > 0)
-
-    def _largest(self) -> tuple[list[str], Tensor]:
-        """Return the largest number of each tensor of the state, and the tensors' names."""
-        named = [
-            (name, tensor)
-            for name, tensor in self.tensors()
-            if tensor.is_floating_point() and tensor.numel()
-        ]
-        return [name for name, _ in named], norms_of([t for _, t in named], order=float("inf"))
+        if processes.size > 1:
+            # The largest number of each tensor, bit for bit: equal in any order of summation, never
+            # 0.
+            bits = largest.view(torch.int32).to(torch.int64).sum().remainder(EXACT - 1) + 1
+            prints = update.fingerprints = processes.each(torch.where(good, bits, 0))
+            good = (prints == prints[0]).all() & (prints[0] > 0)
+        update.applied = go & good if self.late else good
+        if self.late:
+            self._select(good, update.snapshot or {})
+        elif not bool(good):
+            self.take_back(update)
+            names, largest = self._largest()
+            update.before = dict(zip(names, largest.tolist(), strict=True))
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:
         """Keep the new state if `good`, else the snapshot, without reading the flag."""
@@ -206,7 +202,12 @@ class GuardedUpdate:
             for tensor, old in [*pairs, (parameter.detach(), value)]:
                 torch.where(good.to(tensor.device), tensor, old, out=tensor)
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
+    def _largest(self) -> tuple[list[str], Tensor]:
+        """Return the largest number of each tensor of the state, and the tensors' names."""
+        named = [(n, t) for n, t in self._tensors() if t.is_floating_point() and t.numel()]
+        return [name for name, _ in named], norms_of([t for _, t in named], order=float("inf"))
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and their optimizer tensors, by name.
 
         Moments come first: a broken moment breaks its weight in the same step, and the first
@@ -219,16 +220,6 @@ class GuardedUpdate:
                     named.append((f"{key} of {name}", value))
             named.append((name, parameter.detach()))
         return named
-
-    def make_moments(self) -> None:
-        """Let a fused optimizer make its moments by a step that `found_inf` forbids."""
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.found_inf = torch.zeros_like(self.optimizer.found_inf)  # type: ignore[attr-defined]
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def clip_scale(norm: Tensor, limit: float) -> Tensor:

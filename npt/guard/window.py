@@ -30,23 +30,19 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ProcessError
 from npt.guard.gradients import FlatGradients
 from npt.guard.outcome import (
-    ClosedWindow,
+    NO_LIMITS,
     LaunchedWindow,
-    MicroBatchFlags,
+    MicroBatch,
     MicroBatchRecord,
     Outcome,
     Refusal,
-    Sums,
     read_record,
     refusal_of,
     send_record,
-    sent,
-    stacked,
 )
-from npt.guard.shared import sum_over_processes, unreached_of
+from npt.guard.shared import sum_over_processes
 from npt.guard.spikes import SpikeGuard
 from npt.guard.update import EXACT, GuardedUpdate, clip_scale, norms_of
 
@@ -66,14 +62,19 @@ class GradientWindow:
     Args:
         update: the guarded optimizer; the parameters' `.grad` belongs to the window from now on.
         max_grad_norm: global norm to which the window's gradient is clipped.
-        rates: learning rate of each applied step; the last one stays. None: the optimizer's own.
+        rates: learning rate of each applied step; the last one stays. None leaves rates to the
+            optimizer, and parameters alone that no survivor's backward reached: it reads flags at
+            once.
         spikes: refuses windows whose loss or norm leaves the range of the accepted ones.
         processes: share the windows; default this one alone.
-        track: leave parameters alone that no survivor's backward reached. Reads flags at once.
         divisor: of the window's gradient; default the tokens of its survivors.
 
     Attributes:
         place: of the next micro-batch in the open window.
+        history: the last micro-batches, refused or not.
+        committed: windows so far, which is the index of the next one.
+        known_steps: applied steps, of the windows whose results were read.
+        applied: the last window's step, a scalar bool; None if there was none.
         unscale: called once `.grad` is the sum of a window's survivors, of which there are some.
     """
 
@@ -85,29 +86,26 @@ class GradientWindow:
         *,
         spikes: SpikeGuard | None = None,
         processes: ProcessGroup | None = None,
-        track: bool = False,
         divisor: float | None = None,
     ):
-        assert not (update.late and (track or rates is None)), "these need flags on the host"
+        assert not (update.late and rates is None), "it needs flags on the host"
         self.update, self.max_grad_norm, self.spikes = update, max_grad_norm, spikes
         self.processes = processes if processes is not None else ProcessGroup()
         self.history: deque[MicroBatchRecord] = deque(maxlen=HISTORY)
-        self.known_steps = 0  # applied steps, of the windows whose results were read
-        self.committed = 0  # windows so far: the index of the next one
+        self.known_steps = self.committed = self.place = self._halt = 0
+        self.applied: Tensor | None = None
+        self.unscale: Callable[[], None] | None = None
         self._home = update.home
-        self._rates = None
+        self._rates: Tensor | None = None
         if rates is not None:
             self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
         named = dict(zip(update.names, update.parameters, strict=True))
-        self.gradients = FlatGradients(named, track)
-        self.divisor = divisor
-        self.unscale: Callable[[], None] | None = None
-        self._closed: LaunchedWindow | None = None
-        self._ran: list[MicroBatchFlags] = []
+        self.gradients = FlatGradients(named, track=rates is None)
+        self._divisor = divisor
+        self._ran: list[MicroBatch] = []
         self._refusals: list[Refusal] = []
-        self.applied: Tensor | None = None  # the last window's step, a scalar bool; None: no step
-        self.place = self._halt = 0
+        self._closed: LaunchedWindow | None = None
         self._launched: deque[LaunchedWindow] = deque()
 
     @property
@@ -120,16 +118,11 @@ class GradientWindow:
         """Applied steps by the device's own count, for which this waits."""
         return int(self._steps)
 
-    def show(self) -> None:
-        """Let `.grad` be the sum of the open window so far, as between a plain loop's backwards."""
-        reached = frozenset[int]().union(*(m.reached or () for m in self._ran))
-        self.gradients.expose([i for i in range(len(self.gradients.names)) if i not in reached])
-
     def begin(self) -> None:
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
         self.gradients.begin()
 
-    def add(self, sums: Sums, sample_ids: tuple[str, ...] = ()) -> Tensor:
+    def add(self, micro: MicroBatch) -> Tensor:
         """Count the micro-batch whose gradients are in `.grad`, if it is finite.
 
         Returns:
@@ -138,10 +131,12 @@ class GradientWindow:
         norms = norms_of(self.gradients.scratch_views)
         # Finite only if every norm is; also catches squares that overflow only in their sum.
         norm = torch.linalg.vector_norm(norms)
-        flag = torch.isfinite(sums.loss.to(self._home)) & torch.isfinite(norm)
+        flag = torch.isfinite(micro.loss.to(self._home)) & torch.isfinite(norm)
         self.gradients.add(flag)
-        reached = None if self.gradients.reached is None else frozenset(self.gradients.reached)
-        self._ran.append(MicroBatchFlags(sums, flag, norms, self.place, sample_ids, reached))
+        micro.index, micro.flag, micro.norms = self.place, flag, norms
+        if self.gradients.reached is not None:
+            micro.reached = frozenset(self.gradients.reached)
+        self._ran.append(micro)
         self.place += 1
         return flag
 
@@ -149,10 +144,6 @@ class GradientWindow:
         """Count a micro-batch that was found bad before its gradients were made."""
         process = self.processes.index
         self._refusals.append(Refusal(kind, detail, self.place, sample_ids, process))
-        self.place += 1
-
-    def skip(self) -> None:
-        """Count a micro-batch that another process computes."""
         self.place += 1
 
     def halt(self, code: int) -> None:
@@ -170,10 +161,15 @@ class GradientWindow:
 
     def open_refusals(self) -> list[Refusal]:
         """Return the refusals of the open window on this process, for which this waits."""
-        ran = [m for m in self._ran if not bool(m.flag)]
+        bad = [m for m in self._ran if not bool(m.flag)]
         names, process = self.gradients.names, self.processes.index
-        found = [refusal_of(m, float(m.sums.loss), names, process) for m in ran]
-        return sorted([*self._refusals, *found], key=lambda r: r.micro_batch or 0)
+        refusals = [refusal_of(m, float(m.loss), names, process) for m in bad]
+        return sorted([*self._refusals, *refusals], key=lambda r: r.micro_batch or 0)
+
+    def show(self) -> None:
+        """Let `.grad` be the sum of the open window so far, as between a plain loop's backwards."""
+        reached = frozenset[int]().union(*(m.reached or () for m in self._ran))
+        self.gradients.expose([i for i in range(len(self.gradients.names)) if i not in reached])
 
     def close(self, fingerprint: int = 0) -> Tensor | None:
         """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
@@ -185,16 +181,15 @@ class GradientWindow:
         window = self._closed = LaunchedWindow(
             self.committed, self.place, self._ran, self._refusals, self._halt, fingerprint
         )
-        if self.spikes is not None:
-            window.limits = self.spikes.limits
-            window.describe_spike = self.spikes.describe
+        window.spikes = self.spikes
+        window.limits = NO_LIMITS if self.spikes is None else self.spikes.limits
         if self.processes.size > 1 or (self._ran and not self._halt):
             try:
-                window.closed = self._sum_up(window)
+                self._sum_up(window)
             except BaseException:
                 self.clear()
                 raise
-        return None if window.closed is None else window.closed.norm
+        return window.scalars.get("norm")
 
     def commit(self, fingerprint: int = 0) -> list[Outcome]:
         """Close the window, unless it is closed: one optimizer step from its survivors, or none.
@@ -210,7 +205,17 @@ class GradientWindow:
             ProcessError: a process is lost or differs; this window is not applied, nor earlier ones
                 whose result was not known yet.
         """
-        self._launched.append(self._launch(fingerprint))
+        if self._closed is None:
+            self.close(fingerprint)
+        window = self._closed
+        assert window is not None
+        self.committed, self.applied = self.committed + 1, None
+        try:
+            if window.go is not None:
+                self._step(window, window.go)
+        finally:
+            self.clear()
+        self._launched.append(window)
         return self._read(keep=self._unread())
 
     def flush(self) -> list[Outcome]:
@@ -223,59 +228,58 @@ class GradientWindow:
         self._steps.fill_(steps)
         self.known_steps = steps
 
-    def _launch(self, fingerprint: int) -> LaunchedWindow:
-        if self._closed is None:
-            self.close(fingerprint)
-        window = self._closed
-        assert window is not None
-        self.committed, self.applied = self.committed + 1, None
-        try:
-            if window.closed is not None:
-                self._step(window, window.closed)
-                self.applied, window.closed = window.update.applied, None
-        finally:
-            self.clear()
-        return window
-
-    def _sum_up(self, window: LaunchedWindow) -> ClosedWindow:
+    def _sum_up(self, window: LaunchedWindow) -> None:
         """Divide, check and clip the window's gradient: all on the device."""
         home, ran, gradients = self._home, window.ran, self.gradients
         flags = stacked([m.flag for m in ran], home, torch.bool)
-        losses = stacked([m.sums.loss.detach().to(home, torch.float32) for m in ran], home)
-        counts = sent([m.sums.tokens for m in ran], home)
-        tokens = torch.where(flags, counts, 0.0).sum()
-        loss_sum = torch.where(flags, losses, 0.0).sum()
-        unreached: list[int] = []
-        if gradients.reached is not None:
-            unreached = unreached_of(ran, len(gradients.parameters), self.processes, home)
+        losses = stacked([m.loss.detach().to(home, torch.float32) for m in ran], home)
+        tokens = torch.where(flags, sent([m.tokens for m in ran], home), 0.0).sum()
+        loss = torch.where(flags, losses, 0.0).sum()
+        unreached = [] if gradients.reached is None else self._unreached(ran)
         gradients.expose(unreached)
         window.reached = len(unreached) < len(gradients.parameters)
         if self.unscale is not None and window.reached:
             self.unscale()
-        across, allowed = flags.new_zeros(0), None
+        across, allowed = flags.new_zeros(0), torch.full_like(tokens, window.reached) > 0
         if self.processes.size > 1:
             survivors = flags.sum()
             refused = len(ran) - survivors + len(window.refusals)
-            own = [count.to(torch.float32) for count in (tokens, loss_sum, survivors, refused)]
+            own = [count.to(torch.float32) for count in (tokens, loss, survivors, refused)]
             codes = sent([window.halt, window.fingerprint], home)
-            (tokens, loss_sum), across, allowed = sum_over_processes(
+            (tokens, loss), across, agreed = sum_over_processes(
                 gradients.sums, torch.stack(own), codes, self.processes
             )
+            allowed = allowed & agreed
         divisor = tokens.clamp_min(1.0)
-        if self.divisor is not None:
-            divisor = torch.full_like(tokens, self.divisor)
+        if self._divisor is not None:
+            divisor = torch.full_like(tokens, self._divisor)
         for flat in gradients.sums:
             flat.div_(divisor.to(flat.device))
         norm = self._clip(window)
-        loss = loss_sum / divisor
-        finite = torch.isfinite(norm)
+        loss, finite = loss / divisor, torch.isfinite(norm)
         spike = torch.zeros_like(finite)
         if self.spikes is not None:
             spike = self.spikes.exceeds(loss, norm)
-        go = (tokens > 0) & finite & ~spike
-        go = go if window.reached else torch.zeros_like(go)
-        go = go if allowed is None else go & allowed
-        return ClosedWindow(tokens, loss, norm, finite, spike, go, flags, losses, across)
+        window.go = (tokens > 0) & finite & ~spike & allowed
+        window.scalars = {"tokens": tokens, "loss": loss, "norm": norm}
+        window.scalars |= {"finite_norm": finite, "spike": spike}
+        norm_of_each = stacked([torch.linalg.vector_norm(m.norms) for m in ran], home)
+        reports = [m.report.detach().to(home, torch.float64) for m in ran]
+        report = torch.cat(reports) if reports else flags.new_zeros(0)
+        window.parts = [flags, losses, norm_of_each, report, across]
+
+    def _unreached(self, ran: Sequence[MicroBatch]) -> list[int]:
+        """Return the places of parameters that no survivor's backward reached, on any process.
+
+        Reads flags; every process calls it.
+        """
+        reached = torch.zeros(len(self.gradients.parameters))
+        for micro in ran:
+            if micro.reached and bool(micro.flag):
+                reached[list(micro.reached)] = 1
+        if self.processes.size > 1:
+            reached = self.processes.sum_(reached.to(self._home))
+        return (reached == 0).nonzero().flatten().tolist()
 
     def _clip(self, window: LaunchedWindow) -> Tensor:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
@@ -293,21 +297,24 @@ class GradientWindow:
             flat.mul_(clip_scale(norm, self.max_grad_norm).to(flat.device))
         return norm
 
-    def _step(self, window: LaunchedWindow, closed: ClosedWindow) -> None:
+    def _step(self, window: LaunchedWindow, go: Tensor) -> None:
         """Step, verify, restore, and send the record: all on the device."""
+        scalars = window.scalars
         rate = None
         if self._rates is not None:
             # Not indexed by the step: indexing with a scalar tensor reads it.
             step = self._steps.clamp(max=len(self._rates) - 1).view(1)
-            rate = self._rates.index_select(0, step).squeeze(0)
-        update = window.update = self.update(closed.go, rate, self.processes)
-        with self.update.undone_on_error(update):
+            rate = scalars["rate"] = self._rates.index_select(0, step).squeeze(0)
+        with self.update.step(go, rate, self.processes) as update:
+            window.update = update
             steps = self._steps + update.applied
             if window.norms is None and not self.update.late and not bool(update.applied):
-                scale = clip_scale(closed.norm, self.max_grad_norm)  # norms are from before it
+                # norms are from before it
+                scale = clip_scale(scalars["norm"], self.max_grad_norm)
                 window.norms = norms_of(self.gradients.sum_views) / scale
-            send_record(window, closed, steps, rate)
-        self._steps = steps
+            scalars |= {"applied": update.applied, "steps": steps}
+            send_record(window)
+        self._steps, self.applied = steps, update.applied
 
     def _unread(self) -> int:
         """Return how many of the newest results to leave unread."""
@@ -326,16 +333,13 @@ class GradientWindow:
         """Return the results of all but the newest `keep` windows."""
         results = []
         while len(self._launched) > keep:
-            window, known = self._launched[0], self.processes.broken
+            window = self._launched[0]
+            if self.processes.broken and window.arrived is not None:
+                self._take_back()  # its loss was raised where it was noticed
+                break
             try:
                 if window.arrived is not None:
                     self.processes.wait_for(window.arrived)
-            except ProcessError:
-                self._take_back()
-                if known:
-                    break
-                raise
-            try:
                 result = read_record(
                     window, self.gradients.names, self.known_steps, self.processes, self.history
                 )
@@ -357,3 +361,16 @@ class GradientWindow:
                 self.update.take_back(window.update)
         self._launched.clear()
         self._steps.fill_(self.known_steps)
+
+
+def stacked(
+    scalars: list[Tensor], home: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return [number of scalars], empty for a process without a micro-batch."""
+    return torch.stack(scalars) if scalars else torch.zeros(0, dtype=dtype, device=home)
+
+
+def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
+    """Return numbers of the host in fp32 on the device, without waiting for it."""
+    values = torch.tensor(numbers, dtype=torch.float32)
+    return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values

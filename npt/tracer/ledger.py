@@ -54,7 +54,7 @@ _ORIGINS_KEPT = 8
 
 @dataclass(frozen=True)
 class Location:
-    """The place and phase of an operation.
+    """The place where an operation ran.
 
     Attributes:
         place: in backward, that of a hook or a custom function, or nothing but a leaf's module.

@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Badness(IntEnum):
-    """The badness of a tensor.
+    """The degree to which a tensor is bad.
 
     Attributes:
         SOFT: it has -Inf or numbers below the limit, perhaps as a mask.

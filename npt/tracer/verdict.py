@@ -132,7 +132,7 @@ class Verdict:
 
     @property
     def remedy(self) -> str:
-        """The advice that fits the cause."""
+        """The remedy of the cause."""
         return CAUSES[self.cause]
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from windows import Sums, add_filled, window_over
+from windows import add_filled, window_over
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ProcessError
+from npt.guard.outcome import MicroBatch
 
 
 class Broken(ProcessGroup):
@@ -38,13 +39,16 @@ def test_windows_whose_sums_never_came_have_not_happened(flush_only: bool) -> No
 
     def fill() -> Any:
         parameter.grad += torch.ones(3)
-        return Sums(torch.ones(()), 1)
+        return MicroBatch(torch.ones(()), 1)
 
     after = []
-    with mock.patch("npt.guard.outcome.to_host", lambda record: (record, mock.Mock())):
+    with (
+        mock.patch("npt.guard.outcome.to_host", lambda record: (record, mock.Mock())),
+        mock.patch.object(transaction, "_unread", lambda: 2),
+    ):
         for _ in range(2):
             add_filled(transaction, fill)
-            transaction._launched.append(transaction._launch(0))
+            transaction.commit()
             after.append((parameter.detach().clone(), transaction.update.checksum()))
         if flush_only:  # the loss was met elsewhere, and told of there
             (result,) = transaction._read(keep=1)
@@ -83,7 +87,7 @@ def test_a_step_that_could_not_be_compared_has_not_happened(late: bool) -> None:
 
     def fill() -> Any:
         parameter.grad += torch.ones(3)
-        return Sums(torch.ones(()), 1)
+        return MicroBatch(torch.ones(()), 1)
 
     add_filled(transaction, fill)
     with pytest.raises(ProcessError):

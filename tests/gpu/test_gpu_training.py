@@ -23,6 +23,7 @@ from npt.distill.local import BatchSums
 from npt.distill.strategies import STRATEGIES
 from npt.errors import TooManyRefusalsError
 from npt.forensics.student import replay_student as replay
+from npt.guard.outcome import MicroBatch as Added
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
 from npt.recorder.statistics import summarise
@@ -63,7 +64,8 @@ def run(late: bool, fault: Callable[[int], bool]) -> tuple[dict[str, Tensor], li
                 return sums
 
             window_of.begin()
-            window_of.add(fill(), (str(number),))
+            sums = fill()
+            window_of.add(Added(sums.loss, sums.tokens, sums.report, (str(number),)))
         results += window_of.commit()
     return {name: p.detach().clone() for name, p in parameters.items()}, results + window_of.flush()
 

@@ -15,7 +15,7 @@ from several import several, values
 
 from clean_runs import EXAMPLES
 from clean_runs.watched import Example, compared
-from npt.guard import gradients as flat_gradients
+from npt.guard.gradients import FlatGradients
 from npt.guard.trainer import TrainerGuard, TrainerMixin
 from npt.guard.window import GradientWindow
 
@@ -48,7 +48,11 @@ def adds_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loses_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_gradients, "_bring_home", lambda views, homes: None)
+    def point(gradients: FlatGradients, views: list[torch.Tensor]) -> None:
+        for parameter, view in zip(gradients.parameters, views, strict=True):
+            parameter.grad = view
+
+    monkeypatch.setattr(FlatGradients, "_point", point)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from faults.row_faults import VOCABULARY, row
 from npt.errors import CheckpointError, ConfigError, TooManyRefusalsError
 from npt.guard import protect
 from npt.guard.ids import refuse_bad_ids
-from npt.guard.trainer import _back_to, _mark
 
 
 class Config(PreTrainedConfig):
@@ -155,17 +154,6 @@ def test_placeholders_that_are_never_looked_up_are_good(placeholder) -> None:
     with refuse_bad_ids({"input_ids": ids}, model):
         model(ids)
     assert not model.table._forward_pre_hooks
-
-
-def test_metrics_are_put_back_by_their_lengths() -> None:
-    metrics = {"train": {"loss": [1.0, 2.0]}, "tokens": 5}
-    held = metrics["train"]["loss"]
-    mark = _mark(metrics)
-    held.append(3.0)
-    metrics["train"]["entropy"] = [1.0]
-    metrics["tokens"] = 7
-    assert _back_to(metrics, mark) == {"train": {"loss": [1.0, 2.0]}, "tokens": 5}
-    assert metrics["train"]["loss"] is held
 
 
 def test_the_guards_state_is_written_before_older_ones_go(tmp_path, monkeypatch) -> None:
@@ -358,9 +346,6 @@ class Early(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == self.trainer.first:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            folder.mkdir(exist_ok=True)
-            (folder / "checkpoint-is-incomplete.txt").touch()
             self.trainer._save_checkpoint(self.trainer.model, None)
 
 

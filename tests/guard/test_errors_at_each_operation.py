@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npt.guard import Guard, Outcome
-from npt.guard.guard import MicroBatch
+from npt.guard.outcome import MicroBatch
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
 

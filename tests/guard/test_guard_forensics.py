@@ -121,7 +121,7 @@ def test_a_copy_of_the_model_drags_no_guard_along() -> None:
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             other(torch.zeros(1, 2))["loss"].backward()
         model(torch.ones(1, 2))["loss"].backward()
-    (kept,) = guard._forensics._open.values()
+    (kept,) = guard.forensics._open.values()
     assert [call.arguments[0].sum().item() for call in kept.calls] == [2.0]
 
 

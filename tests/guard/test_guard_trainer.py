@@ -285,23 +285,6 @@ def test_ids_are_compared_with_what_the_model_has_rows_for() -> None:
         pass
 
 
-def test_padding_that_the_model_has_no_row_for_is_called_so() -> None:
-    model = small_llama()
-    size = model.config.vocab_size
-    ids, mask = torch.tensor([[1, 2, size]]), torch.tensor([[1, 1, 0]])
-
-    def refusal(mask: torch.Tensor) -> str:
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        with pytest.raises(DataError) as error, refuse_bad_ids(inputs, model):
-            model(**inputs)
-        return str(error.value)
-
-    remedy = "call model.resize_token_embeddings(len(tokenizer)) or set another pad_token"
-    said = f"input_ids has {size} as padding, and the model knows ids from 0 to {size - 1}; "
-    assert refusal(mask) == said + remedy
-    assert "padding" not in refusal(torch.ones_like(ids))
-
-
 def test_settings_and_bases_that_cannot_be_are_said_at_once(tmp_path) -> None:
     trainer = trainer_of(InOrder, rows(None), tmp_path)
     for setting in ("max_grad_norm", "loss", "spikes"):

@@ -13,6 +13,7 @@ from guarded_loops import Micro, World, assert_same_state, guarded_run, plain_ru
 from torch import Tensor, nn
 
 from npt.guard import Guard
+from npt.guard.holdings import Holdings
 
 
 class Counting(torch.optim.Optimizer):
@@ -209,8 +210,9 @@ def test_frozen_weights_are_not_copied() -> None:
     """A frozen base may be among the optimizer's parameters; no step changes it."""
     weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(50), requires_grad=False)
     optimizer = InAnAttribute([weight, frozen])
-    update = Guard({"weight": weight}, optimizer).update
-    assert not any(frozen is tensor for tensor in update.holdings()._reached.tensors.values())
+    (before,) = Guard({"weight": weight}, optimizer).update.snapshot().values()
+    assert torch.equal(before[0], weight)
+    assert Holdings([optimizer], [weight]).of(frozen) is frozen
 
 
 def test_a_hook_that_removed_itself_in_the_step_stays_removed() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from resumed_runs import without_report
 from rich.console import Console
-from windows import Sums, add_filled, window_over
+from windows import add_filled, window_over
 
 import npt
 from faults.runs import NoTokenizer
@@ -37,6 +37,7 @@ from npt.distill.splitting import MicroBatchSplitter
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
+from npt.guard.outcome import MicroBatch as Sums
 from npt.guard.schedule import rate_table
 from npt.guard.window import GradientWindow
 from npt.runs.run_folder import NullRunFolder, RunFolder
@@ -380,7 +381,7 @@ def drawn_by_name(processes: ProcessGroup) -> dict[str, list[float]]:
         for number in range(3):
             name = f"{window}-{number}"
             if number % processes.size != processes.index:
-                transaction.skip()
+                transaction.place += 1
                 continue
 
             def fill(name: str = name) -> Any:

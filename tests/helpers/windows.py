@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from npt.distill.step import add_batch, student_guard, summed
+from npt.guard.outcome import MicroBatch
 from npt.guard.update import GuardedUpdate
 from npt.guard.window import GradientWindow
 from npt.random_state import micro_batch_draws
@@ -45,15 +44,6 @@ class StudentStep:
         return self.guard.step()
 
 
-@dataclass
-class Sums:
-    """The sums of a test's micro-batch."""
-
-    loss: Tensor
-    tokens: int
-    report: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-
 def window_over(
     parameters: dict[str, Any],
     optimizer: torch.optim.Optimizer,
@@ -79,4 +69,4 @@ def add_filled(
     window.begin()
     with micro_batch_draws(seed, sample_ids, offset):
         sums = fill()
-    window.add(sums, sample_ids)
+    window.add(MicroBatch(sums.loss, sums.tokens, sums.report, sample_ids))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
-from windows import Sums, add_filled, window_over
+from windows import add_filled, window_over
 
 import npt
 from npt.adapters.converted import adapter_parameters
@@ -22,7 +22,7 @@ from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample, collate
 from npt.distill.local import REPORTED
 from npt.distill.strategies import STRATEGIES
-from npt.guard.outcome import Outcome
+from npt.guard.outcome import MicroBatch, Outcome
 
 SHAPES = {"layer.A": (3, 4), "layer.B.gate": (5, 3), "layer.M.gate": (5, 3), "other.A": (2,)}
 MAX_NORM = 0.5
@@ -85,11 +85,11 @@ class World:
         self._run(gradients, loss, 11, "broken")
 
     def _run(self, gradients: dict[str, Tensor], loss: Tensor, tokens: int, sample_id: str) -> None:
-        def fill() -> Sums:
+        def fill() -> MicroBatch:
             # As backward does: added in place to the present gradient.
             for name, parameter in self.parameters.items():
                 parameter.grad += gradients[name]
-            return Sums(loss, tokens)
+            return MicroBatch(loss, tokens)
 
         add_filled(self.transaction, fill, (sample_id,))
 
@@ -526,10 +526,10 @@ def test_tensors_of_two_dtypes_make_one_step() -> None:
     }
     transaction = window_over(parameters, torch.optim.SGD(parameters.values(), lr=1.0), 1e9, [1.0])
 
-    def fill() -> Sums:
+    def fill() -> MicroBatch:
         for parameter in parameters.values():
             parameter.grad += 1.0
-        return Sums(torch.tensor(1.0), 2)
+        return MicroBatch(torch.tensor(1.0), 2)
 
     add_filled(transaction, fill)
     (result,) = transaction.commit()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from resumed_runs import Runs, events, records
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from windows import Sums, add_filled, window_over
+from windows import add_filled, window_over
 
 import npt
 from npt.adapters.converted import adapter_parameters
@@ -27,6 +27,7 @@ from npt.distill.step import student_guard
 from npt.errors import NoMemoryError, TooManyRefusalsError
 from npt.guard import outcome as module
 from npt.guard.guard import Guard
+from npt.guard.outcome import MicroBatch
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import IN_FLIGHT, GradientWindow
 from npt.train import loop as loop_module
@@ -81,12 +82,12 @@ def run(
             patched.setattr(module, "to_host", device.to_host)
         for number, kind in enumerate(windows):
 
-            def fill(number: int = number, kind: str = kind) -> Sums:
+            def fill(number: int = number, kind: str = kind) -> MicroBatch:
                 for parameter in parameters.values():
                     parameter.grad += torch.full_like(
                         parameter, float("nan") if kind == "bad" else 1.0 + number
                     )
-                return Sums(torch.tensor(1.0 + number), 5)
+                return MicroBatch(torch.tensor(1.0 + number), 5)
 
             add_filled(transaction, fill, (str(number),))
             new = transaction.commit()
@@ -288,18 +289,12 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
     that nobody has waited for.
     """
     lines = {}
-    launch = GradientWindow._launch
+    step = GradientWindow._step
 
-    def launching(transaction: GradientWindow, mark: int) -> Any:
-        window = launch(transaction, mark)
+    def stepping(transaction: GradientWindow, window: Any, go: Tensor) -> None:
+        step(transaction, window, go)
         for micro in window.ran:
-            away = {
-                f.name: value.to("meta")
-                for f in fields(micro.sums)
-                if isinstance(value := getattr(micro.sums, f.name), Tensor)
-            }
-            micro.sums = replace(micro.sums, **away)
-        return window
+            micro.loss, micro.report = micro.loss.to("meta"), micro.report.to("meta")
 
     settings = {
         "log_steps": 1,
@@ -310,7 +305,7 @@ def test_logging_reads_nothing_but_what_came_with_the_window_s_record(late_runs,
     for name in ("readable", "away"):
         runs, made = late_runs(slow)
         if name == "away":
-            monkeypatch.setattr(GradientWindow, "_launch", launching)
+            monkeypatch.setattr(GradientWindow, "_step", stepping)
         runs.run(name, **settings)
         found = (runs.place / name / "metrics.jsonl").read_text().splitlines()
         lines[name] = [

@@ -19,7 +19,7 @@ from resumed_runs import RARE, Runs, at, events, records, with_faults
 from several import several, values
 from stopped_runs import BAD, good, make_trainer, stop
 from torch import nn
-from windows import Sums, add_filled, window_over
+from windows import add_filled, window_over
 
 import npt
 from faults.bench import SMALL, Run, Setting, clean_run, let_draw
@@ -34,6 +34,7 @@ from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import reference_outputs
 from npt.evaluation.modulation import measure_modulation
 from npt.forensics.student import replay_student as replay
+from npt.guard.outcome import MicroBatch
 from npt.random_state import named_draws, random_state
 from npt.train.loop import Loop
 from npt.train.preparation import smoke_test
@@ -90,7 +91,7 @@ class Noisy:
     def micro_batch(self, name: str, bad: bool = False, offset: int = 0) -> None:
         def fill() -> Any:
             self.parameters["p"].grad += torch.randn(5) * (math.nan if bad else 1.0)
-            return Sums(torch.rand(()), 2)
+            return MicroBatch(torch.rand(()), 2)
 
         add_filled(self.transaction, fill, (name,), offset, self.seed)
 
