@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import status_of
 from resumed_runs import Runs, at, checkpoint_names, events, lines, records
 from test_run_folder import files_of_at_most
 
@@ -196,17 +197,14 @@ def unprivileged(act: Callable[[], int]) -> int:
     """The exit status of a process without the rights of an administrator, whom no mode
     keeps out.
     """
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            if os.geteuid() == 0:
-                os.setgid(65534)
-                os.setuid(65534)
-            status = act()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def acting() -> int:
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        return act()
+
+    return status_of(acting)
 
 
 def test_a_folder_that_becomes_read_only_costs_checkpoints_only(here, whole, open_place) -> None:

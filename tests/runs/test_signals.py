@@ -9,11 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import status_of
 from resumed_runs import Runs, at, events, records
 from torch import nn
 
@@ -52,21 +53,6 @@ def raised(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def in_a_child(act: Callable[[], Any]) -> int:
-    """The exit status of a process that does it; negative for the signal that ended it, 70 for an
-    exception.
-    """
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            act()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @each_signal
 def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     before = handlers()
@@ -96,7 +82,7 @@ def test_a_second_signal_ends_the_process_as_it_would_have_outside(number) -> No
             raised(number)
             raised(number)
 
-    assert in_a_child(twice) == -number
+    assert status_of(twice) == -number
 
 
 def test_what_the_process_ignores_it_goes_on_ignoring() -> None:
