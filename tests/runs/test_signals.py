@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from forked import status_of
-from resumed_runs import Runs, at, events, records
+from resumed_runs import Runs, events, records
 from torch import nn
 
 import npt
@@ -164,6 +164,7 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
     "the audit": (preparation, "audit_precision", 0),
     "the folder": (RunFolder, "__init__", 0),
     "its first file": (RunFolder, "write", 0),
+    "the trackers": (Trackers, "__init__", 0),
 }
 
 
@@ -205,25 +206,6 @@ def test_a_signal_in_any_phase_leaves_a_run_that_resumes_exactly(
         assert result.exit_status == 128 + number and result.fidelity is None
         assert events(here.place / "run", "signal")[0]["number"] == number
     here.run("run", resume="auto", smoke_test=False)
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkeypatch) -> None:
-    def wait(self: Any, *_: Any, **__: Any) -> None:
-        raised(signal.SIGTERM)
-        raise AssertionError("kept waiting")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trackers, "__init__", wait)
-        with pytest.raises(StoppedError):
-            here.run("run")
-    assert list(here.place.iterdir()) == []
-    here.run("run", at(3), smoke_test=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(Trackers, "__init__", wait)
-        with pytest.raises(StoppedError):
-            here.run("run", resume="auto")
-    here.run("run", resume="auto")
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 

@@ -106,17 +106,6 @@ def test_a_resumed_run_remembers_where_its_loss_began(here) -> None:
     assert "loss" in causes(ruined.folder)
 
 
-def test_a_look_that_fails_does_not_end_the_run(here, monkeypatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no memory to look")
-
-    monkeypatch.setattr("npt.evaluation.modulation.measure_modulation", fail)
-    result = here.run("run", max_steps=4)
-    assert result.steps == 4
-    said = [x["message"] for x in events(result.folder, "warning")]
-    assert said == ["the multipliers are no longer watched: RuntimeError: no memory to look"]
-
-
 def test_the_looks_change_no_bit(here, monkeypatch) -> None:
     with_looks = here.run("one", max_steps=11)
     monkeypatch.setattr("npt.train.run_writer.RunWriter.looks", lambda self: None)

@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from resumed_runs import Runs, at, events, records
-from safetensors.torch import load_file
 
 from npt.errors import TooManyRefusalsError
 from npt.evaluation import modulation, modulation_map
-from npt.evaluation.modulation import Modulation
 from npt.report.run import RunRecord
-from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
 
 
@@ -115,30 +111,6 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
     assert all("RuntimeError: no ink" in message for message in said)
     assert said[0] in here.said.getvalue()
     assert not (result.folder / "report.html").exists()
-
-
-def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatch) -> None:
-    untouched: list[bool] = []
-    real = modulation.measure_modulation
-
-    def spy(*given: Any, **named: Any) -> Modulation:
-        before = torch.get_rng_state()
-        found = real(*given, **named)
-        untouched.append(torch.equal(torch.get_rng_state(), before))
-        return found
-
-    monkeypatch.setattr(modulation, "measure_modulation", spy)
-    one = here.run("one", max_steps=3).folder
-    # none to look at: it fails, and is warned of
-    monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)
-    other = here.run("other", max_steps=3).folder
-    # step 2 of both runs and the end of the first
-    assert untouched == [True] * 3 and "no token to look at" in warnings(other)[-1]
-    first, second = (
-        load_file(folder / "checkpoints/step-00000003/adapter/adapter_model.safetensors")
-        for folder in (one, other)
-    )
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def test_a_passage_that_cannot_be_measured_takes_nothing_with_it(here, monkeypatch) -> None:
