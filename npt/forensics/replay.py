@@ -448,7 +448,7 @@ class Replay:
         (fresh, tried), (failed, accepted) = self.count(True), self.count(False)
         parts = [f"{fresh} of {tried} fresh ones"] if tried else []
         parts += [f"{failed} of {accepted} accepted ones"] if accepted else []
-        return f"Of other batches in the same state fail {' and '.join(parts)}."
+        return f"Of other batches in the same state, {' and '.join(parts)} fail."
 
     def _remedy(self) -> str:
         names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
