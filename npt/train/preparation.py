@@ -190,7 +190,6 @@ def run_record(
     setup: RunSetup, data: RunData, base: BaseIdentity, calibration: Calibration | None
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.quantization_error import product_errors
     from npt.base.recipe import ORIGIN_ENTRY, origin_of
 
     model = setup.model
@@ -203,7 +202,6 @@ def run_record(
         **base.as_record(),
         ORIGIN_ENTRY: origin_of(model.config),
         "precision": audit_precision(model, policy_dtype(model)).as_dict(),
-        "product_errors": None if is_sharded(model) else product_errors(model),
         "device": str(setup.device),
         "deterministic": setup.deterministic,
         "processes": setup.processes.size,
