@@ -157,7 +157,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         return {p.name for p in path.iterdir()}
 
     assert names(folder) == {
-        *("run.json", "metrics.jsonl", "events.jsonl", "fidelity.json", "modulation.json"),
+        *("run.json", "metrics.jsonl", "events.jsonl", "fidelity.json"),
         *("report.html", "checkpoints", "adapter"),
     }
     metrics = lines(folder, "metrics")
