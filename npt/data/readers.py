@@ -154,7 +154,7 @@ def read_text(path: Path, config: DataConfig) -> Iterator[Record]:
                     yield {"text": piece, "id": f"{path.name}#{number}", **ends}
                 number, piece = number + 1, after
     except UnicodeDecodeError as error:
-        raise next(lines_not_utf8(path)) from error
+        raise _first_not_utf8(path) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -166,7 +166,7 @@ def read_json(path: Path, config: DataConfig) -> list[Record]:
     except OSError as error:
         raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
-        raise next(lines_not_utf8(path)) from error
+        raise _first_not_utf8(path) from error
     except (ValueError, RecursionError) as error:
         line = column = None
         what = str(error)
@@ -187,16 +187,15 @@ def read_json(path: Path, config: DataConfig) -> list[Record]:
     return [{"id": f"{path.name}:{number}", **value} for number, value in enumerate(values)]
 
 
-def lines_not_utf8(path: Path) -> Iterator[FileError]:
-    """Yield the faults of lines in another encoding."""
+def _first_not_utf8(path: Path) -> FileError:
+    """Return the fault of the first line in another encoding."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
-                fault = not_utf8(path, number, error)
-                fault.__cause__ = error
-                yield fault
+                return not_utf8(path, number, error)
+    raise AssertionError(f"{path} is UTF-8")
 
 
 def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:

@@ -32,8 +32,10 @@ class FileError(DataError):
         self, path: Path, said: str, line: int | None = None, column: int | None = None, at: Any = 0
     ):
         where = "" if line is None else f", line {line}"
-        super().__init__(f"{path}{where}{'' if column is None else f', column {column}'}{said}")
-        self.line, self.column, self.problem = line, column or at or None, said.lstrip(" :,")
+        self.place = f"{path}{where}{'' if column is None else f', column {column}'}"
+        super().__init__(f"{self.place}{said}")
+        self.path, self.line, self.column = str(path), line, column or at or None
+        self.problem = said.lstrip(" :,")
 
 
 def unreadable(path: Path, error: OSError) -> FileError:

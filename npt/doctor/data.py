@@ -5,7 +5,7 @@ training would stop at. One pass in constant memory, past the faults: training e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import RecordCounts
-from npt.data.readers import lines_not_utf8
 from npt.data.report import listed_columns
 from npt.data.samples import cut
 from npt.data.source import (
@@ -39,32 +38,7 @@ _RECORDS_AT_ONCE = 32
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets of masked tokens."""
 
-
-@dataclass(frozen=True)
-class Broken:
-    """A place that cannot be read or trained on.
-
-    Attributes:
-        line: from 1; None if the kind of file has none.
-        column: likewise, in characters; in bytes if the line is not UTF-8, in fields of a CSV row.
-    """
-
-    where: str
-    line: int | None
-    column: int | None
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.problem}"
-
-    @property
-    def place(self) -> str:
-        line = "" if self.line is None else f", line {self.line}"
-        column = "" if self.column is None else f", column {self.column}"
-        return f"{self.where}{line}{column}"
-
-
-RecordPlace = tuple[str, int | None]
+RecordPlace = tuple[Any, int | None]
 """The file or data set of a record, and its line."""
 
 
@@ -79,14 +53,17 @@ class Reading:
 
     def __init__(self, config: DataConfig):
         self._config = config
-        self.broken: list[Broken] = []
+        self.broken: list[FileError] = []
         self.broken_total = self.blank_lines = 0
 
-    def note(self, where: str, line: int | None, column: int | None, problem: str) -> None:
+    def note(self, path: Path, line: int | None, error: Exception) -> None:
         """Count a fault, and name it while there is room."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
-            self.broken.append(Broken(where, line, column, problem))
+            located = isinstance(error, FileError)
+            self.broken.append(
+                error if located else FileError(path, f": {first_line(error)}", line)
+            )
 
     def __iter__(self) -> Iterator[tuple[Record, RecordPlace]]:
         name = self._config.dataset_name
@@ -109,21 +86,12 @@ class Reading:
             except StopIteration:
                 break
             except Exception as error:  # pyarrow and datasets each raise their own
-                self._note_file(path, error, getattr(records, "line", None))
+                self.note(path, None, error)
                 if records is None:
                     return
             else:
-                yield record, (str(path), getattr(records, "line", None))
+                yield record, (path, getattr(records, "line", None))
         self.blank_lines += getattr(records, "blank_lines", 0)
-
-    def _note_file(self, path: Path, error: Exception, line: int | None) -> None:
-        """Note a fault; if the encoding ends the reading, every line with that fault."""
-        if not isinstance(error, FileError):
-            self.note(str(path), None, None, first_line(error))
-            return
-        ended = isinstance(error.__cause__, UnicodeDecodeError) and error.line != line
-        for fault in lines_not_utf8(path) if ended else (error,):
-            self.note(str(path), fault.line, fault.column, fault.problem)
 
 
 @dataclass
@@ -145,7 +113,7 @@ class DataReport:
     complete: bool = True
     counts: RecordCounts = field(default_factory=RecordCounts)
     blank_lines: int = 0
-    broken: tuple[Broken, ...] = ()
+    broken: tuple[FileError, ...] = ()
     broken_total: int = 0
     shortest: int = 0
     longest: int = 0
@@ -179,9 +147,14 @@ class DataReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        values = asdict(self) | self.counts.as_dict()
+        values = vars(self) | self.counts.as_dict()
         del values["counts"]
-        return values | {"problems": self.problems, "trainable": not self.problems}
+        faults = [
+            {"where": b.path, "line": b.line, "column": b.column, "problem": b.problem}
+            for b in self.broken
+        ]
+        trainable = not self.problems
+        return values | {"broken": faults, "problems": self.problems, "trainable": trainable}
 
     def add(self, sample: Sample) -> None:
         """Count a sample's ids and labels."""
@@ -221,7 +194,7 @@ def examine(
                 report.shown += (show(sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
     report.blank_lines, report.broken_total = reading.blank_lines, reading.broken_total
-    report.broken = tuple(sorted(reading.broken, key=lambda b: (b.where, b.line or 0)))
+    report.broken = tuple(sorted(reading.broken, key=lambda b: (b.path, b.line or 0)))
     return report
 
 
@@ -235,7 +208,7 @@ def _samples(
         samples = list(cut((record for record, _ in chunk), tokenizer, config, of_chunk))
     except Exception as error:  # a tokenizer or a template may raise anything
         if len(chunk) == 1:
-            reading.note(*chunk[0][1], None, first_line(error))
+            reading.note(*chunk[0][1], error)
             return
         for pair in chunk:
             yield from _samples([pair], tokenizer, config, counts, reading)
@@ -247,28 +220,27 @@ def _samples(
 
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
     """Decode a sample, masked tokens in brackets, without the middle of long spans."""
+
+    def decoded(ids: list[int]) -> str:
+        parts = []
+        for inside, group in groupby(ids, key=lambda i: 0 <= i < vocab_size):
+            if inside:
+                parts.append(tokenizer.decode(list(group), skip_special_tokens=False))
+            else:
+                parts += [f"<no token {i}>" for i in group]
+        return "".join(parts)
+
     labels = sample.labels if sample.labels is not None else sample.input_ids
     pairs = zip(labels, sample.input_ids, strict=True)
     spans = []
     for target, group in groupby(pairs, key=lambda pair: pair[0] != IGNORE_INDEX):
         ids = [token for _, token in group]
-        text = _decoded(ids, tokenizer, vocab_size)
+        text = decoded(ids)
         if len(ids) > 2 * EDGE + 1:
-            start, end = (_decoded(x, tokenizer, vocab_size) for x in (ids[:EDGE], ids[-EDGE:]))
-            text = f"{start} … {len(ids) - 2 * EDGE} tokens … {end}"
+            hidden = len(ids) - 2 * EDGE
+            text = f"{decoded(ids[:EDGE])} … {hidden} tokens … {decoded(ids[-EDGE:])}"
         spans.append(text if target else f"{OPEN}{text}{CLOSE}")
     return f"{sample.id}, {len(sample.input_ids):,} tokens: {''.join(spans)}"
-
-
-def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
-    """Return the text of ids; those outside the vocabulary by number."""
-    parts = []
-    for inside, group in groupby(ids, key=lambda i: 0 <= i < vocab_size):
-        if inside:
-            parts.append(tokenizer.decode(list(group), skip_special_tokens=False))
-        else:
-            parts += [f"<no token {i}>" for i in group]
-    return "".join(parts)
 
 
 def print_report(report: DataReport, console: Console) -> None:
