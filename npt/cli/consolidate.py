@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, limit, tell
-from npt.config import TARGETS
 from npt.errors import DataError
 from npt.files import check_room
 
@@ -33,11 +32,9 @@ def consolidate(flags: dict[str, Any]) -> int:
     fact = encode_fact(tokenizer, flags["text"], flags["context"])
     ids = fact.in_context if flags["context"] else fact.alone
     config = task.flags["adapter"].config
-    layers = resolve_layers(flags["layers"] or config.layers, model.config.num_hidden_layers)
+    layers = resolve_layers(config.layers, model.config.num_hidden_layers)
     # At the same cost the additions to the residual stream alone recall most.
     targets = ("down",) if "down" in config.targets else config.targets
-    if flags["targets"] is not None:
-        targets = tuple(target.strip() for target in flags["targets"].split(","))
     record = {name: flags[name] for name in ("text", "context")}
     record |= {"adapter_hash": adapter_hash(model), **student.other}
     modulation = modulation_of(model, ids, flags["token"])
@@ -84,12 +81,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "alpha", "strength, above 0 and at most 1", 0.5, float)
     text = "largest held-out divergence, nats per token (inf: any); alpha is lowered to keep it"
     add_number(parser, "max_kl", text, 0.01, limit)
-    add("--layers", help="of the adapter's layers, those that are changed (default: all of them)")
-    text = (
-        f"of the adapter's targets {','.join(TARGETS)}, those that are changed (default: down if it"
-        " is one of them)"
-    )
-    add("--targets", help=text)
     text = "folder for the adapter together with the update"
     add("--output", required=True, metavar="FOLDER", help=text)
     add_number(parser, "eval_samples", "samples of held-out text", 64)

@@ -94,7 +94,9 @@ def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     if flags["measure"]:
         if limit is not None and workload.plan(1).of("micro-batch", "step") > limit:
             raise ConfigError("--measure runs what is planned, and not even one sample would fit")
-        model, teacher = _models(flags, workload, console)
+        base = build(BaseConfig, flags)
+        model, _ = load(base, console, workload.device)
+        teacher = load_teacher(base, console, workload.device)
         with console.status("running windows"):
             measured = list(measured_windows(workload, model, teacher, limit))
     window = training.batch_size * training.gradient_accumulation_steps
@@ -134,30 +136,12 @@ def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
         config.dtype = torch.bfloat16
     check_fit(adapter, config, data.max_length)
     check_trainable(adapter, None, base.teacher_precision is not None)
+    if flags["measure"] and flags["shape"] is not None:
+        raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
     if flags["measure"] and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
     device = None if device is None else torch.device(device)
     return name, Workload.of(base, config, adapter, training, data.max_length, device)
-
-
-def _models(flags: Mapping[str, Any], workload: Any, console: Any) -> tuple[Any, Any]:
-    """Return the base and its own teacher; for --shape a base with random weights, and None."""
-    from npt.base.random_base import random_base
-
-    base = build(BaseConfig, flags)
-    if flags["shape"] is None:
-        model, _ = load(base, console, workload.device)
-        return model, load_teacher(base, console, workload.device)
-    if workload.teacher is not None:
-        raise ConfigError("--measure takes no --teacher_precision with --shape; give --model_name")
-    model = random_base(
-        workload.config,
-        quantization=base.quantization,
-        device=workload.device,
-        attn_implementation=base.attn_implementation,
-        compute_dtype=workload.compute_dtype,
-    )
-    return (model if base.quantization else model.to(workload.stored)), None
 
 
 def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> None:

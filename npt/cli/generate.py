@@ -10,7 +10,7 @@ from typing import Any
 
 from npt.cli.arguments import Student, add_number, add_student, add_switch, begin, print_json
 from npt.console import make_console, put
-from npt.errors import ConfigError, DataError, printable
+from npt.errors import ConfigError, printable
 
 MODES = ("teacher", "student", "floor")
 """Who may write a text, in the order in which a page shows them."""
@@ -24,7 +24,7 @@ def generate(flags: dict[str, Any]) -> int:
     page = None if flags["html"] is None else Path(flags["html"])
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise ConfigError(f"--html {page}: name a file in a folder that exists")
-    prompt, limit, compare = _prompt(flags["prompt"]), flags["max_new_tokens"], flags["compare"]
+    prompt, limit, compare = flags["prompt"], flags["max_new_tokens"], flags["compare"]
     task = begin(flags, stderr=True)  # so that stdout is text, or JSON, alone
     notes, student = task.console, task.load()
     model, tokenizer = student.model, student.tokenizer
@@ -50,24 +50,15 @@ def generate(flags: dict[str, Any]) -> int:
     else:
         words = prompt + texts[modes[0]].text
         put(printable(words) if sys.stdout.isatty() else words)
-    notes.say("; ".join(_speed(mode, text) for mode, text in texts.items()))
+    for mode, text in texts.items():
+        speed = len(text.ids) / max(text.seconds, 1e-9)
+        ending = "ended" if text.ended else "cut at the limit"
+        notes.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
     if page is not None:
         recipe = {"adapter": str(task.flags["adapter"]), "base": task.base.model_name}
         _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"page {page}")
     return 0
-
-
-def _prompt(text: str | None) -> str:
-    """Return the prompt of the flag, else what is piped in."""
-    if text is not None:
-        return text
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("there is no prompt; pass --prompt TEXT, or pipe the text in")
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt on standard input is not UTF-8: {error.reason}") from error
 
 
 def _print_texts(
@@ -125,14 +116,9 @@ def _write_page(
     write_text(page, generated_page(line[0].upper() + line[1:], facts, rows, passages))
 
 
-def _speed(name: str, written: Any) -> str:
-    count = len(written.ids)
-    speed = f"{count / written.seconds:.1f} tokens/s" if written.seconds > 0 else "no time"
-    return f"{name}: {count} tokens, {speed}, {'ended' if written.ended else 'cut at the limit'}"
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", metavar="TEXT", help="default: what is piped in")
+    text = "text to continue, or what the user says to a chat model"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=text)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--mode", choices=MODES, help="who writes (default: student)")
     add_switch(who, "compare", "teacher and student, and where they part")
