@@ -59,7 +59,6 @@ def rate_of(form: str, divisor: int) -> float:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Read numbers from 0 on, with commas between them."""
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 0:
         raise ValueError

@@ -342,36 +342,11 @@ def test_pretrain_runs_on_a_folder_of_another_family(short_library, tmp_path):
     windows.
     """
     folder = save_base("smollm3, window", tmp_path / "base")
-    command = [
-        *(
-            "pretrain",
-            "--model_name",
-            str(folder),
-            "--dataset_name",
-            "builtin",
-            "--init",
-            "random",
-            "--use_quantization",
-            "--adapter_rank",
-            "4",
-            "--max_steps",
-            "2",
-            "--batch_size",
-            "2",
-        ),
-        *(
-            "--max_length",
-            "24",
-            "--num_samples",
-            "8",
-            "--eval_samples",
-            "2",
-            "--warmup_steps",
-            "0",
-            "--output_dir",
-            str(tmp_path / "run"),
-        ),
-        "--packing",
-    ]
-    assert main(command) == 0
+    command = (
+        "pretrain --dataset_name builtin --init random --use_quantization --adapter_rank 4"
+        " --max_steps 2 --batch_size 2 --max_length 24 --num_samples 8 --eval_samples 2"
+        " --warmup_steps 0 --packing --model_name"
+    )
+    folders = (str(folder), "--output_dir", str(tmp_path / "run"))
+    assert main([*command.split(), *folders]) == 0
     assert json.loads((tmp_path / "run" / "fidelity.json").read_text())["student"]["kl"] > 0

@@ -29,9 +29,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("report",),
     ("runs",),
-    ("diagnostics",),
     ("tracer",),
     ("recorder",),
+    ("diagnostics",),
     ("forensics",),
     ("train",),
     ("tools", "doctor"),
@@ -40,15 +40,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-LATE = {
-    ("guard", "forensics"),
-    ("guard", "recorder"),
-    ("guard", "tracer"),
-    ("diagnostics", "recorder"),
-}
+LATE = {("guard", "forensics"), ("guard", "recorder"), ("guard", "tracer")}
 """Imports from above that are made when they are first needed, within a function: the guard loads
-tracer and recorder at the first refusal that is traced, and `npt.diagnostics` is a lazy door to the
-recorder.
+tracer and recorder at the first refusal that is traced.
 """
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))

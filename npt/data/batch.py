@@ -26,9 +26,14 @@ _HELDOUT_ONE_IN = 20
 class Sample:
     """One row of a batch.
 
-    id: the record, and the token it starts at. labels: of each token; None if all are targets.
-    lengths: of the documents packed into it; None for one. said: what a conversation says, which
-    is the same on the day after, as its tokens may not be."""
+    Attributes:
+        id: the record, and the token it starts at.
+        input_ids: its tokens.
+        labels: of each token; None if all are targets.
+        lengths: of the documents packed into it; None for one.
+        said: what a conversation says, which is the same on the day after, as its tokens may not
+            be.
+    """
 
     id: str
     input_ids: tuple[int, ...]
@@ -43,9 +48,7 @@ class Sample:
 
     @property
     def heldout(self) -> bool:
-        """One sample in twenty, by a hash of what it says, or of its tokens: the same on every
-        machine and day.
-        """
+        """One sample in twenty, by a hash: the same on every machine and day."""
         said = ",".join(map(str, self.input_ids)) if self.said is None else self.said
         digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
         return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
@@ -55,13 +58,17 @@ class Sample:
 class Batch:
     """One micro-batch. Losses read the rows at `valid_index` and never see padding.
 
-    input_ids, attention_mask, position_ids, labels: [B, T] int64. Positions count valid tokens and
-        restart with every packed document; labels are -100 at padding, on prompts and at the first
-        token of a packed document (the loss shifts them).
-    documents: [B, T] int64, the number of each token's document, if a row has several.
-    valid_index: [N] int64, the valid tokens in [B * T]. It and `scored_index` are made on the host
-        and moved by `to`, so no device is asked for a count.
-    offset: samples drawn before these; with their ids it seeds the random numbers of training.
+    Attributes:
+        input_ids: [B, T] int64, as the next three.
+        attention_mask: 1 on valid tokens.
+        position_ids: number of valid tokens before, from 0 in every packed document.
+        labels: -100 at padding, on prompts and at the first token of a packed document (the loss
+            shifts them).
+        valid_index: [N] int64, the valid tokens in [B * T]. It and `scored_index` are made on the
+            host and moved by `to`, so no device is asked for a count.
+        sample_ids: one a row.
+        documents: [B, T] int64, the number of each token's document, if a row has several.
+        offset: samples drawn before these; with their ids it seeds the random numbers of training.
     """
 
     input_ids: Tensor
@@ -76,8 +83,8 @@ class Batch:
     @property
     def row_tensors(self) -> dict[str, Tensor]:
         """Every tensor [B, T] of this batch by its name."""
-        found = {name: getattr(self, name) for name in ROW_TENSORS}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors = {name: getattr(self, name) for name in ROW_TENSORS}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def with_rows(self, tensors: Mapping[str, Tensor], sample_ids: tuple[str, ...]) -> Batch:
         """Return this batch with other `row_tensors`, on the host; one not given is None."""
@@ -144,13 +151,13 @@ def collate(
     labels, documents = torch.full_like(ids, IGNORE_INDEX), torch.zeros_like(ids)
     for row, sample in enumerate(samples):
         n = len(sample.input_ids)
-        own = (row, slice(0, n) if side == "right" else slice(width - n, width))
-        ids[own] = torch.tensor(sample.input_ids, dtype=torch.int64)
-        mask[own] = 1
-        labels[own] = ids[own] if sample.labels is None else torch.tensor(sample.labels)
+        cells = (row, slice(0, n) if side == "right" else slice(width - n, width))
+        ids[cells] = torch.tensor(sample.input_ids, dtype=torch.int64)
+        mask[cells] = 1
+        labels[cells] = ids[cells] if sample.labels is None else torch.tensor(sample.labels)
         if sample.lengths is not None:
             lengths = torch.tensor(sample.lengths)
-            documents[own] = torch.arange(len(lengths)).repeat_interleave(lengths)
+            documents[cells] = torch.arange(len(lengths)).repeat_interleave(lengths)
     batch = replace(batch_from_tensors(ids, mask, tuple(s.id for s in samples)), labels=labels)
     if not any(len(s.lengths or ()) > 1 for s in samples):
         return batch
@@ -177,29 +184,18 @@ def batch_from_tensors(
 
 
 def target_index(
-    labels: Tensor,
-    attention_mask: Tensor,
-    position_ids: Tensor | None = None,
-    *,
-    ahead: int = 1,
-    ignore_index: int = IGNORE_INDEX,
+    labels: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, *, ahead: int = 1
 ) -> Tensor:
-    """Return positions [S] in [B * T] that have a target `ahead` tokens later: both valid, of one
-    document, and the target's label not `ignore_index`. All tensors are [B, T]; positions default
-    to those of each row's valid tokens."""
+    """Return positions [S] in [B * T] that have a labelled target `ahead` tokens later, both valid
+    and of one document. All tensors are [B, T]; positions default to those of valid tokens.
+    """
     positions = attention_mask.cumsum(dim=-1) if position_ids is None else position_ids
-    counts = _follows(attention_mask, positions, ahead) & (labels[:, ahead:] != ignore_index)
-    row, column = counts.nonzero(as_tuple=True)
-    return row * labels.shape[1] + column
-
-
-def _follows(attention_mask: Tensor, position_ids: Tensor, ahead: int) -> Tensor:
-    """Return [B, T - ahead] bool: the token `ahead` later is of the same document, all between
-    valid."""
     valid = attention_mask.bool()
     kept = max(0, valid.shape[1] - ahead)
-    adjacent = position_ids[:, ahead:] == position_ids[:, :kept] + ahead
-    return valid[:, :kept] & valid[:, ahead:] & adjacent
+    adjacent = positions[:, ahead:] == positions[:, :kept] + ahead
+    counts = valid[:, :kept] & valid[:, ahead:] & adjacent & (labels[:, ahead:] != IGNORE_INDEX)
+    row, column = counts.nonzero(as_tuple=True)
+    return row * labels.shape[1] + column
 
 
 def batches(
@@ -212,22 +208,18 @@ def batches(
 
 
 def find_fault(batch: Batch, vocab_size: int) -> str | None:
-    """Return the first fault of a batch on the host, located, or None.
-
-    Ids must lie in [0, V), labels too unless they are -100, the mask must hold zeros and ones, and
-    every row needs a valid token.
+    """Return the first fault of a batch on the host, located, or None: an id or a label outside
+    [0, V), a mask of other values than 0 and 1, a row without a valid token.
     """
     ids, mask = batch.input_ids, batch.attention_mask
     if ids.ndim != 2 or ids.shape != mask.shape or ids.numel() == 0:
         shapes = f"shapes {tuple(ids.shape)} of ids and {tuple(mask.shape)} of mask"
         return f"{shapes}, expected [B, T] twice"
     labels = torch.where(batch.labels == IGNORE_INDEX, 0, batch.labels)
-    for name, found in (("token id", ids), ("label", labels)):
-        wrong = ((found < 0) | (found >= vocab_size)).nonzero()
-        if len(wrong):
-            row, column = wrong[0].tolist()
+    for name, values in (("token id", ids), ("label", labels)):
+        for row, column in ((values < 0) | (values >= vocab_size)).nonzero().tolist():
             return (
-                f"{name} {int(found[row, column])} outside the vocabulary [0, {vocab_size}) at row"
+                f"{name} {int(values[row, column])} outside the vocabulary [0, {vocab_size}) at row"
                 f" {row}, position {column} of sample {batch.sample_ids[row]}"
             )
     for row, column in ((mask != 0) & (mask != 1)).nonzero().tolist():

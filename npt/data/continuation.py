@@ -62,5 +62,5 @@ def continuation_text(tokenizer: Any, before: Sequence[int], ids: Sequence[int])
 
 
 def _tokens(tokenizer: Any, *texts: str, special: bool = False) -> list[list[int]]:
-    found = tokenizer(list(texts), verbose=False, add_special_tokens=special)["input_ids"]
-    return list(map(list, found))
+    ids = tokenizer(list(texts), verbose=False, add_special_tokens=special)["input_ids"]
+    return list(map(list, ids))

@@ -20,12 +20,12 @@ def pack(samples: Sequence[Sample], max_length: int) -> list[Sample]:
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for sample in sorted(samples, key=lambda s: -len(s.input_ids)):
         size = len(sample.input_ids)
-        found = bisect.bisect_left(room, (size, 0))
-        if found == len(room):
+        fitting = bisect.bisect_left(room, (size, 0))
+        if fitting == len(room):
             rows.append([sample])
             bisect.insort(room, (max_length - size, len(rows) - 1))
         else:
-            free, row = room.pop(found)
+            free, row = room.pop(fitting)
             rows[row].append(sample)
             bisect.insort(room, (free - size, row))
     return [_joined(row) for row in rows]

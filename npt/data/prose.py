@@ -1,12 +1,10 @@
 """English prose of this machine's Python, which nothing downloads: `--dataset_name builtin-prose`.
 
 Its documents are the topics of `help()` (`pydoc_data/topics.py`, the language reference) and, for
-each module of the standard library, its long docstrings. Python 3.11 has 386 documents of
-1.52 million characters, some 380,000 tokens, 111,000 characters of them held out; other versions of
-Python have other texts, so compare figures between runs on one version only. Nothing is imported:
-files are parsed. A document is whole in one split, which a hash of its name decides, alike on every
-machine; files that `builtin` holds out are held out here too. The embedded model was trained on
-`builtin`, which has most of these texts between its code.
+each module of the standard library, its long docstrings: in Python 3.11 some 380,000 tokens. Other
+versions have other texts, so compare figures between runs on one version only. A document is whole
+in one split, which a hash of its name decides; files that `builtin` holds out are held out here
+too. The embedded model was trained on `builtin`, which has most of these texts between its code.
 """
 
 from __future__ import annotations
@@ -93,5 +91,5 @@ def _docstrings(source: str) -> str:
 
 def _paragraphs(text: str) -> list[str]:
     """Return a text's paragraphs, but for those that hold an interpreter's session or a table."""
-    found = re.split(r"\n[ \t]*\n", text.strip("\n"))
-    return [p for p in found if p.strip() and not _LISTING.search(p)]
+    paragraphs = re.split(r"\n[ \t]*\n", text.strip("\n"))
+    return [p for p in paragraphs if p.strip() and not _LISTING.search(p)]

@@ -25,17 +25,23 @@ PIECE = "npt:piece"
 
 
 class FileError(DataError):
-    """A file that cannot be read: `said` follows the place. line, column: from 1; at: the column,
-    if the message does not name one."""
+    """A file that cannot be read: `problem` follows the place in the message, line and column from
+    1. `at` is the column, if the message should not name one.
+    """
 
     def __init__(
-        self, path: Path, said: str, line: int | None = None, column: int | None = None, at: Any = 0
+        self,
+        path: Path,
+        problem: str,
+        line: int | None = None,
+        column: int | None = None,
+        at: Any = 0,
     ):
         where = "" if line is None else f", line {line}"
         self.place = f"{path}{where}{'' if column is None else f', column {column}'}"
-        super().__init__(f"{self.place}{said}")
+        super().__init__(f"{self.place}{problem}")
         self.path, self.line, self.column = str(path), line, column or at or None
-        self.problem = said.lstrip(" :,")
+        self.problem = problem.lstrip(" :,")
 
 
 def unreadable(path: Path, error: OSError) -> FileError:
@@ -45,8 +51,8 @@ def unreadable(path: Path, error: OSError) -> FileError:
 
 def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
     """Return the error of a line in another encoding."""
-    said = f": not UTF-8 (byte {error.start}: {error.reason}); convert the file first"
-    return FileError(path, said, line, at=error.start + 1)
+    problem = f": not UTF-8 (byte {error.start}: {error.reason}); convert the file first"
+    return FileError(path, problem, line, at=error.start + 1)
 
 
 Read = Callable[[Any, DataConfig], Iterable[Record]]
@@ -88,9 +94,9 @@ def is_sequence(records: Any) -> bool:
 
 def is_local(name: str) -> bool:
     """Return whether a data set's name means files here: a path, a glob, or a known suffix."""
-    path, glob_ = os.path.expanduser(name), any(c in name for c in "*?[")
-    found = Path(path).suffix in READERS or os.path.isabs(path) or os.path.exists(path)
-    return name not in READERS and (found or glob_)
+    path, is_glob = os.path.expanduser(name), any(c in name for c in "*?[")
+    is_path = Path(path).suffix in READERS or os.path.isabs(path) or os.path.exists(path)
+    return name not in READERS and (is_path or is_glob)
 
 
 def reader_of(name: str | Path) -> Reader:
@@ -105,15 +111,15 @@ def local_files(name: str) -> list[Path]:
     suffixes = ", ".join(kind for kind in READERS if kind.startswith("."))
     try:
         if path.is_dir():
-            shown = (p for p in path.rglob("*") if "/." not in f"/{p.relative_to(path).as_posix()}")
-            files = sorted(p for p in shown if p.suffix in READERS and p.is_file())
+            below = (p for p in path.rglob("*") if "/." not in f"/{p.relative_to(path).as_posix()}")
+            files = sorted(p for p in below if p.suffix in READERS and p.is_file())
             if not files:
                 raise DataError(f"{path} holds no {suffixes} file; check --dataset_name")
         elif path.exists():
             files = [path]
         else:
-            found = (Path(p) for p in glob.glob(str(path), recursive=True))
-            files = sorted(p for p in found if p.is_file())
+            matches = (Path(p) for p in glob.glob(str(path), recursive=True))
+            files = sorted(p for p in matches if p.is_file())
         if not files:
             remedy = "check --dataset_name ('builtin' is the text that needs no file)"
             raise DataError(f"there is no file {path}; {remedy}")
@@ -153,10 +159,10 @@ def open_source(config: DataConfig) -> Iterable[Record]:
         files = local_files(name)
         if config.streaming:
             return Repeatable(lambda: read_stream(files, config))
-        found = read_sequence(files, config)
-        if len(found) == 0:
+        sequence = read_sequence(files, config)
+        if len(sequence) == 0:
             raise DataError(f"{name} holds no records; check --dataset_name")
-        return found
+        return sequence
     read = reader_of(name).read
     records = read(name, config)
     if iter(records) is not records:
@@ -172,8 +178,8 @@ def read_stream(files: Iterable[Path], config: DataConfig) -> Iterator[Record]:
 
 def read_sequence(files: Sequence[Path], config: DataConfig) -> Sequence[Record]:
     """Return the records of files as one sequence, readable in any order and by several threads."""
-    found = [reader_of(file).read(file, config) for file in files]
-    parts: list[Any] = [part if is_sequence(part) else list(part) for part in found]
+    opened = [reader_of(file).read(file, config) for file in files]
+    parts: list[Any] = [part if is_sequence(part) else list(part) for part in opened]
     if len(parts) == 1:
         return parts[0]
     from torch.utils.data import ConcatDataset  # npt --help needs no torch

@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npt.recorder.callback import RecorderCallback
-    from npt.recorder.ranking import explosions, gradients
-    from npt.recorder.record import Record, Row
-    from npt.recorder.recorder import Recorder
-    from npt.recorder.table import print_record
+    from npt.recorder.callback import RecorderCallback as RecorderCallback
+    from npt.recorder.ranking import explosions as explosions
+    from npt.recorder.ranking import gradients as gradients
+    from npt.recorder.record import Record as Record
+    from npt.recorder.record import Row as Row
+    from npt.recorder.recorder import Recorder as Recorder
+    from npt.recorder.table import print_record as print_record
 
 _HOME = {
     "Record": "record",
@@ -24,15 +26,7 @@ _HOME = {
     "gradients": "ranking",
     "print_record": "table",
 }
-__all__ = [
-    "Record",
-    "Recorder",
-    "RecorderCallback",
-    "Row",
-    "explosions",
-    "gradients",
-    "print_record",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

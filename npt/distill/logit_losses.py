@@ -52,9 +52,8 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return sum_v p (log p - log q), in nats, with 0 log 0 = 0: [N, V] twice -> [N].
 
-    Infinite if q is 0 and p is not. Wherever the value is finite its gradients are: the difference
-    is put to 0 *before* it is multiplied by a p of 0, since after the product `where` would keep
-    0 * Inf out of the value and not out of the gradient.
+    Infinite if q is 0 and p is not. The difference is put to 0 *before* it is multiplied by a p of
+    0: after the product `where` would keep 0 * Inf out of the value and not out of the gradient.
     """
     p = log_p.exp()
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)

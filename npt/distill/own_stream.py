@@ -166,8 +166,8 @@ class _Side:
 def _begin(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
 ) -> tuple[Stream, _Side, int]:
-    """Return the student's stream, the teacher before the first layer at which the two part, and
-    its index; the student has the teacher's h there, or its own embeddings if that is layer 0.
+    """Return the student's stream, and the teacher before the first layer at which they part, with
+    its index. The student has the same h there, unless the teacher is a model of its own.
     """
     if is_sharded(model):
         raise NotSupportedError(

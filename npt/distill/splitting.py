@@ -68,10 +68,7 @@ def added(parts: Sequence[BatchSums]) -> BatchSums:
 
 
 def oom_message(error: RuntimeError | MemoryError) -> str | None:
-    """Return what was asked for when memory ran out; None for any other error.
-
-    Call `free_memory` after the handler: within it the error still holds the graph.
-    """
+    """Return what was asked for when memory ran out; None for any other error."""
     if not is_out_of_memory(error):
         return None
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
@@ -81,7 +78,7 @@ def oom_message(error: RuntimeError | MemoryError) -> str | None:
 
 
 def free_memory() -> None:
-    """Free the memory that a caught error has held."""
+    """Free what a caught error has held; call it after the handler, in which the error is alive."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

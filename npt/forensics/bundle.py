@@ -138,6 +138,7 @@ class Postmortem:
 
     @property
     def step(self) -> int:
+        """The step at which training stopped."""
         return int(self.record["step"])
 
     @property

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.forensics import Finding, Forensics, Kept, weights_of
+from npt.guard.finding import Finding, weights_of
+from npt.guard.forensics import Forensics, Kept
 from npt.guard.holdings import Holdings
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
@@ -138,7 +139,7 @@ class Guard:
         self.refusals: deque[tuple[int, Refusal]] = deque(maxlen=REMEMBERED)
         # of the open window: findings, the buffers before it, refusals before it began again
         self._findings: list[Finding] = []
-        self._before: list[Tensor | None] | None = None
+        self._buffers_before: list[Tensor | None] | None = None
         self._aside: list[Refusal] = []
 
     @contextmanager
@@ -167,22 +168,22 @@ class Guard:
         names = tuple(map(str, ids))
         micro = MicroBatch(torch.zeros((), device=self._home), 1 if tokens is None else tokens)
         micro.sample_ids = names
-        before, buffers = self.draws.begin(), self._buffers.copy()
-        if self._before is None:
-            self._before = buffers
+        drawn_from, buffers = self.draws.begin(), self._buffers.copy()
+        if self._buffers_before is None:
+            self._buffers_before = buffers
         with self._at(place):
             self.window.begin()
             try:
                 at = self.window.committed, self.window.place
                 with (
                     nullcontext() if self._parallel is None else unsynchronised(self._parallel),
-                    self.forensics.watching(at, Kept(before, inputs, run, names, micro.tokens)),
+                    self.forensics.watching(at, Kept(drawn_from, inputs, run, names, micro.tokens)),
                     self.draws.drawing(names, offset),
                 ):
                     yield micro
                 micro.loss = _scalar(micro.loss)
             except BaseException as error:
-                self.draws.undo(before)
+                self.draws.undo(drawn_from)
                 self._buffers.restore(buffers)
                 self.window.gradients.withdraw()
                 if not isinstance(error, self.settings.refuse):
@@ -195,7 +196,7 @@ class Guard:
                 micro.loss = micro.loss * micro.tokens
             flag = self.window.add(micro)
             self._buffers.restore(buffers, keep=flag)
-            self.draws.settle(before, flag)
+            self.draws.settle(drawn_from, flag)
 
     def refuse(self, detail: str, ids: Sequence[object] = (), place: int | None = None) -> None:
         """Count a micro-batch that was found bad before anything was computed.
@@ -233,9 +234,9 @@ class Guard:
                 outcomes = self.window.commit(fingerprint)
             else:
                 outcome = self._commit_at_once(fingerprint)
-        if self.lists and self._before is not None:
-            self._buffers.restore(self._before, keep=self.window.applied)
-        self._before = None
+        if self.lists and self._buffers_before is not None:
+            self._buffers.restore(self._buffers_before, keep=self.window.applied)
+        self._buffers_before = None
         self.draws.forget()
         # a Trainer does it when it begins a window
         if self._parallel is not None and self.settings.loss != "share":
@@ -262,11 +263,11 @@ class Guard:
             The refusals of all processes, which the window's outcome will have too; without any,
             the window is unchanged.
         """
-        own = self.window.open_refusals()
-        refusals = gathered(own, Refusal, self.window.processes)
+        refusals_here = self.window.open_refusals()
+        refusals = gathered(refusals_here, Refusal, self.window.processes)
         if refusals:
-            self._trace(self.window.committed, own)
-            self.forensics.settle(self.window.committed, own)
+            self._trace(self.window.committed, refusals_here)
+            self.forensics.settle(self.window.committed, refusals_here)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -326,12 +327,12 @@ class Guard:
     @contextmanager
     def _at(self, place: int | None) -> Iterator[None]:
         """Count the other processes' micro-batches around this one's, or take the place given."""
-        processes, before = self.window.processes, self.window.place
-        self.window.place = before + processes.index if place is None else place
+        processes, start = self.window.processes, self.window.place
+        self.window.place = start + processes.index if place is None else place
         try:
             yield
         except BaseException:  # it has not happened
-            self.window.place = before
+            self.window.place = start
             raise
         if place is None:
             self.skip(processes.size - processes.index - 1)
@@ -357,11 +358,11 @@ class Guard:
         )
         try:
             (outcome,) = self.window.commit(fingerprint)
-            own = outcome.refused
+            refused = outcome.refused
             if not outcome.applied:
                 self._rewind()
                 self._trace_window(outcome)
-            outcome.refused = (*self._aside, *own)
+            outcome.refused = (*self._aside, *refused)
             self._scale.update(outcome.applied, outcome.refused)
             if outcome.applied and self.scheduler is not None:
                 self.scheduler.step()
@@ -372,21 +373,21 @@ class Guard:
             followers.restore()
             self.window.resume_at(steps)
             raise
-        self._settle(outcome, own)
+        self._settle(outcome, refused)
         self.forensics.forget()
         return outcome
 
     def _rewind(self) -> None:
         """Put random numbers and buffers back to the window's beginning."""
         self.draws.rewind()
-        if self._before is not None:
-            self._buffers.restore(self._before)
+        if self._buffers_before is not None:
+            self._buffers.restore(self._buffers_before)
 
     def _forget_open(self) -> None:
         self._rewind()
         self.draws.forget()
         self.forensics.forget(self.window.committed)
-        self._before = None
+        self._buffers_before = None
 
     def _known(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Count late outcomes, and trace what was refused in them, in the state of its window."""
@@ -417,11 +418,11 @@ class Guard:
             outcome.index, outcome.refused, largest, outcome.index + 1
         )
 
-    def _settle(self, outcome: Outcome, own: Sequence[Refusal]) -> None:
+    def _settle(self, outcome: Outcome, refusals: Sequence[Refusal]) -> None:
         """Keep this process's refused micro-batches, if a post-mortem may need them."""
         if not outcome.refused:
             self.forensics.accept(outcome.index)
-        self.forensics.settle(outcome.index, own)
+        self.forensics.settle(outcome.index, refusals)
 
     def _ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome with its findings, or end a run with too many refusals."""

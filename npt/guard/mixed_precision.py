@@ -36,9 +36,9 @@ class LossScale:
         """Restore the scale from before a window that ended in an error."""
         if self._unscaled:
             assert self.scaler is not None
-            before = self.scaler.state_dict()
+            state = self.scaler.state_dict()
             self.scaler.update()  # which lets it unscale again
-            self.scaler.load_state_dict(before)
+            self.scaler.load_state_dict(state)
         self._unscaled = False
 
     def update(self, applied: bool, refusals: Sequence[Refusal]) -> None:
@@ -46,7 +46,7 @@ class LossScale:
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return
-        before = scaler.state_dict()
+        state = scaler.state_dict()
         if self._unscaled:
             scaler.update()
         self._unscaled = False
@@ -54,7 +54,7 @@ class LossScale:
         recurred = overflowed and self._quiet < scaler.get_growth_interval()
         self._quiet = 0 if overflowed else self._quiet + 1
         if recurred:
-            scale = before["scale"] * scaler.get_backoff_factor()
-            scaler.load_state_dict({**before, "scale": scale, "_growth_tracker": 0})
-        elif not applied or (overflowed and scaler.get_scale() > before["scale"]):
-            scaler.load_state_dict(before)
+            scale = state["scale"] * scaler.get_backoff_factor()
+            scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": 0})
+        elif not applied or (overflowed and scaler.get_scale() > state["scale"]):
+            scaler.load_state_dict(state)

@@ -19,17 +19,17 @@ def note_order(loader: Any) -> None:
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None or hasattr(sampler, "noted"):
         return
-    own = type(sampler)
+    kind = type(sampler)
 
     def noting(self: Any) -> Iterator[list[Any]]:
         noted = self.noted = deque()
-        for indices in own.__iter__(self):
+        for indices in kind.__iter__(self):
             noted.append(indices)
             yield indices
 
     with suppress(TypeError):  # a sampler of slots, or of C: its batches get their places
         # of one base, since only that has the same layout
-        sampler.__class__ = type(f"Noting{own.__name__}", (own,), {"__iter__": noting})
+        sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
         sampler.noted = deque()
 
 

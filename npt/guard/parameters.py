@@ -48,11 +48,11 @@ class Guarded:
             trainable = list(trainable)  # an iterator can be read once
         self._trainable, self._optimizer, self._whole_norm = trainable, optimizer, whole_norm
         _check_optimizer(optimizer)
-        own = self._own()
-        if not own:
+        stepped = self._stepped_now()
+        if not stepped:
             raise ConfigError("no parameter of the optimizer requires a gradient; nothing to guard")
         # of a Trainer, the optimizer may have the parameters of a loss alone
-        if not whole_norm and own.isdisjoint(p for _, p in _named(trainable)):
+        if not whole_norm and stepped.isdisjoint(p for _, p in _named(trainable)):
             raise ConfigError(
                 "none of the optimizer's parameters is among the guard's; give the guard the model"
                 " that the optimizer was made for"
@@ -62,7 +62,7 @@ class Guarded:
     def follow(self, window: GradientWindow) -> None:
         """Guard parameters too that have come to require a gradient, or to be stepped."""
         held = frozenset(window.gradients.parameters)
-        joined = self._own().difference(window.update.parameters)
+        joined = self._stepped_now().difference(window.update.parameters)
         if not joined and held.issuperset(p for p in self._watched if p.requires_grad):
             return
         named = self._look(held)
@@ -75,15 +75,15 @@ class Guarded:
 
         Those that were held stay, though they may be frozen at the moment.
         """
-        own, named = self._own(), list(_named(self._trainable))
+        stepped, named = self._stepped_now(), list(_named(self._trainable))
         names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
         for name, p in named:
-            if p in own or p in held or (self._whole_norm and p.requires_grad):
+            if p in stepped or p in held or (self._whole_norm and p.requires_grad):
                 names.setdefault(p, name)
         clipped = list(names)
         for group, settings in enumerate(self._optimizer.param_groups):
             for place, p in enumerate(settings["params"]):
-                if p in own or p in held:
+                if p in stepped or p in held:
                     names.setdefault(p, f"parameter {place} of the optimizer's group {group}")
         sharded = next((name for p, name in names.items() if _is_sharded(p)), None)
         if sharded is not None:
@@ -91,13 +91,13 @@ class Guarded:
                 f"{sharded} is sharded over processes, and a guard needs whole tensors; train with"
                 " DDP or in one process"
             )
-        self.stepped = {name: p for p, name in names.items() if p in own}
+        self.stepped = {name: p for p, name in names.items() if p in stepped}
         self.clipped = clipped if self._whole_norm else list(names)
         # a large model's modules take longer to walk than a micro-batch's guard
         self._watched = [p for _, p in named] if self._whole_norm else []
         return {name: p for p, name in names.items()}
 
-    def _own(self) -> set[nn.Parameter]:
+    def _stepped_now(self) -> set[nn.Parameter]:
         return {p for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad}
 
 

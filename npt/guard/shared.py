@@ -21,13 +21,13 @@ R = TypeVar("R")
 
 
 def sum_over_processes(
-    gradients: list[Tensor], own: Tensor, codes: Tensor, processes: ProcessGroup
+    gradients: list[Tensor], figures: Tensor, codes: Tensor, processes: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum gradients, in place, and the figures that decide on the step.
 
     Args:
         gradients: flat, of this process.
-        own: [4] its tokens, loss, micro-batches that count, and refusals.
+        figures: [4] its tokens, loss, micro-batches that count, and refusals.
         codes: [2] its code to halt the window, and the fingerprint of its data.
         processes: of the window.
 
@@ -36,8 +36,8 @@ def sum_over_processes(
     """
     of_each = codes.new_zeros(2, processes.size)
     of_each[:, processes.index] = codes
-    parts = [*gradients, own, of_each.flatten()]
-    flat = processes.sum_(torch.cat([part.to(own.device, torch.float32) for part in parts]))
+    parts = [*gradients, figures, of_each.flatten()]
+    flat = processes.sum_(torch.cat([part.to(figures.device, torch.float32) for part in parts]))
     *summed, sums, of_processes = flat.split([part.numel() for part in parts])
     for gradient, total in zip(gradients, summed, strict=True):
         gradient.copy_(total)
@@ -93,9 +93,9 @@ class AcrossProcesses:
             )
 
 
-def gathered(own: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
+def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
     """Return the records of all processes, those of each in their order; all must call it."""
-    everyone = processes.gather_json([asdict(record) for record in own])
+    everyone = processes.gather_json([asdict(record) for record in records])
     entries = [entry for entries in everyone for entry in entries]
     return [
         kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})

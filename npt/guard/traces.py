@@ -42,17 +42,17 @@ class Draws:
         """Return a context for a micro-batch's forward and backward, which draw as they please."""
         return nullcontext()
 
-    def settle(self, before: States, flag: Tensor) -> None:
+    def settle(self, drawn_from: States, flag: Tensor) -> None:
         """Draw again what a micro-batch drew, if the scalar bool `flag` says that it is refused."""
         # what drew nothing need not wait for the device
-        if not _equal(random_state(), before) and not bool(flag):
-            self.undo(before)
+        if not _equal(random_state(), drawn_from) and not bool(flag):
+            self.undo(drawn_from)
         self._end = random_state()
 
-    def undo(self, before: States) -> None:
+    def undo(self, drawn_from: States) -> None:
         """Draw again what was drawn since."""
-        set_random_state(before)
-        self._end = before
+        set_random_state(drawn_from)
+        self._end = drawn_from
 
     def rewind(self) -> None:
         """Draw again what the window's micro-batches drew."""
@@ -83,7 +83,7 @@ class Seeded(Draws):
         """Return a context in which the numbers are those of these samples at this place."""
         return micro_batch_draws(self.seed, tuple(ids), offset)
 
-    def settle(self, before: States, flag: Tensor) -> None:
+    def settle(self, drawn_from: States, flag: Tensor) -> None:
         """Leave the state, which `drawing` has put back."""
 
 

@@ -80,9 +80,9 @@ class TrainerMixin(Trainer):
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        before = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        classes = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
         first = [
-            c for c in before if hasattr(c, "training_step") and not issubclass(c, TrainerMixin)
+            c for c in classes if hasattr(c, "training_step") and not issubclass(c, TrainerMixin)
         ]
         if first:
             raise ConfigError(
@@ -150,8 +150,8 @@ class TrainerMixin(Trainer):
         refused: set[int] = set()
         while refusals := guard.begin_again():
             process, processes = guard.window.processes.index, guard.window.processes.size
-            own = [r.micro_batch for r in refusals if r.process == process]
-            refused |= {index // processes for index in own if index is not None}
+            here = [r.micro_batch for r in refusals if r.process == process]
+            refused |= {index // processes for index in here if index is not None}
             self._restore_metrics(self._counted)
             losses = self._compute_again(guard, model, refused, num_items_in_batch)
         self._inputs = []
@@ -329,9 +329,9 @@ def protect(trainer: Any, **settings: Any) -> Any:
         ConfigError: a setting.
     """
     check_settings(settings)
-    own = type(trainer)
+    kind = type(trainer)
     if not isinstance(trainer, TrainerMixin):
-        trainer.__class__ = type(f"Guarded{own.__name__}", (TrainerMixin, own), {})
+        trainer.__class__ = type(f"Guarded{kind.__name__}", (TrainerMixin, kind), {})
     trainer.guard_settings = settings
     return trainer
 
@@ -365,12 +365,12 @@ def _refuse_unfit(trainer: Any) -> None:
 
 def _give_back(optimizer: Any) -> None:
     """Let an optimizer whose step was a guard's step by itself again."""
-    own = vars(optimizer) if optimizer is not None else {}
-    if "_before_guard" in own:
-        del own["step"]
-        before = own.pop("_before_guard")
-        if before is not None:
-            own["step"] = before
+    attributes = vars(optimizer) if optimizer is not None else {}
+    if "_before_guard" in attributes:
+        del attributes["step"]
+        step = attributes.pop("_before_guard")
+        if step is not None:
+            attributes["step"] = step
 
 
 @contextmanager

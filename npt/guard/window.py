@@ -244,10 +244,10 @@ class GradientWindow:
         if self.processes.size > 1:
             survivors = flags.sum()
             refused = len(ran) - survivors + len(window.refusals)
-            own = [count.to(torch.float32) for count in (tokens, loss, survivors, refused)]
+            figures = [count.to(torch.float32) for count in (tokens, loss, survivors, refused)]
             codes = sent([window.halt, window.fingerprint], home)
             (tokens, loss), across, agreed = sum_over_processes(
-                gradients.sums, torch.stack(own), codes, self.processes
+                gradients.sums, torch.stack(figures), codes, self.processes
             )
             allowed = allowed & agreed
         divisor = tokens.clamp_min(1.0)

@@ -186,7 +186,7 @@ class _Log:
 
 
 class NullRunFolder(RunFolder):
-    """The run folder of every process but process 0: nothing is written."""
+    """The run folder of every process but process 0, which alone saves: nothing is written."""
 
     def __init__(self, path: str | Path):
         self.path, self.lines_lost = Path(path), 0
@@ -194,14 +194,8 @@ class NullRunFolder(RunFolder):
 
     def write(self, name: str, value: Any) -> None: ...
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-        raise AssertionError("process 0 saves")
-
     def checkpoints(self) -> list[Path]:
         return []
-
-    def set_aside(self, checkpoint: Path, why: str) -> Path:
-        return checkpoint
 
     def save_best(self, model: PreTrainedModel, base: BaseIdentity, figures: Json) -> Path:
         return self.path / BEST

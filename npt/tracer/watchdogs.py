@@ -5,7 +5,7 @@ costs a second pass or much memory is paid only after a cheap look has found som
 
 A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
 any byte pattern is a valid pair of codes, and read as floating-point numbers random bytes hold NaN.
-Shapes: B batch, T time, V vocabulary; `...` is any leading shape.
+Shapes: V vocabulary; `...` is any leading shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from npt.adapters.layer import in_parts, whole
 from npt.adapters.sharding import is_share
 from npt.base.linear import dense_weight, quantized_linears
-from npt.data.batch import IGNORE_INDEX
 from npt.errors import NumericalError
 
 ADAPTER = ".npt."
@@ -72,28 +71,6 @@ def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
         f" {float(values[index]):g}; look for the first non-finite activation below them"
     )
     return Finding(name, index, float(values[index]), message)
-
-
-def target_fault(
-    targets: Tensor, vocab_size: int, ignore_index: int | None = IGNORE_INDEX, name: str = "target"
-) -> Finding | None:
-    """Find a target id that is neither in [0, V) nor `ignore_index`. On a GPU such an id is an
-    assertion that kills the process.
-    """
-    bad = (targets < 0) | (targets >= vocab_size)
-    if ignore_index is not None:
-        bad &= targets != ignore_index
-    if not bool(bad.any()):
-        return None
-    index = _first(bad)
-    value = int(targets[index])
-    where = "[b={}, t={}]".format(*index) if len(index) == 2 else list(index)
-    spared = "" if ignore_index is None else f" and not {ignore_index}"
-    message = (
-        f"{name} id {value} at {where} is outside [0, {vocab_size}){spared} ({int(bad.sum())}"
-        " such); check that the data was tokenised with the model's own tokenizer"
-    )
-    return Finding(name, index, float(value), message)
 
 
 def tensor_fault(

@@ -16,7 +16,6 @@ from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.distill.local import REPORTED
 from npt.errors import StoppedError
-from npt.evaluation.evaluate import Fidelity
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext

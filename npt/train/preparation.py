@@ -17,15 +17,12 @@ from npt.adapters.attach import adapter_shapes, set_adapters
 from npt.adapters.converted import adapter_parameters, attached_config, is_sharded, npt_layers
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
-from npt.calibration.calibrate import calibrate
-from npt.calibration.report import Calibration, print_calibration
 from npt.config import TrainConfig
 from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
 from npt.distill.local import BatchSums
 from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
-from npt.evaluation.evaluate import Fidelity, evaluate
 from npt.random_state import kept_random_state, micro_batch_draws
 from npt.runs.checkpoint import Checkpoint
 from npt.runs.run_folder import RunFolder
@@ -112,6 +109,9 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
     if not makes_start(model):
         return None
 
+    from npt.calibration.calibrate import calibrate
+    from npt.calibration.report import print_calibration
+
     if setup.teacher is not None:
         setup.say(
             "the start is fitted to the student's own base; training then takes the unquantised"
@@ -164,6 +164,7 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
 
     def measure() -> Fidelity:
         from npt.evaluation.attribution import reference_outputs
+        from npt.evaluation.evaluate import evaluate
 
         size = splitter.samples
         if setup.teacher is not None and not reference:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from npt.data.batch import Batch
 from npt.data.loader import Position
-from npt.evaluation.evaluate import Fidelity
 from npt.guard.update import EXACT
 from npt.runs.run_folder import RunFolder
 from npt.train.run_setup import RunSetup
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.modulation import Modulation
     from npt.runs.trackers import Trackers
-
-if TYPE_CHECKING:
-    from npt.evaluation.modulation import Modulation
 
 
 @dataclass(frozen=True)

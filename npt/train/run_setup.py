@@ -234,11 +234,11 @@ def check_model(
     PrecisionError if a module would compute otherwise than the policy says, as in a 4-bit model
     that npt.load_base did not load.
     """
+    from npt.adapters.consolidate import consolidated
+
     attached_config(model)
     audit_precision(model, policy_dtype(model))
     check_unfrozen(adapter_parameters(model))
-    from npt.adapters.consolidate import consolidated
-
     if consolidated(model):
         raise ConfigError(
             "a run does not record the updates that were consolidated into its base; call"

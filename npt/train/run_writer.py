@@ -24,8 +24,6 @@ from npt.errors import (
     StoppedError,
     TooManyRefusalsError,
 )
-from npt.evaluation.evaluate import Fidelity
-from npt.evaluation.metrics import Figures
 from npt.guard.schedule import kind_of_run
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
@@ -52,9 +50,6 @@ if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.metrics import Figures
-    from npt.evaluation.modulation import Modulation
-
-if TYPE_CHECKING:
     from npt.evaluation.modulation import Modulation
 
 MODULATION_SAMPLES = 8

@@ -31,7 +31,6 @@ from npt.guard.schedule import kind_of_run, rate_table
 from npt.random_state import set_random_state
 from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
-from npt.runs.trackers import Trackers
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
 from npt.train.preparation import MemoryFit, calibrated, evaluator, run_record, smoke_test

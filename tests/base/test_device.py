@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import npt
 from npt.base.device import default_device
 from npt.base.load import read_config
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig
-from npt.distributed.join import join_processes
 from npt.doctor.plan import Workload
 from npt.errors import ConfigError
 
@@ -27,10 +24,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
 
-# --- tests are for the CPU unless they are marked gpu
-# ----------------------------------------------------------------
-
-
 def test_tests_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
     assert default_device() == torch.device("cpu")
     model, _ = npt.load_base("tiny", quantization="nf4")  # were it sent to the GPU, this would fail
@@ -39,24 +32,6 @@ def test_tests_compute_on_the_cpu_on_a_machine_with_a_gpu(gpu: None) -> None:
         BaseConfig(), read_config("tiny"), NPTConfig(), TrainConfig(), DataConfig().max_length
     )
     assert workload.device.type == "cpu"
-
-
-def test_processes_of_a_test_compute_on_the_cpu_despite_a_gpu(gpu: None) -> None:
-    environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    # had a GPU been chosen, torch would have refused it
-    with pytest.raises(npt.NPTError, match="did not meet"):
-        join_processes(0.1, environment)
-
-
-def test_processes_that_a_test_starts_inherit_the_choice() -> None:
-    # read by what the tests above are of; importing torch would take seconds
-    code = "import os; print(os.environ['NPT_DEVICE'])"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        == "cpu\n"
-    )
 
 
 def test_a_test_marked_gpu_gets_the_gpu(gpu: None, request: pytest.FixtureRequest) -> None:
@@ -72,10 +47,6 @@ def test_a_test_marked_gpu_gets_the_gpu(gpu: None, request: pytest.FixtureReques
         assert default_device() == torch.device("cuda")
     finally:
         os.environ["NPT_DEVICE"] = "cpu"
-
-
-# --- the choice itself
-# -----------------------------------------------------------------------------------------------
 
 
 def test_the_variable_decides(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,10 @@ def copy(load_model, llama_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama_folder, tmp_path / "model"))
 
 
+def as_config(content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "config.json").write_text(content)
+
+
 def in_config(**entries) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -92,11 +96,6 @@ def test_fp16_under_quantisation_gives_one_warning_and_fp32(load_model, batch):
     assert torch.equal(model(batch.input_ids).logits, load_model("nf4")(batch.input_ids).logits)
 
 
-def test_the_configuration_is_read_without_weights(copy):
-    (copy / "model.safetensors").unlink()
-    assert read_config(str(copy)).num_hidden_layers == 4
-
-
 class TestPackedCheckpoint:
     """A checkpoint that was saved in 4 bit."""
 
@@ -149,41 +148,14 @@ class TestRefused:
         ("damage", "message"),
         [
             (lambda f: (f / "config.json").unlink(), r"holds no config\.json"),
-            (
-                lambda f: (f / "config.json").write_text("{"),
-                r"cannot load the configuration of .*not a valid JSON",
-            ),
-            (
-                lambda f: (f / "config.json").write_text("{}"),
-                r"cannot load the configuration of .*model_type",
-            ),
-            (
-                lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
-                r"is a 'gpt2' model; only llama",
-            ),
-            (
-                lambda f: (f / "config.json").write_text('{"model_type": "phi3"}'),
-                r"is a 'phi3' model; only llama, mistral",
-            ),
-            (
-                lambda f: (f / "config.json").write_text('{"model_type": "granite"}'),
-                r"is a 'granite' model; only llama, mistral",
-            ),
+            (as_config("{"), r"cannot load the configuration of .*not a valid JSON"),
+            (as_config("{}"), r"cannot load the configuration of .*model_type"),
+            (as_config('{"model_type": "gpt2"}'), r"is a 'gpt2' model; only llama"),
+            (as_config('{"model_type": "granite"}'), r"is a 'granite' model; only llama, mistral"),
             (in_config(hidden_size="wide"), r"hidden_size"),
             (lambda f: (f / "tokenizer.json").unlink(), r"cannot load the tokenizer of"),
-            (
-                lambda f: (f / "model.safetensors").unlink(),
-                r"cannot load the weights of .*model\.safetensors",
-            ),
-            (
-                lambda f: (f / "model.safetensors").write_bytes(b"\0" * 100_000),
-                r"cannot load the weights of",
-            ),
+            (lambda f: (f / "model.safetensors").unlink(), r"load the weights of .*\.safetensors"),
             (truncate, r"cannot load the weights of"),
-            (
-                in_weights(lambda t: t.pop(SOME_WEIGHT)),
-                rf"lacks the weight {SOME_WEIGHT} \(1 such\)",
-            ),
             (
                 in_weights(lambda t: (t.pop(SOME_WEIGHT), t.pop("lm_head.weight"))),
                 r"lacks the weight lm_head\.weight \(2 such\)",
@@ -253,21 +225,6 @@ class TestBaseHash:
         assert npt.base_hash(model) != before
         first_byte ^= 1
         assert npt.base_hash(model) == before
-
-    @torch.no_grad()
-    @pytest.mark.parametrize(
-        "entries",
-        [{"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_theta": 10.0, "rope_type": "default"}}],
-        ids=["eps", "rope"],
-    )
-    def test_two_models_with_the_same_hash_compute_the_same(self, load_model, copy, batch, entries):
-        original = load_model(None)
-        in_config(**entries)(copy)
-        changed, _ = npt.load_base(str(copy), device="cpu")
-        assert not torch.allclose(
-            changed(batch.input_ids).logits, original(batch.input_ids).logits, atol=1e-2
-        )
-        assert npt.base_hash(changed) != npt.base_hash(original)
 
 
 class TestNothingOfACheckpointIsRun:

@@ -1,5 +1,6 @@
 import json
 from copy import deepcopy
+from operator import attrgetter
 
 import pytest
 import torch
@@ -54,36 +55,22 @@ class TestAudit:
     @pytest.mark.parametrize(
         ("spoil", "message"),
         [
-            (
-                lambda m: setattr(m, "compute_dtype", torch.float16),
-                r"computes in float16 forward, float32 backward",
-            ),
-            (lambda m: setattr(m, "compute_dtype", None), r"computes in that of the first input"),
-            (
-                lambda m: setattr(m, "compute_type_is_set", False),
-                r"computes in that of the first input",
-            ),
-            (
-                lambda m: setattr(m, "support_avx512bf16_for_cpu", True),
-                r"computes in bfloat16 \(CPU repacking\)",
-            ),
-            (
-                lambda m: setattr(m.weight.quant_state, "dtype", torch.bfloat16),
-                r"computes in float32 forward, bfloat16 backward",
-            ),
-            (lambda m: setattr(m.weight, "quant_state", None), r"computes in not quantised yet"),
+            ({"compute_dtype": torch.float16}, "float16 forward, float32 backward"),
+            ({"compute_dtype": None}, "that of the first input"),
+            ({"compute_type_is_set": False}, "that of the first input"),
+            ({"support_avx512bf16_for_cpu": True}, r"bfloat16 \(CPU repacking\)"),
+            ({"weight.quant_state.dtype": torch.bfloat16}, "float32 forward, bfloat16 backward"),
+            ({"weight.quant_state": None}, "not quantised yet"),
         ],
     )
     def test_names_the_one_4bit_layer_that_would_compute_otherwise(self, model, spoil, message):
         audit_precision(model)
-        spoil(model.get_submodule(NAME))
-        with pytest.raises(PrecisionError, match=rf"expected float32, but {NAME} {message}; load"):
-            audit_precision(model)
-
-    def test_a_layer_in_fp16_both_ways_is_named_too(self, model):
-        module = model.get_submodule(NAME)
-        module.compute_dtype = module.weight.quant_state.dtype = torch.float16
-        with pytest.raises(PrecisionError, match=rf"{NAME} computes in float16;"):
+        ((name, value),) = spoil.items()
+        owner, _, last = f".{name}".rpartition(".")
+        part = model.get_submodule(NAME)
+        setattr(attrgetter(owner[1:])(part) if owner else part, last, value)
+        message = rf"expected float32, but {NAME} computes in {message}; load"
+        with pytest.raises(PrecisionError, match=message):
             audit_precision(model)
 
     @pytest.mark.parametrize(
@@ -118,11 +105,8 @@ class TestAudit:
 
 def test_enforcing_repairs_all_that_the_audit_finds_twice_as_once(model):
     for _, module in quantized_linears(model):
-        module.compute_dtype, module.compute_type_is_set, module.support_avx512bf16_for_cpu = (
-            None,
-            False,
-            True,
-        )
+        module.compute_dtype, module.compute_type_is_set = None, False
+        module.support_avx512bf16_for_cpu = True
         module.weight.quant_state.dtype = torch.bfloat16
     model.model.embed_tokens.__class__, model.lm_head.__class__ = nn.Embedding, nn.Linear
     with pytest.raises(PrecisionError):

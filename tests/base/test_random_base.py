@@ -8,11 +8,8 @@ import npt
 from npt.base.attention import SDPA
 from npt.base.linear import dense_weight, quantized_linears
 from npt.base.random_base import random_base
-from npt.data.batch import batch_from_tensors
-from npt.distill.strategies import STRATEGIES
 from npt.doctor.measure import peak_bytes, storage_bytes, tensors_of
 from npt.errors import ConfigError, ModelError
-from npt.train.preparation import smoke_test
 
 FAMILIES = ["llama", "mistral, window", "qwen2", "qwen3, window", "smollm3"]
 
@@ -87,16 +84,6 @@ def test_the_weights_are_of_a_size_that_keeps_states_finite():
     assert torch.isfinite(model(input_ids=torch.arange(90)[None]).logits).all()
 
 
-def test_it_converts_and_trains():
-    model = random_base(small(), device="cpu")
-    npt.attach(model, npt.NPTConfig(rank=4, layers="all"))
-    ids = torch.arange(90).view(2, 45)
-    config = npt.TrainConfig()
-    assert "passed" in smoke_test(
-        model, batch_from_tensors(ids, torch.ones_like(ids)), STRATEGIES["local"], config
-    )
-
-
 def test_tied_embeddings_are_one_tensor():
     model = random_base(small(tie_word_embeddings=True), device="cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -125,15 +112,12 @@ def test_the_dense_model_never_exists():
     assert added < storage_bytes(tensors_of(kept[0])) + packing + 2 * largest
 
 
-def test_what_cannot_be_made_is_refused():
-    with pytest.raises(ConfigError, match="int3"):
-        random_base(small(), quantization="int3", device="cpu")
-    with pytest.raises(ModelError, match="gpt2"):
-        random_base(GPT2Config(n_layer=1), device="cpu")
-
-
-def test_the_configuration_that_was_given_stays_as_it_was():
+def test_what_cannot_be_made_is_refused_and_the_configuration_stays_as_it_was():
     config = small()
     before = config.to_dict()
     random_base(config, device="cpu")
     assert config.to_dict() == before
+    with pytest.raises(ConfigError, match="int3"):
+        random_base(small(), quantization="int3", device="cpu")
+    with pytest.raises(ModelError, match="gpt2"):
+        random_base(GPT2Config(n_layer=1), device="cpu")

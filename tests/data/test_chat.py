@@ -115,7 +115,8 @@ def test_a_resumed_run_writes_the_date_of_its_start(clock, tmp_path) -> None:
     run(dated(), max_steps=2, save_steps=2)
     clock.day = 1
     resumed = run(later := dated(), max_steps=4, resume="auto")
-    assert chat.date_of(later) == "2026-03-01T12:00:00" == resumed.record["date"]
+    written = json.loads((tmp_path / "run.json").read_text())["date"]
+    assert chat.date_of(later) == "2026-03-01T12:00:00" == written
     assert "Today is 01 Mar 2026." in later.decode(list(resumed.data.eval_samples[0].input_ids))
 
 

@@ -4,16 +4,15 @@ cries wolf does not.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+import inject_fault
 import npt
 from faults import bench, campaign, runs
 from faults.bench import clean_run, run
@@ -44,7 +43,6 @@ def smaller(case: Case) -> Case:
 
 CASES = [smaller(case) for case in all_cases()]
 SMALL = replace(bench.SMALL, base_layers=4)
-SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
 def case(id: str) -> Case:
@@ -264,12 +262,8 @@ def test_the_figures_have_their_keys_and_add_up() -> None:
 
 
 def script(monkeypatch, *arguments: str) -> int:
-    spec = importlib.util.spec_from_file_location("inject_fault", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setattr("sys.argv", ["inject_fault.py", *arguments])
-    return module.main()
+    return inject_fault.main()
 
 
 def test_the_script_lists_every_case_with_its_truth(monkeypatch, capsys) -> None:

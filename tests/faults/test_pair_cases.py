@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 from several import several, values
 
-import npt
+import inject_fault
 from faults.row_cases import PAIR_CASES, RowCase, cases_of
 from faults.row_runs import Compared, RowLine, compared, line_of
 from npt.guard import guard
 
-SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 TRAINERS = ("accelerate", "hf")
 
 
@@ -64,12 +61,8 @@ def test_a_trainer_is_given_something_on_every_process() -> None:
 
 
 def test_the_script_starts_two_processes(monkeypatch, capsys) -> None:
-    spec = importlib.util.spec_from_file_location("inject_fault", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     given = ["inject_fault.py", "--trainer", "accelerate", "--case", "pair-all", "--json"]
     monkeypatch.setattr("sys.argv", given)
-    assert script.main() == 0
+    assert inject_fault.main() == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 1, 0)

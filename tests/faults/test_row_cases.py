@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from torch import Tensor
 
-import npt
+import inject_fault
 from faults.row_cases import CASES, cases_of
 from faults.row_runs import judged
 from faults.row_trainers import TRAINERS
@@ -18,8 +15,6 @@ from npt.guard.gradients import FlatGradients
 from npt.guard.guard import Guard
 from npt.guard.traces import Draws
 from npt.guard.update import GuardedUpdate
-
-SCRIPT = Path(npt.__file__).parent.parent / "debug" / "inject_fault.py"
 
 
 def case(name: str):
@@ -62,27 +57,19 @@ def test_a_guard_that_is_broken_fails(name, trainer, where, method, sabotage, mo
     assert not judged(case(name), trainer).verdict.passed
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("inject_fault", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("trainer", ["loop", "hf", "trl"])
 def test_the_script_runs_a_case_of_a_trainer(trainer, monkeypatch, capsys) -> None:
     skip_without(trainer)
     given = ["inject_fault.py", "--trainer", trainer, "--case", "row-label", "--json"]
     monkeypatch.setattr("sys.argv", given)
-    assert script().main() == 0
+    assert inject_fault.main() == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["passed"], figures["total"], figures["false_alarms"]) == (1, 1, 0)
 
 
 def test_the_script_lists_the_cases_of_trainers(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["inject_fault.py", "--trainer", "hf", "--list", "--json"])
-    assert script().main() == 0
+    assert inject_fault.main() == 0
     listed = json.loads(capsys.readouterr().out)
     assert [entry["id"] for entry in listed] == [case.id for case in cases_of("hf")]
     assert len(listed) >= 20 and all(entry["truth"] for entry in listed)

@@ -70,7 +70,7 @@ def test_there_are_faults_of_every_kind_and_each_has_an_id_of_its_own() -> None:
 TRUTH = Truth("forward", "model.layers.5.mlp", "log", (2, 9), "invalid argument", (0, 2))
 PLACE = {"phase": "forward", "layer": 5, "module": "model.layers.5.mlp", "operation": "log"}
 TENSOR = {"source": "a.py:1", "tensor": "output of log", "index": (2, 9), "row": 0, "token": 2}
-WORDS = {"cause": "invalid argument", "reached": "loss", "explanation": "", "remedy": ""}
+WORDS = {"cause": "invalid argument", "reached": "loss", "explanation": ""}
 RIGHT = Verdict(**PLACE, **TENSOR, **WORDS, value=0.0)
 
 

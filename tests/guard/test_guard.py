@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import copy
 import math
 import subprocess
 import sys
@@ -27,8 +26,8 @@ from guarded_loops import (
 from hypothesis import given, settings
 from torch import nn
 
-from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard import Guard, GuardSettings
+from npt.errors import ConfigError
+from npt.guard import Guard, GuardSettings, TooManyRefusalsError
 
 
 def micro_batches() -> st.SearchStrategy[Micro]:
@@ -58,6 +57,8 @@ def test_refused_micro_batches_leave_no_trace(windows, optimizer, loss, dtype, u
     plain = World(OPTIMIZERS[optimizer], dtype)
     plain_run(plain, never_saw(windows), loss)
     assert_same_state(guarded, plain)
+    refusals = [refusal for outcome in outcomes for refusal in outcome.refused]
+    assert {r.tensor for r in refusals if r.kind == "gradient"} <= {"norm.weight"}
     for window, outcome in zip(windows, outcomes, strict=True):
         bad = [i for i, micro in enumerate(window) if micro.fault]
         assert [refusal.micro_batch for refusal in outcome.refused] == bad
@@ -120,13 +121,6 @@ def test_a_spike_is_refused_as_a_window() -> None:
     assert not outcomes[24].applied
 
 
-def test_the_tensor_behind_a_gradient_is_named() -> None:
-    (outcome,) = guarded_run(World(), [[Micro(1), Micro(2, fault="gradient")]])
-    (refusal,) = outcome.refused
-    assert (refusal.kind, refusal.tensor) == ("gradient", "norm.weight")
-    assert "norm.weight has norm nan" in refusal.detail
-
-
 def test_numbers_that_the_loop_draws_itself_are_not_drawn_again() -> None:
     """A window that is refused as a whole is rewound, but not over the draws of the loop's data."""
     world = World()
@@ -156,17 +150,6 @@ def test_an_error_leaves_the_window_as_it_was() -> None:
     guarded.random = torch.get_rng_state()
     plain_run(plain, windows, "sum")
     assert_same_state(guarded, plain)
-
-
-def test_statistics_of_batch_norms_are_put_back() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    before = copy.deepcopy(model.state_dict())
-    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with guard.micro_batch() as micro:
-        micro.loss = model(torch.full((5, 3), math.nan)).sum()
-        micro.loss.backward()
-    assert not guard.step().applied
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_too_many_refusals_stop_with_the_state_before_them() -> None:
@@ -254,7 +237,7 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(3, 4)
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         for name in ("written", "hidden", "assigned"):
             self.register_buffer(name, torch.zeros(4))
         self.register_buffer("table", torch.zeros(2, 2**20))
@@ -276,10 +259,11 @@ def test_buffers_that_a_forward_writes_are_put_back(good) -> None:
     def trained(values: list[float]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = Remembering()
+        torch.manual_seed(1)
         guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for value in values:
             with guard.micro_batch() as micro:
-                micro.loss = loss = model(torch.full((5, 3), value))
+                micro.loss = loss = model(value * torch.randn(5, 3))
                 loss.backward()
         guard.step()
         return model.state_dict()

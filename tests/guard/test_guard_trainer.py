@@ -16,7 +16,7 @@ from several import several, values
 from transformers import TrainerCallback, TrainingArguments
 
 from faults.row_faults import plant, row
-from npt.errors import ConfigError, DataError, TooManyRefusalsError
+from npt.errors import ConfigError, DataError
 from npt.guard import TrainerMixin, protect
 from npt.guard.ids import refuse_bad_ids
 
@@ -215,15 +215,6 @@ def test_a_training_that_an_error_ended_can_begin_again(tmp_path) -> None:
     after = state_of(guarded)
     assert_equal(after, state_of(train(InOrder)), "state")
     assert guarded.guard.counts.windows == 3
-
-
-def test_too_many_refusals_in_a_row_end_the_training(tmp_path) -> None:
-    data = rows("loss-nan", tuple(range(2, ROWS)))
-    trainer = protect(trainer_of(InOrder, data, tmp_path, model_with("loss-nan")), max_refused=3)
-    trainer.args.max_steps = ROWS
-    with pytest.raises(TooManyRefusalsError, match=r"^3 refusals in a row"):
-        trainer.train()
-    assert trainer.guard.counts.steps == 2 and trainer.guard.first_bad() is None
 
 
 def test_memory_that_runs_out_in_a_window_forgets_it(tmp_path) -> None:

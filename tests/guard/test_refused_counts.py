@@ -11,7 +11,7 @@ import torch
 from guarded_trainers import InOrder, small_llama, trainer_of
 
 from faults.row_faults import plant, row
-from npt.guard import protect
+from npt.guard import Refusal, protect
 
 WINDOW = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 3}
 
@@ -64,3 +64,8 @@ def test_a_window_that_is_taken_back_is_not_logged(tmp_path) -> None:
     # the mean of the others takes its place: one division and one addition more, in fp32
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert guarded._metrics == stock._metrics
+
+
+def test_a_refusal_that_an_earlier_version_stored_is_read() -> None:
+    refusal = Refusal("loss", "loss is nan", 1, ("a",))
+    assert Refusal.from_dict({**refusal.as_dict(), "rows": ["3 tokens"]}) == refusal

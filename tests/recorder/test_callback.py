@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from npt.diagnostics import RecorderCallback
 from npt.recorder.record import Record
 from npt.recorder.recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("drawn")
 GUIDE = Path(npt.__file__).parent.parent / "docs" / "guides" / "watching-tensors.md"
 
 
@@ -36,22 +35,6 @@ def model() -> LlamaForCausalLM:
 def data() -> list[dict[str, list[int]]]:
     ids = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(1)).tolist()
     return [{"input_ids": row, "attention_mask": [1] * 8, "labels": row} for row in ids]
-
-
-@pytest.fixture(autouse=True)
-def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
-    """The steps that are handed to the part that draws, which is replaced."""
-    calls: list[tuple[list[int], Path]] = []
-    picture = ModuleType("npt.recorder.picture")
-
-    def write_pictures(records: list[Record], folder: Path) -> list[Path]:
-        calls.append(([record.step for record in records], folder))
-        return [folder / "trace.html"]
-
-    picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
-    return calls
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -101,7 +84,7 @@ def test_chosen_steps_are_written_and_drawn_and_said(model, data, tmp_path, draw
         f"recorded step {step} (micro-batch 0, process 0) in {folder / f'step-0000000{step}.json'}"
         for step in (1, 3, 4)
     ]
-    assert said[-1] == f"pictures of the recorded steps: {folder / 'trace.html'}"
+    assert said[-1] == f"pictures of the recorded steps: {folder / 'health.png'}"
     assert hooks(model) == 0
 
 

@@ -609,29 +609,6 @@ def test_losses_and_gradients_are_bit_equal_with_and_without_it(
         assert torch.equal(plain, recorded) and torch.equal(plain, after)
 
 
-def test_an_ordinary_model_in_training_mode_is_bit_equal_too() -> None:
-    def run(recorded: bool) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(
-            nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 2)
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        losses = []
-        for _ in range(5):
-            recorder = Recorder(model)
-            if recorded:
-                recorder.__enter__()
-            loss = model(torch.randn(16, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.__exit__()
-            losses.append(loss.detach())
-        return [*losses, *model.state_dict().values()]
-
-    assert all(torch.equal(one, other) for one, other in zip(run(False), run(True), strict=True))
-
-
 def test_no_hook_is_left_however_the_block_ends(load_model, batch) -> None:
     model = student(load_model)
     assert hooks(model) == 0

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from torch import nn
@@ -57,22 +54,6 @@ def test_a_record_is_a_file_that_can_be_read_again(tmp_path) -> None:
     read = json.loads(path.read_text())
     assert read == {"step": 7, "micro_batch": 1, "rows": []} and Record.from_dict(read) == record
     assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.fixture
-def drawn(monkeypatch) -> list[tuple[list[int], Path]]:
-    """The steps that are handed to the part that draws, which is replaced."""
-    calls: list[tuple[list[int], Path]] = []
-    picture = ModuleType("npt.recorder.picture")
-
-    def write_pictures(records, folder):
-        calls.append(([record.step for record in records], folder))
-        return [folder / "health.png"]
-
-    picture.write_pictures = write_pictures
-    monkeypatch.setitem(sys.modules, "npt.recorder.picture", picture)
-    monkeypatch.setattr(sys.modules["npt.recorder"], "picture", picture, raising=False)
-    return calls
 
 
 @pytest.mark.parametrize("steps", range(1, 12))

@@ -81,25 +81,13 @@ def trained(load_model: Any, tokenizer: Any) -> Callable[..., tuple[Trainer, Any
     def train(folder: Path, data: Any = TEXTS, **settings: Any) -> tuple[Trainer, Any]:
         model = load_model("nf4")
         npt.attach(model, NPTConfig(rank=4, layers="1,3"))
-        config = TrainConfig(
-            **{
-                "batch_size": 2,
-                "log_steps": 1,
-                "learning_rate": 1e-2,
-                "output_dir": str(folder),
-                **settings,
-            }
+        usual = {"batch_size": 2, "log_steps": 1, "learning_rate": 1e-2, "output_dir": str(folder)}
+        config, console = (
+            TrainConfig(**{**usual, **settings}),
+            Console(file=io.StringIO(), width=300),
         )
-        console, data_config = Console(file=io.StringIO(), width=300), DataConfig(max_length=12)
-        trainer = Trainer(
-            model,
-            tokenizer,
-            data,
-            config,
-            data_config=data_config,
-            eval_data=TEXTS[:6],
-            console=console,
-        )
+        of_data = {"data_config": DataConfig(max_length=12), "eval_data": TEXTS[:6]}
+        trainer = Trainer(model, tokenizer, data, config, console=console, **of_data)
         return trainer, trainer.train()
 
     return train
@@ -199,14 +187,8 @@ def test_wandb_is_alerted_when_a_run_gives_up(trained, tmp_path, offline) -> Non
     broken = [{"id": f"bad-{i}", "input_ids": [3, 999]} for i in range(8)]
     data = [{"id": "good", "input_ids": [3, 4, 5]}, *broken]
     with pytest.raises(TooManyRefusalsError):
-        trained(
-            tmp_path / "run",
-            data,
-            use_wandb=True,
-            max_consecutive_bad=2,
-            batch_size=1,
-            smoke_test=False,
-        )
+        quick = {"max_consecutive_bad": 2, "batch_size": 1, "smoke_test": False}
+        trained(tmp_path / "run", data, use_wandb=True, **quick)
     found = told(tmp_path / "run")
     ((title, text),) = found.alerts
     assert title == "npt gave up: TooManyRefusalsError"
@@ -219,30 +201,20 @@ def test_a_run_of_wandb_agent_has_the_agents_name_and_settings(tmp_path, monkeyp
     """In a process of its own, as an agent starts one: the sweep's parameters are flags and a file,
     its run is in the environment.
     """
-    (tmp_path / "sweep.yaml").write_text(
-        "wandb_version: 1\nlearning_rate: {desc: null, value: 0.25}\n"
-    )
-    (tmp_path / "own.txt").write_text(
-        "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60)),
-        encoding="utf-8",
-    )
-    agents = {
-        "SWEEP_ID": "s1",
-        "RUN_ID": "of-agent",
-        "PROJECT": "theirs",
-        "SWEEP_PARAM_PATH": str(tmp_path / "sweep.yaml"),
-    }
+    sweep = "wandb_version: 1\nlearning_rate: {desc: null, value: 0.25}\n"
+    (tmp_path / "sweep.yaml").write_text(sweep)
+    text = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
+    (tmp_path / "own.txt").write_text(text)
+    agents = {"SWEEP_ID": "s1", "RUN_ID": "of-agent", "PROJECT": "theirs"}
+    agents["SWEEP_PARAM_PATH"] = str(tmp_path / "sweep.yaml")
     for name, value in {**agents, "MODE": "offline"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     flags = ["--learning_rate=0.25", "--use_wandb=True", f"--output_dir={tmp_path / 'run'}"]
-    small = [
-        f"--dataset_name={tmp_path / 'own.txt'}",
-        "--no_smoke_test",
-        "--init=random",
-        "--layers=7",
-        "--adapter_rank=2",
-    ]
-    small += ["--max_length=32", "--max_steps=1", "--batch_size=2", "--eval_samples=2"]
+    small = (
+        "--no_smoke_test --init=random --layers=7 --adapter_rank=2 --max_length=32 --max_steps=1"
+    )
+    small = [*small.split(), "--batch_size=2", "--eval_samples=2"]
+    small += [f"--dataset_name={tmp_path / 'own.txt'}"]
     program = Program(["pretrain", *small, *flags], tmp_path / "errors")
     assert program.wait() == 0, program.errors.read_text()
     found = told(tmp_path / "run")

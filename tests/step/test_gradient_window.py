@@ -80,6 +80,11 @@ class World:
             broken[4, 0] = math.nan
         elif kind == "overflowing norm":
             broken.fill_(1e20)
+        elif (
+            kind == "overflowing sum"
+        ):  # each norm is 1.5e19: finite, and their squares' sum is not
+            for gradient in gradients.values():
+                gradient.fill_(1.5e19 / math.sqrt(gradient.numel()))
         else:
             raise AssertionError(kind)
         self._run(gradients, loss, 11, "broken")
@@ -135,6 +140,7 @@ BAD = (
     "inf gradient",
     "nan gradient",
     "overflowing norm",
+    "overflowing sum",
 )
 KIND_OF = {"data": "data", "nan loss": "loss", "inf loss": "loss", "nan loss and gradients": "loss"}
 
@@ -228,7 +234,7 @@ def test_any_subset_of_bad_micro_batches_leaves_no_trace(windows) -> None:
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize(
     "kinds",
-    [("data",), ("nan loss",), ("inf gradient", "nan gradient"), ("overflowing norm", "data")],
+    [(), ("data",), ("nan loss",), ("inf gradient", "nan gradient"), ("overflowing sum", "data")],
 )
 def test_without_a_survivor_nothing_changes(kinds, steps_before) -> None:
     world = warmed_up(steps_before)
@@ -241,65 +247,8 @@ def test_without_a_survivor_nothing_changes(kinds, steps_before) -> None:
     assert_equal_bits(state_of(world), before)
 
 
-def test_an_empty_window_changes_nothing_and_refuses_nothing() -> None:
-    world = warmed_up(1)
-    before = state_of(world)
-    result = world.commit()
-    assert (result.applied, result.refused) == (False, ())
-    assert_equal_bits(state_of(world), before)
-
-
-def test_refused_windows_leave_later_ones_as_they_would_have_been() -> None:
-    world, twin = World(), World()
-    world.bad("nan loss and gradients")
-    world.commit()
-    for seed in range(3):
-        world.clean_window(seed)
-        twin.clean_window(seed)
-        world.bad("inf gradient")
-        world.commit()
-    assert_equal_bits(state_of(world), state_of(twin))
-
-
 # --- the step as a whole
 # ---------------------------------------------------------------------------------------------
-
-
-def overflow_only_together(world: World) -> None:
-    """A micro-batch of four gradients of norm 1.5e19: each is finite in fp32, the square root of
-    their squares' sum is not.
-    """
-    gradients = {
-        name: torch.full(shape, 1.5e19 / math.sqrt(math.prod(shape)))
-        for name, shape in SHAPES.items()
-    }
-    world._run(gradients, torch.tensor(1.0), 1, "large")
-
-
-def test_an_overflow_that_no_tensor_shows_alone_changes_nothing() -> None:
-    world, twin = warmed_up(2), warmed_up(2)
-    before = state_of(world)
-    overflow_only_together(world)
-    result = world.commit()
-    assert not result.applied
-    assert len(result.refused) == 1 and "overflows" in result.refused[0].detail
-    assert_equal_bits(state_of(world), before)
-    assert world.clean_window(5).applied and twin.clean_window(5).applied
-    assert_equal_bits(state_of(world), state_of(twin))
-
-
-def test_an_overflow_of_the_sum_costs_its_own_micro_batch_only() -> None:
-    world, twin = World(), World()
-    world.good(1)
-    overflow_only_together(world)
-    world.good(2)
-    twin.good(1)
-    twin.good(2)
-    result = world.commit()
-    twin.commit()
-    assert result.applied
-    assert [r.micro_batch for r in result.refused] == [1]
-    assert_equal_bits(state_of(world), state_of(twin))
 
 
 class Sabotaged(torch.optim.AdamW):
@@ -399,8 +348,9 @@ def test_the_summed_gradient_is_divided_once_by_the_surviving_tokens() -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e6, 1e15])
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.01])
+@pytest.mark.parametrize(
+    ("size", "max_grad_norm"), [(1.0, 0.5), (1e6, 0.01), (1e15, 0.5), (0.01, 1e9)]
+)
 def test_a_large_gradient_is_clipped_and_keeps_its_direction(size, max_grad_norm) -> None:
     world = World(sgd, max_grad_norm)
     world.good(1, tokens=1, size=size)
@@ -411,56 +361,10 @@ def test_a_large_gradient_is_clipped_and_keeps_its_direction(size, max_grad_norm
     assert result.grad_norm == pytest.approx(norm_of(full), rel=1e-5)
     # The steps taken are differences of weights of size 1: 34 entries known to 2^-24, which is 3e-5
     # of the smaller norm.
-    assert norm_of(gradients) == pytest.approx(max_grad_norm, rel=1e-4)
+    scale = min(1.0, max_grad_norm / norm_of(full))
+    assert norm_of(gradients) == pytest.approx(scale * norm_of(full), rel=1e-4)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, full[name] * (max_grad_norm / norm_of(full)), rtol=1e-4, atol=1e-6
-        )
-
-
-def test_a_small_gradient_is_not_scaled_up() -> None:
-    world = World(sgd, max_grad_norm=1e9)
-    world.good(1, tokens=1, size=0.01)
-    gradients, result = moved(world, lambda: world.commit(1.0))
-    # differences of weights of size 1
-    assert norm_of(gradients) == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-4)
-    assert result.grad_norm == pytest.approx(norm_of(clean_gradients(1, 0.01)), rel=1e-5)
-
-
-def test_the_learning_rate_of_commit_is_used() -> None:
-    steps = []
-    for rate in (0.1, 0.2):
-        world = World(sgd, max_grad_norm=1e9)
-        world.good(1, tokens=1)
-        steps.append(moved(world, lambda world=world, rate=rate: world.commit(rate))[0])
-    for name, step in steps[0].items():
-        # differences of weights of size 1
-        torch.testing.assert_close(2 * step, steps[1][name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        sgd,
-        lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
-        lambda p: torch.optim.AdamW(p, lr=1.0, fused=True),
-        lambda p: torch.optim.AdamW(p, lr=1.0, foreach=False, amsgrad=True),
-        lambda p: torch.optim.RMSprop(p, lr=1.0, momentum=0.5),
-        lambda p: torch.optim.Adagrad(p, lr=1.0),
-    ],
-)
-def test_any_optimizer_keeps_the_counterfactual(optimizer) -> None:
-    world, twin = World(optimizer), World(optimizer)
-    for seed in range(3):
-        world.bad("nan gradient")
-        world.good(seed)
-        twin.good(seed)
-        assert world.commit().applied and twin.commit().applied
-        before = state_of(world)
-        world.good(seed)
-        assert not world.commit(math.inf).applied
-        assert_equal_bits(state_of(world), before)
-    assert_equal_bits(state_of(world), state_of(twin))
+        torch.testing.assert_close(gradient, full[name] * scale, rtol=1e-4, atol=1e-6)
 
 
 # --- what is reported, and what is left alone
@@ -476,39 +380,13 @@ def test_a_refusal_says_what_and_where(kind) -> None:
     assert refusal.kind == KIND_OF.get(kind, "gradient")
     assert refusal.micro_batch == 1
     assert refusal.sample_ids == ("broken",)
-    if refusal.kind == "gradient":
+    if kind == "overflowing sum":
+        assert "overflows" in refusal.detail
+    elif refusal.kind == "gradient":
         assert "layer.B.gate" in refusal.detail
         assert "layer.A" not in refusal.detail
     if refusal.kind == "loss":
         assert ("nan" if "nan" in kind else "inf") in refusal.detail
-
-
-def test_refusals_come_in_the_order_of_their_micro_batches() -> None:
-    world = World()
-    for _ in range(2):
-        world.bad("nan loss")
-        world.bad("data")
-        world.good(0)
-        world.bad("inf gradient")
-        world.bad("data")
-        result = world.commit()
-        assert [(r.micro_batch, r.kind) for r in result.refused] == [
-            (0, "loss"),
-            (1, "data"),
-            (3, "gradient"),
-            (4, "data"),
-        ]
-
-
-def test_the_random_state_is_untouched() -> None:
-    before = torch.get_rng_state()
-    world = World()
-    world.bad("nan gradient")
-    world.good(1)
-    world.commit()
-    world.good(2)
-    world.commit(math.inf)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_no_gradient_is_left_behind() -> None:
@@ -627,47 +505,3 @@ def test_windows_of_1_2_and_8_micro_batches_make_the_same_step(load_model, setti
                 float((expected - step[key]).abs().max())
                 <= 1e-5 * float(expected.abs().max()) + 1e-7
             ), key
-
-
-@pytest.mark.parametrize(
-    ("settings", "poison"),
-    [(LOSSES[0], math.nan), (LOSSES[2], math.inf), (LOSSES[6], -math.inf), (LOSSES[7], math.nan)],
-    ids=lambda s: ",".join(map(str, s.values())) or "default" if isinstance(s, dict) else str(s),
-)
-def test_a_micro_batch_poisoned_in_a_real_model_leaves_no_trace(
-    load_model, settings, poison
-) -> None:
-    """Token weights are made of their own documents, so they remember nothing of it either."""
-    config = TrainConfig(**settings)
-    clean = [s for s in eight_samples(equal=False) if 3 not in s.input_ids]
-    broken = Sample("broken", (3, 5, 4))
-    states = []
-    for groups in ([clean[:2], [broken], clean[2:]], [clean[:2], clean[2:]]):
-        model = student(load_model)
-        model.model.embed_tokens.weight.data[3] = poison
-        parameters, optimizer, result = one_step(
-            model, config, groups, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True)
-        )
-        assert result.applied
-        assert [r.sample_ids for r in result.refused] == ([("broken",)] if len(groups) == 3 else [])
-        states.append(state(parameters, optimizer))
-    assert_equal_bits(*states)
-
-
-def test_an_error_in_the_step_takes_back_the_window(monkeypatch) -> None:
-    world, clean = World(), World()
-    world.clean_window(1)
-    world.good(2)
-    step = world.optimizer.step
-
-    def failing() -> None:
-        step()
-        raise MemoryError("planted")
-
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(world.optimizer, "step", failing)
-        world.transaction.commit()
-    results = [world.clean_window(3), clean.clean_window(1), clean.clean_window(3)]
-    assert [r.applied for r in results] == [True] * 3
-    for name, parameter in world.parameters.items():
-        assert torch.equal(parameter, clean.parameters[name])

@@ -115,27 +115,6 @@ def test_a_refused_micro_batch_leaves_the_next_one_its_numbers(late) -> None:
     assert found[0] == found[1]
 
 
-def test_a_micro_batch_that_raises_has_drawn_nothing() -> None:
-    noisy, before = Noisy(), random_state()
-
-    def fill() -> Any:
-        torch.rand(1)
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        add_filled(noisy.transaction, fill, ("b",))
-    assert not drawn(before)
-
-
-def test_seed_and_place_in_the_data_name_other_numbers() -> None:
-    found = set()
-    for seed, offset, name in [(0, 0, "b"), (1, 0, "b"), (0, 8, "b"), (0, 0, "c")]:
-        noisy = Noisy(seed=seed)
-        noisy.micro_batch(name, offset=offset)
-        found.add(tuple(noisy.transaction.gradients.sum_views[0].tolist()))
-    assert len(found) == 4
-
-
 def test_every_batch_has_its_own_place_and_keeps_it_on_resume(tmp_path) -> None:
     samples = Samples(records(7), NoTokenizer(), DataConfig(max_length=12), seed=0, hold_out=False)
     loader = Loader(samples, 2, epochs=2)

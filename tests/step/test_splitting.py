@@ -30,7 +30,7 @@ from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter, added, free_memory, oom_message
+from npt.distill.splitting import MicroBatchSplitter, added, oom_message
 from npt.distill.step import forward_backward
 from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
@@ -77,13 +77,6 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_samples(lengths, size, side
         for name in [*(f.name for f in fields(Batch)), "scored_index"]:
             one, two = getattr(part, name), getattr(other, name)
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, name
-
-
-def test_a_batch_that_is_not_to_be_parted_is_itself(batch) -> None:
-    assert (
-        MicroBatchSplitter(3).parts(batch)[0] is batch
-        and MicroBatchSplitter(9).parts(batch)[0] is batch
-    )
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -154,26 +147,6 @@ def test_halving_ends_at_one_sample_and_then_says_what_to_lower(rows, expected) 
 # ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "said"), [("cpu", f"{IMPOSSIBLE} bytes"), ("cuda", "2.00 GiB")])
-def test_a_failed_allocation_is_told_and_leaves_nothing_alive(kind, said) -> None:
-    alive: list[weakref.ref] = []
-
-    def act() -> None:
-        large = torch.zeros(1000, requires_grad=True)
-        graph = (large * 2).square()
-        alive.extend(weakref.ref(tensor) for tensor in (large, graph))
-        ask(kind)
-
-    message = None
-    try:
-        act()
-    except (RuntimeError, MemoryError) as error:
-        message = oom_message(error)
-    free_memory()
-    assert message is not None and said in message
-    assert [ref() for ref in alive] == [None, None]
-
-
 def test_other_errors_are_no_lack_of_memory() -> None:
     quoting = NoMemoryError(
         "out of memory with one sample of 9 tokens at once (CUDA error: out of memory)"
@@ -217,11 +190,6 @@ def test_a_library_without_room_for_itself_lacks_memory(said, monkeypatch, capsy
 @pytest.fixture(scope="module")
 def base(poisoned_folder: Path) -> nn.Module:
     return npt.load_base(str(poisoned_folder), quantization="nf4", device="cpu")[0]
-
-
-@pytest.fixture(scope="module")
-def embedded() -> nn.Module:
-    return npt.load_base("tiny", quantization="nf4", device="cpu")[0]
 
 
 @pytest.fixture
@@ -281,16 +249,6 @@ def in_parts(trainer: Trainer, samples: int) -> Trainer:
     return trainer
 
 
-def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], steps: int) -> None:
-    """Assert equality but for the order in which gradients were summed: fp32 sums differ by 1e-7
-    of themselves, and Adam divides by the gradient's size, so near 0 that may turn a step by a good
-    part of the learning rate, 1e-2."""
-    for name, value in one.items():
-        if value.dtype == torch.float32:
-            difference = (value - other[name]).abs()
-            assert difference.median() < 1e-6 and difference.max() < 1e-3 * steps, name
-
-
 def test_lack_of_memory_in_the_first_window_is_a_run_in_parts(runs) -> None:
     """In its second micro-batch: what was computed of the window before it is computed again."""
     here = runs(data=lambda: records(8), settings={"strategy": "propagated"})
@@ -310,46 +268,6 @@ def test_memory_that_runs_out_in_backward_leaves_no_gradient(runs, strategy) -> 
     in_parts(here.trainer("parts", strategy=strategy), 1).train()
     here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
     assert len(events(here.place / "lacking", "out_of_memory")) == 1
-
-
-def test_a_run_split_later_equals_one_resumed_in_smaller_parts(runs) -> None:
-    here = runs(data=lambda: records(12))
-    here.run("lacking", lacking(3))
-    here.run("stopped", max_steps=1)
-    in_parts(here.trainer("stopped", resume="auto"), 1).train()
-    one, other = here.outcome("lacking"), here.outcome("stopped")
-    assert one.tensors.keys() == other.tensors.keys()
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, other.tensors[name]), name
-    assert (
-        one.state["tokens"] == other.state["tokens"]
-        and one.state["position"] == other.state["position"]
-    )
-
-
-def test_smaller_parts_change_nothing_but_rounding(runs) -> None:
-    here = runs(data=lambda: records(8))
-    here.run("whole")
-    here.run("lacking", lacking(2))
-    one, other = here.outcome("whole"), here.outcome("lacking")
-    assert_close(one.tensors, other.tensors, steps=2)
-    assert [line["tokens"] for line in one.metrics] == [line["tokens"] for line in other.metrics]
-    for line, expected in zip(other.metrics, one.metrics, strict=True):
-        for key in ("loss", "loss_nmse", "layers.1.nmse"):
-            assert line[key] == pytest.approx(expected[key], rel=1e-3), key  # as the weights differ
-
-
-def test_lack_upon_lack_halves_until_one_sample_is_left(runs) -> None:
-    here = runs(
-        data=lambda: records(12), settings={"batch_size": 8, "gradient_accumulation_steps": 1}
-    )
-    here.run("lacking", lambda number, batch: ask("cpu") if len(batch.input_ids) > 1 else None)
-    in_parts(here.trainer("parts"), 1).train()
-    here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
-    assert [
-        (e["samples"], e["samples_at_once"])
-        for e in events(here.place / "lacking", "out_of_memory")
-    ] == [(8, 4), (4, 2), (2, 1)]
 
 
 def test_a_run_killed_after_halving_resumes_with_the_halved_size(runs) -> None:
@@ -405,26 +323,6 @@ def test_out_of_memory_at_batch_size_one_saves_and_exits(runs) -> None:
     assert [e["samples_at_once"] for e in events(here.place / "run", "out_of_memory")] == [1]
     assert here.outcome("run").state["step"] == 2
     assert events(here.place / "run", "error")[0]["error"] == "NoMemoryError"
-
-
-def test_the_embedded_model_trains_on_with_half_the_samples(embedded, tmp_path) -> None:
-    data = [
-        {"id": str(i), "input_ids": [5 + (13 * i + 7 * j) % 2000 for j in range(20 + i % 5)]}
-        for i in range(8)
-    ]
-    here = Runs(
-        embedded,
-        tmp_path,
-        data=lambda: data,
-        settings={"batch_size": 4},
-        data_settings={"max_length": 32},
-        adapter={"rank": 4, "layers": "7"},
-        eval_data=data[:1],
-    )
-    in_backward(here.trainer("lacking"), 0).train()
-    in_parts(here.trainer("parts"), 2).train()
-    here.outcome("lacking").assert_equal_but_passes(here.outcome("parts"))
-    assert here.outcome("lacking").state["samples_at_once"] == [2]
 
 
 # --- outside the loop

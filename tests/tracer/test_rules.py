@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import npt
 from npt.tracer import mask_check, rules, trace
-from npt.tracer.rules import element_at
 from npt.tracer.verdict import CAUSES, Verdict
 
 NAN, INF = math.nan, math.inf
@@ -186,13 +185,3 @@ def test_every_cause_is_given_by_some_rule_and_has_a_remedy() -> None:
     sources = "".join(inspect.getsource(module) for module in (mask_check, rules, trace))
     assert all(f'"{cause}"' in sources for cause in CAUSES)
     assert all(remedy and not remedy.endswith(".") for remedy in CAUSES.values())
-
-
-def test_an_element_is_found_under_broadcasting() -> None:
-    x = torch.arange(6.0).view(2, 3)
-    assert element_at(x, (4, 2, 3), (3, 1, 2)) == 5.0
-    assert element_at(x[:, :1], (2, 3), (1, 2)) == 3.0
-    assert element_at(torch.tensor(7.0), (2, 3), (1, 2)) == 7.0
-    assert element_at(x, (3, 2), (1, 1)) is None
-    assert element_at(x, (3,), (1,)) is None
-    assert element_at(x.to_sparse(), (2, 3), (1, 1)) is None

@@ -127,33 +127,6 @@ def test_the_cell_of_a_notebook_is_called_so() -> None:
     assert scope["found"].place.source.startswith("cell:3 in <module>")
 
 
-def test_the_walk_ends_at_the_engine_and_a_hook_has_its_own_line() -> None:
-    x = torch.ones(2, requires_grad=True)
-    found: list[Stack] = []
-    y = x * 2
-    y.register_hook(lambda gradient: found.append(read_stack(sys._getframe(), {})))
-    y.sum().backward()
-    (hook,) = found
-    assert hook.user_code and hook.nested and not hook.recomputing
-    assert "read_stack(sys._getframe(), {})" in hook.place.source
-    outside = read_stack(sys._getframe(), {})
-    assert not outside.nested
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoints_second_forward_is_told_from_its_first(reentrant) -> None:
-    found: list[Stack] = []
-
-    def forward(x):
-        found.append(read_stack(sys._getframe(), {}))
-        return x.sin().sin()
-
-    x = torch.ones(2, requires_grad=True)
-    torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
-    first, second = found
-    assert not first.nested and second.nested and second.recomputing and second.user_code
-
-
 # --- tokens
 
 

@@ -192,12 +192,8 @@ def test_with_max_steps_nothing_is_counted(build, calls, monkeypatch) -> None:
 def test_data_too_short_to_leave_out_are_trained_on_from_the_start(build, calls, stream) -> None:
     """A list keeps nine tenths of its steps at least; a stream must only continue after them."""
     few = texts(14)
-    trainer = build(
-        Stream(few) if stream else few,
-        eval_data=texts(2, seed=1),
-        max_steps=None,
-        calibration_tokens=2000,
-    )
+    settings = {"eval_data": texts(2, seed=1), "max_steps": None, "calibration_tokens": 2000}
+    trainer = build(Stream(few) if stream else few, **settings)
     seen = seen_by(trainer)
     assert seen == order_of(trainer) and trainer.total_steps in (7, None)
     said = trainer.setup.console.file.getvalue()
@@ -271,10 +267,7 @@ def test_a_resumed_run_is_not_calibrated_again(build, calls, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"data": iter(()), "eval_data": texts(2)},
-            "--init calibrated reads training data before the run does",
-        ),
+        ({"data": iter(()), "eval_data": texts(2)}, "--init calibrated reads training data before"),
         ({"form": {"residual": "keep"}}, "residual keep"),
     ],
 )

@@ -23,12 +23,8 @@ from npt.train.trainer import Trainer
 
 @pytest.fixture
 def here(load_model: Any, tmp_path: Path) -> Runs:
-    return Runs(
-        load_model("nf4"),
-        tmp_path,
-        data=lambda: records(16),
-        settings={"batch_size": 2, "eval_samples": 2},
-    )
+    settings = {"batch_size": 2, "eval_samples": 2}
+    return Runs(load_model("nf4"), tmp_path, data=lambda: records(16), settings=settings)
 
 
 def taught(here: Runs, folder: str, precision: str, source: Any, **changed: Any) -> Trainer:
@@ -52,10 +48,8 @@ def test_a_kept_residual_learns_from_the_unquantised_base(here, llama_folder, pr
 def test_another_teacher_is_refused_on_resume_and_none_as_well(here, llama_folder) -> None:
     adapter = {"rank": 2, "residual": "keep", "layers": "all"}
     taught(here, "run", "fp32", llama_folder, adapter=adapter, max_steps=2).train()
-    with pytest.raises(
-        CheckpointError,
-        match=r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for [0-9a-f]{64}",
-    ):
+    hashes = r"--teacher \(its hash\) [0-9a-f]{64}, this run asks for [0-9a-f]{64}"
+    with pytest.raises(CheckpointError, match=hashes):
         taught(here, "run", "bf16", llama_folder, adapter=adapter, max_steps=4, resume="auto")
     taught(here, "other", "fp32", llama_folder, max_steps=2).train()
     with pytest.raises(
@@ -74,16 +68,8 @@ def test_a_teacher_of_other_shapes_is_refused_with_both_values(here) -> None:
 def test_a_run_that_stops_is_replayed_with_its_strategy_and_its_teacher(
     here, llama_folder, monkeypatch
 ) -> None:
-    trainer = taught(
-        here,
-        "run",
-        "fp32",
-        llama_folder,
-        strategy="propagated",
-        max_steps=4,
-        max_consecutive_bad=1,
-        adapter={"rank": 4},
-    )
+    settings = {"strategy": "propagated", "max_steps": 4, "max_consecutive_bad": 1}
+    trainer = taught(here, "run", "fp32", llama_folder, adapter={"rank": 4}, **settings)
     strategy, calls = trainer.strategy, iter(range(100))
 
     def broken(*arguments: Any) -> Any:
@@ -134,13 +120,7 @@ def test_a_base_with_consolidated_updates_is_not_trained_on(here) -> None:
     consolidate(here.model, update)
     try:
         with pytest.raises(ConfigError, match=r"npt\.unconsolidate"):
-            Trainer(
-                here.model,
-                trainer.setup.tokenizer,
-                records(16),
-                trainer.setup.config,
-                data_config=trainer.setup.data_config,
-                console=trainer.setup.console,
-            )
+            setup = trainer.setup
+            Trainer(here.model, setup.tokenizer, records(16), setup.config)
     finally:
         unconsolidate(here.model)

@@ -276,8 +276,7 @@ def read_adapter(
     """Return the configuration saved in `folder` and the tensors by the name of their parameter,
     on the host, once all is found to fit the model, which is not changed.
 
-    No tensor is read before every name, shape and dtype is the expected one. Args as of
-    `load_adapter`; finite: refuse numbers that are not finite.
+    Args as of `load_adapter`; finite: refuse numbers that are not finite.
     """
     stored = find_adapter(folder)
     folder, config, record = stored.folder, stored.config, stored.record
