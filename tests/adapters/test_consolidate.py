@@ -208,7 +208,7 @@ class TestRefused:
             ((1, "gate"), (NAN, ZEROS), "layer 1, gate: .* not finite"),
             ((1, "gate"), (ONES, ONES / 0), "layer 1, gate: .* not finite"),
             ((1, "gate"), (ZEROS, ZEROS), "not above 0"),
-            ((1, "gate"), (ONES[:64], ZEROS[:64]), r"has \[64\] scales and .* the model 128 rows"),
+            ((1, "gate"), (ONES[:64], ZEROS[:64]), r"float32 \[64\], the model needs .* \[128\]"),
             ((9, "gate"), (ONES, ZEROS), "'gate' of layer 9; the model has layers 0 to 3"),
         ],
     )
@@ -266,7 +266,7 @@ DAMAGE = {
     ),
     "a layer too many": (
         in_history(lambda r: r["updates"][0]["places"].append([77, "up"])),
-        "of layer 77, the model has layers 0 to 3",
+        "lacks the tensor 'updates.0.layers.77.up",
     ),
     "a place without rows": (
         in_history(lambda r: r["updates"][0]["places"].append([0, "up"])),
@@ -278,11 +278,11 @@ DAMAGE = {
     ),
     "a wrong shape": (
         in_rows(lambda t: t.update({SOME: torch.ones(3)})),
-        r"is F32 \[3\], the model needs F32 \[128\]",
+        r"has torch.float32 \[3\], the model needs torch.float32 \[128\]",
     ),
     "a wrong dtype": (
         in_rows(lambda t: t.update({SOME: t[SOME].half()})),
-        r"is F16 \[128\], the model needs F32",
+        r"has torch.float16 \[128\], the model needs torch.float32",
     ),
     "a value is NaN": (
         in_rows(lambda t: t[SOME].fill_(float("nan"))),

@@ -227,7 +227,7 @@ def test_the_code_on_the_card_runs_as_printed_in_the_cards_folder(tmp_path, monk
     logits = saved(tmp_path / "adapter", RECIPES["nf4"])
     monkeypatch.chdir(tmp_path / "adapter")
     found = snippets(Path(CARD_NAME).read_text())
-    assert len(found) == 3
+    assert len(found) == 2
     for code in found:
         names: dict[str, Any] = {}
         exec(code, names)
