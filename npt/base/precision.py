@@ -40,7 +40,6 @@ _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: UpcastEmbedding,
     nn.Linear: UpcastLinear,
 }
-_PLAIN = {upcast: plain for plain, upcast in _UPCAST.items()}
 _HALF = (torch.float16, torch.bfloat16)
 _DECLARED = "_npt_compute_dtype"
 
@@ -88,25 +87,6 @@ def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: An
     return resized
 
 
-def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make a base without adapters compute in 16 bit, in place, to compare it with the policy's.
-
-    Everything but packed weights is stored in `dtype`; packed weights dequantise to it. Parameters
-    only: `model.to(dtype)` would also round the rotary frequencies, which checkpoints keep in fp32.
-    """
-    setattr(model, _DECLARED, dtype)
-    vars(model).pop("resize_token_embeddings", None)
-    packed = {id(module.weight) for _, module in quantized_linears(model)}
-    for _, module in quantized_linears(model):
-        module.compute_dtype = module.weight.quant_state.dtype = dtype
-    for module in model.modules():
-        module.__class__ = _PLAIN.get(type(module), type(module))
-    for parameter in model.parameters():
-        if id(parameter) not in packed and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    audit_precision(model, dtype)
-
-
 def declared_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the base's products: declared if it is packed, else `policy_dtype`."""
     if quantized_linears(model):
@@ -136,6 +116,24 @@ def fp32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(earlier)
+
+
+def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
+    """Set torch's precision of fp32 products: `highest`, `high` (TF32), or `auto`.
+
+    `auto` is `high` for a base that computes in fp32 on NVIDIA GPUs with TF32, which has fp32's
+    range and is off by 3e-4 of a product where NF4's weights are off by 9e-2; else `highest`.
+    """
+    if setting == "auto":
+        devices = {parameter.device for parameter in model.parameters()}
+        fast = policy_dtype(model) == torch.float32 and all(map(_has_tf32, devices))
+        setting = "high" if fast else "highest"
+    torch.set_float32_matmul_precision(setting)
+
+
+def _has_tf32(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def audit_precision(

@@ -99,7 +99,7 @@ def _date_of_run(adapter: Path) -> str | None:
 def _reference(task: Task, samples_of: Any) -> Any:
     """Run the unquantised base on the samples; return the outputs that are kept. It is freed."""
     from npt.base.load import load_base, read_config
-    from npt.base.quantization_error import set_matmul_precision
+    from npt.base.precision import set_matmul_precision
     from npt.evaluation.attribution import reference_outputs
 
     base, precision = task.base, task.given["attribution"]

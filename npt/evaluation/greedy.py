@@ -174,7 +174,10 @@ def compare_prompts(
     head, size = model.lm_head, model.config.vocab_size
     with cast_once(head):
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
-        written = {mode: most_likely(states, head, size) for mode, states in hidden.items()}
+        written = {
+            mode: most_likely(states, head, size).to(tokens.device)
+            for mode, states in hidden.items()
+        }
     leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
     lengths = [len(new) for new in added]
     by_prompt = (figures, leaves, written["student"].cpu())
