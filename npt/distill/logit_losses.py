@@ -1,21 +1,17 @@
 """Losses of next-token distributions, from logits or from the states that lm_head makes them of.
 
-With p the teacher's and q the student's distribution, softmax(logits / T), per token in nats:
+With p the teacher's and q the student's distribution, per token in nats:
 
-    forward KL       T^2 sum p (log p - log q)
+    forward KL       sum p (log p - log q)
                      q must cover all that p does
-    reverse KL       T^2 sum q (log q - log p)
+    reverse KL       sum q (log q - log p)
                      q may leave parts of p out, and must not invent any
-    cross-entropy    -log q(target), at T = 1; the teacher has no part in it
-
-The factor T^2 (Hinton et al., "Distilling the knowledge in a neural network", 2015) keeps the
-gradient's size as T changes; without it that falls with 1 / T^2. So a value at T other than 1 is
-not in nats any more.
+    cross-entropy    -log q(target); the teacher has no part in it
 
 All are pure, return one value per token, compute from log-softmax in fp32 (in fp64 if the logits
 are) and pass no gradient to the teacher. A logit of -inf, as on padded vocabulary entries, is a
 probability of 0; if one side alone has it a KL is infinite and the micro-batch is refused. A value
-that is finite has a finite gradient, at any temperature.
+that is finite has a finite gradient.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -59,16 +55,14 @@ def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)
 
 
-def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return T^2 KL(teacher || student) from logits, [N, V] twice."""
-    log_q, log_p = _log_probabilities(student, teacher, temperature)
-    return temperature**2 * kl_of_logs(log_p, log_q)
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student) from logits, [N, V] twice."""
+    return kl_of_logs(_log_probabilities(teacher.detach()), _log_probabilities(student))
 
 
-def reverse_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return T^2 KL(student || teacher) from logits, [N, V] twice."""
-    log_q, log_p = _log_probabilities(student, teacher, temperature)
-    return temperature**2 * kl_of_logs(log_q, log_p)
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(student || teacher) from logits, [N, V] twice."""
+    return kl_of_logs(_log_probabilities(student), _log_probabilities(teacher.detach()))
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -87,11 +81,9 @@ def through_head(
 ) -> Tensor:
     """Return the summed loss of the logits that `head` makes of states, chunk by chunk.
 
-    Only chunks of CHUNK values are alive at a time, whatever N is; from thirteen chunks on they are
-    together less than [N, V]. The gradient of a sum needs no later factor but one, so with a frozen
-    head it is taken on the way and no logit is computed a second time; a head that is trained
-    itself is computed again in backward. A head stored in 16 bit is cast to fp32 once for all
-    chunks.
+    The gradient of a sum needs no later factor but one, so with a frozen head it is taken on the
+    way and no logit is computed a second time; a head that is trained itself is computed again in
+    backward. A head stored in 16 bit is cast to fp32 once for all chunks.
 
     Args:
         head: lm_head.
@@ -166,12 +158,5 @@ def row_loss(config: TrainConfig) -> RowLoss:
     return losses[config.logit_loss]
 
 
-def _log_probabilities(
-    student: Tensor, teacher: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return log q and log p."""
-    log_q, log_p = (
-        torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-        for logits in (at_least_fp32(student), at_least_fp32(teacher.detach()))
-    )
-    return log_q, log_p
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return torch.log_softmax(at_least_fp32(logits), dim=-1)

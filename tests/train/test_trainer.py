@@ -338,7 +338,7 @@ def test_the_first_loss_is_the_strategys_sum_over_its_tokens(build) -> None:
         {"loss": "nmse_update"},
         {"loss": "mse"},
         *[
-            {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
+            {"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
             for loss in LOGIT_LOSSES
         ],
     ],
