@@ -13,13 +13,11 @@ Pure functions of the valid tokens' rows, [N, D] each, that return one value per
     mse          mean over D of (o - t)^2
                  in the states' own units. A few tokens of huge norm drown the others
 
-`direction` is the unit-vector MSE that NPT was first trained with. A student can bring it to 0 with
-states of any length, and the next layer, which adds to them, then mixes at the wrong ratio. It is
-here for comparison.
+`direction` is the unit-vector MSE that NPT was first trained with, here for comparison: a student
+can bring it to 0 with states of any length, which the next layer then mixes at the wrong ratio.
 
 All compute in fp32 (in fp64 if a row is), and no gradient reaches the teacher. A divisor that
-overflows gives NaN, so that the micro-batch is refused instead of reported as agreement. Rows are
-gathered before a loss is taken, never masked by multiplication: 0 * NaN is NaN.
+overflows gives NaN, so that the micro-batch is refused instead of reported as agreement.
 """
 
 from __future__ import annotations
@@ -61,16 +59,13 @@ def mse(student: Tensor, teacher: Tensor) -> Tensor:
     return error.square().mean(dim=-1)
 
 
-HiddenLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""[N] of o, t, and h (None unless the loss reads it)."""
-
-HIDDEN_LOSSES: dict[str, HiddenLoss] = {
+HIDDEN_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "nmse": lambda o, t, h: nmse_per_token(o, t),
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
     "mse": lambda o, t, h: mse(o, t),
 }
-"""The losses that `--loss` names."""
+"""The losses that `--loss` names: [N] of o, t, and h (None unless the loss reads it)."""
 
 READS_INPUT = {"nmse_update"}
 """Losses that read h, the teacher's input to the layer."""

@@ -62,12 +62,8 @@ class BatchSums:
 
 
 class LayerSums(NamedTuple):
-    """Sums over the valid tokens of one converted layer: scalars.
-
-    Attributes:
-        loss: the layer's share of the loss, with its graph.
-        nmse: without graph.
-        reg: the unweighted energy, without graph.
+    """Sums over the valid tokens of one converted layer: its share of the loss, with its graph, and
+    without one the NMSE and the unweighted energy.
     """
 
     loss: Tensor
@@ -213,15 +209,11 @@ def student_rows(
     *,
     graph: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a layer's student output [N, D] and the energy of its modulation [N].
+    """Return a layer's student output [N, D] and the energy of its modulation [N], from the
+    student's h [B, T, D] and its stream on the layer's device.
 
-    Args:
-        layer: a converted layer.
-        here: the student's stream, on the layer's device.
-        hidden: [B, T, D], the student's h.
-        regularised: the energy is differentiated.
-        space: as of `stacked_outputs`.
-        graph: gradients go through the attention into h; else no further than the adapter.
+    `graph`: gradients go through the attention into h, else no further than the adapter. The other
+    arguments are those of `trained_output`.
     """
 
     def student(hidden: Tensor, **context: Any) -> tuple[Tensor, Tensor | None]:
@@ -272,9 +264,7 @@ def layer_sums(
 def batch_sums(
     config: TrainConfig, batch: Batch, layers: list[LayerSums], logit: Tensor | None = None
 ) -> BatchSums:
-    """Return the sums of a micro-batch from those of its converted layers, in their order, and the
-    unweighted loss on the logits.
-    """
+    """Return the sums of a micro-batch from those of its layers and the loss on the logits."""
     # the layers of a model spread over several devices report from each of them
     home = layers[-1].loss.device
     losses, nmses, regs = (
@@ -282,11 +272,10 @@ def batch_sums(
         for parts in zip(*layers, strict=True)
     )
     loss, scored = losses.sum(), 0
-    if logit is None:
-        logit = torch.zeros_like(losses[0])
-    else:
+    if logit is not None:
         logit, scored = logit.detach().to(home), batch.scored
         loss = loss + config.logit_kl_weight * logit
+    logit = torch.zeros_like(loss) if logit is None else logit
     return BatchSums(loss, nmses.mean(), regs.mean(), logit, nmses, batch.tokens, scored)
 
 

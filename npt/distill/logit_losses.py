@@ -35,10 +35,9 @@ LOGIT_CHUNK = 1 << 26
 """Logits that an evaluation computes at a time (256 MiB in fp32), so that [N, V] never exists."""
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
-"""Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward
-some seven such tensors are alive at once. A product of r rows reads V D
-weights for 2 r V D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep a card busy
-that computes 120 operations (TF32 on an H100, by its data sheet) in the time that it reads a byte.
+"""Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32, of which
+backward has some seven alive at once. At V 128k a chunk has 261 rows, enough to keep a card busy
+that computes 120 operations (TF32 on an H100) in the time that it reads a byte of weights.
 """
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -48,8 +47,8 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return sum_v p (log p - log q), in nats, with 0 log 0 = 0: [N, V] twice -> [N].
 
-    Infinite if q is 0 and p is not. The difference is put to 0 *before* it is multiplied by a p of
-    0: after the product `where` would keep 0 * Inf out of the value and not out of the gradient.
+    Infinite if q is 0 and p is not. The difference is put to 0 *before* the product: after it
+    `where` would keep 0 * Inf out of the value and not out of the gradient.
     """
     p = log_p.exp()
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)
@@ -132,8 +131,7 @@ class _ChunkedSum(torch.autograd.Function):
             here = slice(start, start + rows)
             part = student[here].detach().requires_grad_(wanted)
             with torch.set_grad_enabled(wanted):
-                # A view, because torch's own observers of modules (its counter of operations is
-                # one) cannot hook a leaf in here.
+                # a view: torch's counter of operations cannot hook a leaf in here
                 value = chunk_sum(part.view_as(part), teacher[here])
             if grad is not None:
                 (grad[here],) = torch.autograd.grad(value, part)
@@ -150,11 +148,7 @@ class _ChunkedSum(torch.autograd.Function):
 
 def row_loss(config: TrainConfig) -> RowLoss:
     """Return the loss that `config.logit_loss` names."""
-    losses: dict[str, RowLoss] = {
-        "kl": forward_kl,
-        "reverse_kl": reverse_kl,
-        "cross_entropy": token_cross_entropy,
-    }
+    losses = {"kl": forward_kl, "reverse_kl": reverse_kl, "cross_entropy": token_cross_entropy}
     return losses[config.logit_loss]
 
 
