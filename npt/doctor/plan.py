@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from npt.adapters.fused import BLOCK
 from npt.base.device import default_device
 from npt.base.load import COMPUTE
-from npt.calibration.plan import plan as plan_start
+from npt.calibration.placement import plan as plan_start
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
 from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
 from npt.doctor.shape import Shape
