@@ -26,7 +26,7 @@ from npt.forensics.bundle import Postmortem, StoredMicroBatch, leaves, read_post
 from npt.guard.forensics import Finding, Kept, traced
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
-from npt.guard.parallel import plain_name
+from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.random_state import kept_random_state, set_random_state
 from npt.versions import versions

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from npt.guard.outcome import MicroBatchRecord, Refusal, Snapshot
-from npt.guard.parallel import unsynchronised, whole
+from npt.guard.parameters import unsynchronised, whole
 from npt.guard.traces import States
 from npt.guard.update import GuardedUpdate
 from npt.random_state import kept_random_state, random_state, set_random_state
