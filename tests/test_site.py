@@ -162,7 +162,7 @@ class TestReference:
         folder = ROOT / "tests" / "assets" / "before"
         files = {name.partition("/")[0] for name in names["The run folder"]}
         written = {path.name for path in (folder / "run").iterdir()}
-    assert written - {"modulation.json"} <= files  # which an earlier version wrote
+        assert written - {"modulation.json"} <= files  # which an earlier version wrote
         checkpoint = {name.partition("/")[0] for name in names["A checkpoint"]}
         assert {path.name for path in (folder / "step-00000002").iterdir()} == checkpoint
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
