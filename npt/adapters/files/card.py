@@ -52,7 +52,7 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     loaded = "BASE, quantization=..."
     if recipe is not None:
-        loaded = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+        loaded = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.arguments.items())])
     return f"""---
 {_base_line(str(name))}library_name: npt
 tags: [npt, distillation, adapter]
