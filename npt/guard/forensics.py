@@ -1,30 +1,25 @@
 """What a guard keeps of an open window, so that a refused micro-batch can be looked at again.
 
 The model's calls are noted, not copied: overwrite no input before `guard.step()`.
-`npt.tracer` and `npt.recorder` are imported at the first refusal that is asked about.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from npt.guard.outcome import MicroBatchRecord, Refusal, Snapshot
+from npt.guard.finding import Finding, recorded, traced
+from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.guard.parallel import unsynchronised, whole
 from npt.guard.traces import States
-from npt.guard.update import GuardedUpdate
-from npt.random_state import kept_random_state, random_state, set_random_state
-
-if TYPE_CHECKING:
-    from npt.recorder.record import Record
-    from npt.tracer.verdict import Verdict
+from npt.random_state import random_state
 
 SUSPECTS = ACCEPTED = 4
 """Micro-batches at most that are kept for a post-mortem; of a window that was refused as a whole,
@@ -33,31 +28,13 @@ all.
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The tracer's answer about a refused micro-batch.
-
-    verdict: the operation that made the first bad number, None if none was found. why: then, why;
-    of a window that was refused for its size, which micro-batch was looked at. record: of every
-    tensor, if the guard records.
-    """
-
-    refusal: Refusal
-    verdict: Verdict | None
-    why: str = ""
-    record: Record | None = None
-
-    @property
-    def told(self) -> str:
-        """The answer without the refusal."""
-        return "\n".join(str(part) for part in (self.why, self.verdict) if part)
-
-    def __str__(self) -> str:
-        return f"{self.refusal}\n{self.told}"
-
-
-@dataclass(frozen=True)
 class Call:
-    """A call of the model. autocast: by device type, the dtype of one that was on."""
+    """A call of the model.
+
+    Attributes:
+        arguments, named: its inputs.
+        autocast: by device type, the dtype of one that was on.
+    """
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
@@ -200,19 +177,19 @@ class Forensics:
             f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
             f" {largest.grad_norm:.3g}"
         )
-        found = self._traced(size, kept, step)
-        said = "no number in it is bad" if found.verdict is None else ""
-        self.findings.append(replace(found, why=f"{why}; {said}" if said else why))
+        finding = self._traced(size, kept, step)
+        why += "; no number in it is bad" if finding.verdict is None else ""
+        self.findings.append(replace(finding, why=why))
         return self.findings[-1:]
 
     def _traced(self, refusal: Refusal, kept: Kept, step: int) -> Finding:
         assert self._model is not None
         self.left -= 1
         with unsynchronised(self._parallel):  # the other processes trace nothing, or their own
-            found = traced(self._model, refusal, kept)
+            finding = traced(self._model, refusal, kept)
             if self._record:
-                found = replace(found, record=recorded(self._model, kept, step))
-        return found
+                finding = replace(finding, record=recorded(self._model, kept, step))
+        return finding
 
     def settle(self, window: int, refusals: Sequence[Refusal]) -> None:
         """Set this process's refused micro-batches of a window aside, if they are to be kept."""
@@ -261,89 +238,3 @@ def _versions(inputs: Any) -> list[int]:
     """Return how often each tensor was written to."""
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     return [leaf._version for leaf in leaves if not leaf.is_inference()]
-
-
-@contextmanager
-def weights_of(snapshot: Snapshot | None, update: GuardedUpdate) -> Iterator[None]:
-    """Give the parameters the values of a snapshot within the context; None leaves them."""
-    if snapshot is None:
-        yield
-        return
-    parameters = dict(zip(update.names, update.parameters, strict=True))
-    now = {name: p.detach().clone() for name, p in parameters.items()}
-    with torch.no_grad():
-        for name, (value, _) in snapshot.items():
-            parameters[name].copy_(value)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in now.items():
-                parameters[name].copy_(value)
-
-
-def traced(model: nn.Module, refusal: Refusal, kept: Kept, exploded: bool = True) -> Finding:
-    """Compute a micro-batch once more under the tracer; nothing of it stays in the run.
-
-    exploded: look also for a finite number too large to be squared.
-    """
-    if kept.run is None and not kept.calls and kept.inputs is None:
-        return Finding(refusal, None, "the model was not called: there is nothing to compute again")
-    outcomes: list[Any] = []
-
-    def compute() -> Any:
-        outcomes.append(kept.compute(model))
-        return outcomes[-1]
-
-    try:
-        # only now: it needs transformers and bitsandbytes, which a guard does not
-        from npt.tracer.trace import first_fault
-
-        with kept_random_state():
-            set_random_state(kept.random)
-            verdict = first_fault(model, kept.batch, compute, exploded=exploded)
-    except Exception as error:  # the run is more than its diagnosis
-        return Finding(refusal, None, f"the tracer ended with {type(error).__name__}: {error}")
-    if verdict is not None:
-        return Finding(refusal, _named(verdict, refusal, kept.batch))
-    return Finding(refusal, None, _unexplained(refusal, outcomes[-1] if outcomes else None))
-
-
-def _unexplained(refusal: Refusal, outcome: Any) -> str:
-    """Return why no operation is named, though a micro-batch was computed again to `outcome`."""
-    finite = "computed again, all was finite"
-    if refusal.kind == "update":
-        return f"{finite}: the optimizer's step made the number, not a pass; {refusal.detail}"
-    if refusal.kind in ("norm", "spike"):
-        return f"{finite}, as it was: the whole window was too large"
-    loss = outcome.get("loss") if isinstance(outcome, Mapping) else getattr(outcome, "loss", None)
-    if loss is None and not (isinstance(outcome, torch.Tensor) and outcome.dim() == 0):
-        return (
-            f"{finite}, without a loss: it is made outside of the model; say how with"
-            " micro_batch(run=...), or replay(..., loss=...)"
-        )
-    return f"{finite}: suspect the hardware or a race"
-
-
-def _named(verdict: Verdict, refusal: Refusal, batch: Any) -> Verdict:
-    """Return a verdict that names the sample of its row, if each row has a name."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if verdict.row is None or ids is None or len(ids) != len(refusal.sample_ids):
-        return verdict
-    return replace(verdict, sample=refusal.sample_ids[verdict.row])
-
-
-def recorded(model: nn.Module, kept: Kept, step: int) -> Record | None:
-    """Compute a micro-batch once more under a Recorder; None if it ends in an error."""
-    try:
-        from npt.recorder.recorder import Recorder
-        from npt.tracer.passes import sinks_of, untouched
-
-        with kept_random_state(), untouched(model, kept.batch):
-            set_random_state(kept.random)
-            recorder = Recorder(model)
-            with recorder:
-                sinks_of(model, kept.batch, kept.compute(model))
-            return recorder.record(step)
-    except Exception:  # the tracer has met it too, and said so
-        return None

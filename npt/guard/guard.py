@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.forensics import Finding, Forensics, Kept, weights_of
+from npt.guard.finding import Finding, weights_of
+from npt.guard.forensics import Forensics, Kept
 from npt.guard.holdings import Holdings
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
