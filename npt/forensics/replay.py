@@ -27,7 +27,7 @@ from npt.guard.finding import Finding, traced
 from npt.guard.forensics import Kept
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
-from npt.guard.parallel import plain_name
+from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.random_state import kept_random_state, set_random_state
 from npt.versions import versions
@@ -448,7 +448,7 @@ class Replay:
         (fresh, tried), (failed, accepted) = self.count(True), self.count(False)
         parts = [f"{fresh} of {tried} fresh ones"] if tried else []
         parts += [f"{failed} of {accepted} accepted ones"] if accepted else []
-        return f"Of other batches in the same state fail {' and '.join(parts)}."
+        return f"Of other batches in the same state, {' and '.join(parts)} fail."
 
     def _remedy(self) -> str:
         names = dict.fromkeys(name for refusal in self.refusals for name in refusal.sample_ids)
