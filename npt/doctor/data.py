@@ -16,7 +16,6 @@ from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
 from npt.data.encoding import RecordCounts
-from npt.data.readers import lines_not_utf8
 from npt.data.report import listed_columns
 from npt.data.samples import cut
 from npt.data.source import (
@@ -45,8 +44,8 @@ class Broken:
     """A place that cannot be read or trained on.
 
     Attributes:
-        line: from 1; None if the kind of file has none.
-        column: likewise, in characters; in bytes if the line is not UTF-8, in fields of a CSV row.
+        line: from 1; None if it is not known, and the problem names the record.
+        column: likewise, in characters.
     """
 
     where: str
@@ -64,66 +63,47 @@ class Broken:
         return f"{self.where}{line}{column}"
 
 
-RecordPlace = tuple[str, int | None]
-"""The file or data set of a record, and its line."""
-
-
 class Reading:
-    """The readable records of a data set with their places, and its faults.
+    """The readable records of a data set, each with its file or data set, and its faults.
 
     Attributes:
         broken: the first NAMED faults.
         broken_total: the number of all.
-        blank_lines: in files of JSON lines.
     """
 
     def __init__(self, config: DataConfig):
         self._config = config
         self.broken: list[Broken] = []
-        self.broken_total = self.blank_lines = 0
+        self.broken_total = 0
 
-    def note(self, where: str, line: int | None, column: int | None, problem: str) -> None:
+    def note(self, where: str, error: Exception) -> None:
         """Count a fault, and name it while there is room."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
-            self.broken.append(Broken(where, line, column, problem))
+            place = (error.line, error.column) if isinstance(error, FileError) else (None, None)
+            problem = error.problem if isinstance(error, FileError) else first_line(error)
+            self.broken.append(Broken(where, *place, problem))
 
-    def __iter__(self) -> Iterator[tuple[Record, RecordPlace]]:
+    def __iter__(self) -> Iterator[tuple[Record, str]]:
         name = self._config.dataset_name
         if is_local(name):
             for path in local_files(name):
                 yield from self._file(path)
         else:
             for record in open_source(self._config):
-                yield record, (name, None)
+                yield record, name
 
-    def _file(self, path: Path) -> Iterator[tuple[Record, RecordPlace]]:
+    def _file(self, path: Path) -> Iterator[tuple[Record, str]]:
         """Read a file as far as its reader continues after a fault."""
-        records: Any = None
-        while True:
-            try:
-                if records is None:
-                    config = replace(self._config, streaming=True)
-                    records = iter(reader_of(path).read(path, config))
-                record = next(records)
-            except StopIteration:
-                break
-            except Exception as error:  # pyarrow and datasets each raise their own
-                self._note_file(path, error, getattr(records, "line", None))
-                if records is None:
-                    return
-            else:
-                yield record, (str(path), getattr(records, "line", None))
-        self.blank_lines += getattr(records, "blank_lines", 0)
-
-    def _note_file(self, path: Path, error: Exception, line: int | None) -> None:
-        """Note a fault; if the encoding ends the reading, every line with that fault."""
-        if not isinstance(error, FileError):
-            self.note(str(path), None, None, first_line(error))
-            return
-        ended = isinstance(error.__cause__, UnicodeDecodeError) and error.line != line
-        for fault in lines_not_utf8(path) if ended else (error,):
-            self.note(str(path), fault.line, fault.column, fault.problem)
+        config = replace(self._config, streaming=True)
+        try:
+            for record in reader_of(path).read(path, config):
+                if isinstance(record, FileError):
+                    self.note(str(path), record)
+                else:
+                    yield record, str(path)
+        except Exception as error:  # pyarrow and datasets each raise their own
+            self.note(str(path), error)
 
 
 @dataclass
@@ -144,7 +124,6 @@ class DataReport:
     heldout: int | None
     complete: bool = True
     counts: RecordCounts = field(default_factory=RecordCounts)
-    blank_lines: int = 0
     broken: tuple[Broken, ...] = ()
     broken_total: int = 0
     shortest: int = 0
@@ -220,13 +199,13 @@ def examine(
             if len(report.shown) < SHOWN:
                 report.shown += (show(sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
-    report.blank_lines, report.broken_total = reading.blank_lines, reading.broken_total
+    report.broken_total = reading.broken_total
     report.broken = tuple(sorted(reading.broken, key=lambda b: (b.where, b.line or 0)))
     return report
 
 
 def _samples(
-    chunk: list[tuple[Record, RecordPlace]], tokenizer: Any, config: DataConfig,
+    chunk: list[tuple[Record, str]], tokenizer: Any, config: DataConfig,
     counts: RecordCounts, reading: Reading,
 ) -> Iterator[Sample]:  # fmt: skip
     """Yield the samples of some records, counted; a record that cannot be encoded is noted."""
@@ -235,7 +214,7 @@ def _samples(
         samples = list(cut((record for record, _ in chunk), tokenizer, config, of_chunk))
     except Exception as error:  # a tokenizer or a template may raise anything
         if len(chunk) == 1:
-            reading.note(*chunk[0][1], None, first_line(error))
+            reading.note(chunk[0][1], error)
             return
         for pair in chunk:
             yield from _samples([pair], tokenizer, config, counts, reading)
@@ -298,13 +277,12 @@ def _rows(report: DataReport) -> dict[str, str]:
     def listed(reasons: Mapping[str, int]) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
 
-    blank = f"; blank lines: {report.blank_lines:,}" if report.blank_lines else ""
     heldout = "held out: files of its own"
     if report.heldout is not None:
         heldout = f"{share(report.heldout, counts.samples)} held out"
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     return {
-        "records": f"{counts.records:,}{blank}",
+        "records": f"{counts.records:,}",
         "broken": f"{report.broken_total:,}",
         "samples": f"{counts.samples:,}, {heldout}",
         "tokens": f"{counts.tokens:,}, {share(report.targets, counts.tokens)} targets",

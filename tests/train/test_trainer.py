@@ -157,7 +157,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         return {p.name for p in path.iterdir()}
 
     assert names(folder) == {
-        *("run.json", "metrics.jsonl", "events.jsonl", "fidelity.json", "modulation.json"),
+        *("run.json", "metrics.jsonl", "events.jsonl", "fidelity.json"),
         *("report.html", "checkpoints", "adapter"),
     }
     metrics = lines(folder, "metrics")
@@ -309,7 +309,7 @@ def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
         {"loss": "nmse_update"},
         {"loss": "mse"},
         *[
-            {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
+            {"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
             for loss in LOGIT_LOSSES
         ],
     ],
