@@ -187,7 +187,7 @@ def load(
 
     Args:
         device: as for `npt.load_base`.
-        pack_on: likewise.
+        pack_on: as for `npt.load_base`.
         adapter: the saved adapter, whose record may hold how its base was stored.
     """
     import npt
