@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from npt.adapters.converted import decoder_layers, viewed
@@ -89,7 +88,7 @@ def update_from(
             assert like is not None
             scale = torch.ones_like(like) if m is None else 1.0 + alpha * (m - 1.0)
             bias = torch.zeros_like(like) if s is None else alpha * s
-            rows[index, target] = _on_host(scale), _on_host(bias)
+            rows[index, target] = scale.detach().cpu().float(), bias.detach().cpu().float()
     origin = {
         "token": modulation.token,
         "token_id": modulation.token_id,
@@ -100,11 +99,7 @@ def update_from(
     return Consolidation(rows, {**(record or {}), **origin})
 
 
-def _on_host(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", torch.float32)
-
-
-def _chosen(flag: str, asked: Collection[Any] | None, present: set[Any]) -> Collection[Any]:
+def _chosen(flag: str, asked: Collection[Any] | None, present: set[Any]) -> set[Any]:
     if asked is not None and (not asked or not set(asked) <= present):
         first, second = (", ".join(map(str, sorted(v))) or "none" for v in (asked, present))
         raise ConfigError(f"--{flag} is {first}; the adapter modulates {second}")
@@ -156,11 +151,12 @@ def check_update(model: PreTrainedModel, update: Consolidation) -> None:
             )
         product = product_of(layers[index], target)
         check_row_scalable(product)
-        if not scale.shape == bias.shape == (product.out_features,):
-            raise ModelError(
-                f"layer {index}, {target}: the update has {list(scale.shape)} scales and"
-                f" {list(bias.shape)} biases, the model {product.out_features} rows"
-            )
+        for part in (scale, bias):
+            if part.dtype != torch.float32 or part.shape != (product.out_features,):
+                raise ModelError(
+                    f"layer {index}, {target}: the update has {part.dtype} {list(part.shape)}, the"
+                    f" model needs torch.float32 [{product.out_features}]"
+                )
         if not bool((torch.isfinite(scale) & torch.isfinite(bias) & (scale > 0)).all()):
             raise ConfigError(
                 f"layer {index}, {target}: the update has a scale or bias that is not finite, or a"

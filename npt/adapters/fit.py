@@ -50,16 +50,11 @@ def format_layers(layers: tuple[int, ...]) -> str:
 def check_fit(
     config: NPTConfig, model_config: PreTrainedConfig, max_length: int | None = None
 ) -> tuple[int, ...]:
-    """Return the layers that `config` means on a model of this configuration; needs no weights.
-
-    Args:
-        config: of the adapters.
-        model_config: of the base.
-        max_length: tokens of a sample, if known.
+    """Return the layers that `config` means on a model of this configuration.
 
     Raises:
-        ConfigError: layers out of range, samples longer than the model has positions, or a rank
-            above the hidden size, at which the code z = A a holds all of a already.
+        ConfigError: layers out of range, samples of `max_length` tokens longer than the model's
+            positions, or a rank above the hidden size, at which z = A a holds all of a already.
     """
     chosen = resolve_layers(config.layers, model_config.num_hidden_layers)
     largest = max(config.ranks_of(len(chosen)))
@@ -84,8 +79,5 @@ def check_length(max_length: int, model_config: PreTrainedConfig) -> None:
 
 def config_by_layer(config: NPTConfig, layers: tuple[int, ...]) -> dict[int, NPTConfig]:
     """Return each layer's own configuration: that of all, with its own rank."""
-    ranks = config.ranks_of(len(layers))
-    return {
-        index: replace(config, rank=rank, ranks=None)
-        for index, rank in zip(layers, ranks, strict=True)
-    }
+    ranks = zip(layers, config.ranks_of(len(layers)), strict=True)
+    return {index: replace(config, rank=rank, ranks=None) for index, rank in ranks}

@@ -117,8 +117,8 @@ class NPTAdapter(nn.Module):
 
     Attributes:
         A: [R, D].
-        B: by target [O, R]; the stream has one in every form.
-        M: by target [O, R], none of the stream.
+        B: by target [O, R], the stream in every form among them.
+        M: by target [O, R], without the stream.
         mode: what the layer computes.
         observer: if set, is shown the stages of each pass, from `h` to `o`.
         recode: if set, replaces the tokens' codes (npt/tools/editing/transplant.py).
@@ -278,15 +278,13 @@ def student_stream(
 def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Terms]:
     """Return o, the NPT layer's output, and the terms of its products, operation by operation.
 
-    Hooks of the MLP and of its parts are called, those of the layer not.
+    Hooks of the MLP and of its parts are called, those of the layer not. In mode `floor` nothing is
+    modulated and there are no terms.
 
     Args:
-        layer: a converted layer. In mode `floor` nothing is modulated and there are no terms.
+        layer: a converted layer.
         hidden: h, [..., D].
         attention: a, [..., D], of the same tokens.
-
-    Raises:
-        ModelError: the MLP's forward was replaced.
     """
     adapter, mlp = layer.npt, layer.mlp
     z = None if adapter.mode == "floor" else adapter.code(attention)
@@ -311,13 +309,8 @@ def student_output(layer: NPTLayer, hidden: Tensor, attention: Tensor) -> tuple[
 def modulated_product(
     layer: NPTLayer, gate: Tensor, up: Tensor, code: Tensor | None, *, aside: bool = False
 ) -> tuple[Tensor, Terms]:
-    """Return the input of down_proj, and the terms of gate and up, operation by operation.
-
-    Args:
-        layer: a converted layer.
-        gate, up: [..., F], products of the frozen weights.
-        code: z; None to modulate nothing.
-        aside: see `NPTAdapter.apply_to`.
+    """Return the input of down_proj, and the terms of gate and up, from gate's and up's products
+    [..., F]. code: z; None to modulate nothing. aside: see `NPTAdapter.apply_to`.
     """
     show = layer.npt.show
     gate, gate_m, gate_s = layer.npt.apply_to("gate", gate, code, aside=aside)

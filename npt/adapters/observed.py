@@ -40,14 +40,8 @@ class Aside:
     def tie(
         self, down: Tensor, changed: Tensor, energy: Tensor | None, regularised: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Show the stages after down_proj; return the MLP's output and the energy as training has
-        them, tied to what was shown: gradients flow through it, too.
-
-        Args:
-            down: [N, D], down_proj's product.
-            changed: [N, D], the same, modulated.
-            energy: [N]; None if no product is modulated.
-            regularised: the energy is differentiated.
+        """Show the stages after down_proj; return its modulated product [N, D] and the energy [N]
+        as training has them, tied to what was shown: gradients flow through it, too.
         """
         adapter = self._layer.npt
         seen = _FrozenProduct.apply(self._product, down.detach(), self._layer.mlp.down_proj)

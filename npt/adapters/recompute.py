@@ -20,11 +20,8 @@ _thread = threading.local()  # backward on a GPU has threads of its own
 
 
 def recomputed(function: Callable[..., T], *arguments: object) -> T:
-    """Return `function(*arguments)`, keeping nothing but the arguments for backward.
-
-    Args:
-        function: without side effects, since it is called again in backward.
-        arguments: tensors among them are on the device on which `function` computes.
+    """Return `function(*arguments)`, keeping nothing but the arguments for backward, which calls
+    the function again: it must have no side effects, and computes where its arguments are.
     """
     contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731 - of forward, and of backward
     return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
@@ -37,8 +34,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def _recomputing() -> Iterator[None]:
-    outer = is_recomputing()
-    _thread.recomputing = True
+    outer, _thread.recomputing = is_recomputing(), True
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,19 +27,15 @@ from npt.errors import ModelError
 def shard_layers(
     model: PreTrainedModel, mesh: Any, device: torch.device, gather: Callable[[int], None]
 ) -> None:
-    """Shard every decoder layer over the processes of a mesh.
+    """Shard every decoder layer over the processes of a mesh: 4-bit weights in their packed bytes,
+    their statistics stay whole.
 
     Args:
-        model: with adapters attached. 4-bit weights are sharded in their packed bytes; their
-            statistics stay whole.
+        model: with adapters attached, on one device.
         mesh: one-dimensional, from `torch.distributed.device_mesh.init_device_mesh`.
         device: of this process, where everything goes, layer by layer.
         gather: makes the layer of this index whole, in all processes that need it now; called
             before its use.
-
-    Raises:
-        ModelError: no adapters are attached, or the base lies on several devices or is sharded
-            already.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -82,16 +80,9 @@ def _shares_without_gradient() -> Iterator[None]:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    class Frozen:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(nn, name)
-
-        @staticmethod
-        def Parameter(data: Tensor, requires_grad: bool = False) -> nn.Parameter:
-            return nn.Parameter(data, requires_grad=requires_grad)
-
+    frozen = partial(nn.Parameter, requires_grad=False)
     original = _fsdp_param.nn
-    _fsdp_param.nn = Frozen()  # type: ignore[assignment]
+    _fsdp_param.nn = SimpleNamespace(**{**vars(nn), "Parameter": frozen})  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -99,10 +90,7 @@ def _shares_without_gradient() -> Iterator[None]:
 
 
 def _keep_statistics(packed: list[tuple[Any, Any, str]]) -> None:
-    """Give packed weights their statistics back.
-
-    FSDP makes plain parameters of them, one of the share and one of the whole, and keeps both.
-    """
+    """Give packed weights their statistics back: FSDP makes two plain parameters of them."""
     for module, state, kind in packed:
         module.weight.quant_state, module.weight.quant_type = state, kind
 

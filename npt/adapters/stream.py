@@ -34,10 +34,10 @@ flash kernels take none."""
 
 @dataclass(frozen=True)
 class Stream:
-    """The state h before a layer, [B, T, D], and the arguments that the decoder gives its layers.
+    """The state before a layer, and the arguments that the decoder gives its layers.
 
     Attributes:
-        hidden: h.
+        hidden: h, [B, T, D].
         shared: arguments by name, the same for all layers.
         masks: the attention mask of each layer; layers that see alike share one.
         batch: of the tokens.
@@ -115,14 +115,7 @@ def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:
 
 def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[Any, ...]:
     """Return each layer's attention mask: causal, within its window, closed to padding and, in
-    packed rows, to other documents.
-
-    Args:
-        model, batch: on one device.
-        hidden: [B, T, D], whose dtype an additive mask takes.
-
-    Returns:
-        As the attention implementation takes it: a tensor [B, 1, T, T], or None for causal alone.
+    packed rows, to other documents; a tensor [B, 1, T, T], or None for causal alone.
 
     Raises:
         ModelError: an implementation that would attend across packed documents.
@@ -158,11 +151,7 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
 
 
 def sliding_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return for each layer whether it attends to the last `sliding_window` tokens alone.
-
-    Raises:
-        ModelError: a layer of another kind.
-    """
+    """Return for each layer whether it attends to the last `sliding_window` tokens alone."""
     sight = FAMILIES[config.model_type].sight
     if sight != "by layer":
         return (sight == "window" and config.sliding_window is not None,) * config.num_hidden_layers

@@ -28,13 +28,13 @@ LayerTerms = dict[str, tuple[Tensor | None, Tensor | None]]
 @contextmanager
 def observed(observers: Sequence[tuple[NPTAdapter, Observer | None]]) -> Iterator[None]:
     """Show each adapter's stages to its observer within the context."""
-    before = [adapter.observer for adapter, _ in observers]
+    outer = [(adapter, adapter.observer) for adapter, _ in observers]
     try:
         for adapter, observer in observers:
             adapter.observer = observer
         yield
     finally:
-        for (adapter, _), observer in zip(observers, before, strict=True):
+        for adapter, observer in outer:
             adapter.observer = observer
 
 
@@ -68,40 +68,36 @@ def modulation_of(model: PreTrainedModel, ids: Any, token: int = -1) -> TokenMod
         ModelError: no adapters are attached.
         NumericalError: the modulation is not finite.
     """
-    attached_config(model)
+    targets = attached_config(model).targets
     ids = as_row(model, ids)
     token = token_index(ids, token)
-    layers, codes, terms = npt_layers(model), {}, {}
-    kept: dict[int, dict[str, Any]] = {index: {} for index, _ in layers}
+    stages: dict[int, dict[str, Any]] = {index: {} for index, _ in npt_layers(model)}
 
-    def keep(index: int, stages: dict[str, Tensor | None]) -> None:
+    def keep(index: int, shown: dict[str, Tensor | None]) -> None:
         """Keep what concerns the token, not the stages of all of them."""
-        for name, stage in stages.items():
+        for name, stage in shown.items():
             if name[:2] in ("m_", "s_") or name == "z":
-                kept[index][name] = None if stage is None else stage[0, token].clone()
+                stages[index][name] = None if stage is None else stage[0, token].clone()
 
-    observers = [(layer.npt, partial(keep, index)) for index, layer in layers]
+    observers = [(layer.npt, partial(keep, index)) for index, layer in npt_layers(model)]
     with observed(observers), evaluating(model), adapter_mode(model, "student"):
         model.model(ids, use_cache=False)
-    for index, layer in layers:
-        stages, targets = kept[index], layer.npt.config.targets
-        codes[index] = stages["z"]
-        terms[index] = {t: (stages.get(f"m_{t}"), stages[f"s_{t}"]) for t in targets}
-        for target, pair in terms[index].items():
-            if any(part is not None and not bool(torch.isfinite(part).all()) for part in pair):
-                raise NumericalError(
-                    f"layer {index}: the {target} modulation of token {token} is not finite; look"
-                    " with npt trace"
-                )
+    terms: dict[int, LayerTerms] = {
+        index: {t: (kept.get(f"m_{t}"), kept[f"s_{t}"]) for t in targets}
+        for index, kept in stages.items()
+    }
+    for index, target in ((i, t) for i in terms for t in targets):
+        if any(p is not None and not bool(p.isfinite().all()) for p in terms[index][target]):
+            raise NumericalError(
+                f"layer {index}: the {target} modulation of token {token} is not finite; look with"
+                " npt trace"
+            )
+    codes = {index: kept["z"] for index, kept in stages.items()}
     return TokenModulation(codes, terms, token, int(ids[0, token]))
 
 
 def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
-    """Return token ids as one row [1, T] on the model's device.
-
-    Raises:
-        ConfigError: no tokens, several rows, or ids outside the vocabulary.
-    """
+    """Return token ids as one row [1, T] on the model's device; ConfigError if they are none."""
     row = torch.as_tensor(ids)
     row = row.unsqueeze(0) if row.ndim == 1 else row
     if row.ndim != 2 or len(row) != 1 or row.numel() == 0 or row.is_floating_point():
@@ -118,11 +114,7 @@ def as_row(model: PreTrainedModel, ids: Any) -> Tensor:
 
 
 def token_index(ids: Tensor, token: int) -> int:
-    """Return an index into [1, T] ids from the start, given one from either end.
-
-    Raises:
-        ConfigError: the text has no such token.
-    """
+    """Return an index into [1, T] ids from the start, given one from either end that exists."""
     length = ids.shape[1]
     if not -length <= token < length:
         raise ConfigError(

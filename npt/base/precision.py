@@ -30,7 +30,9 @@ from transformers import PreTrainedModel
 from npt.base.linear import (
     UpcastEmbedding,
     UpcastLinear,
+    dense_weight,
     effective_dtype,
+    is_plain_linear,
     quantized_linears,
     short_name,
 )
@@ -40,9 +42,13 @@ _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: UpcastEmbedding,
     nn.Linear: UpcastLinear,
 }
-_PLAIN = {upcast: plain for plain, upcast in _UPCAST.items()}
 _HALF = (torch.float16, torch.bfloat16)
 _DECLARED = "_npt_compute_dtype"
+
+ROWS = 64  # that are multiplied: enough for two digits of the error
+LARGEST_ERROR = 1e-3
+"""Relative error of a product up to which `auto` takes the faster setting. TF32 is off by some
+3e-4, in fp32's range; bf16 by 2e-3. The weights themselves are off by 9e-2 in NF4."""
 
 
 @dataclass(frozen=True)
@@ -88,25 +94,6 @@ def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: An
     return resized
 
 
-def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make a base without adapters compute in 16 bit, in place, to compare it with the policy's.
-
-    Everything but packed weights is stored in `dtype`; packed weights dequantise to it. Parameters
-    only: `model.to(dtype)` would also round the rotary frequencies, which checkpoints keep in fp32.
-    """
-    setattr(model, _DECLARED, dtype)
-    vars(model).pop("resize_token_embeddings", None)
-    packed = {id(module.weight) for _, module in quantized_linears(model)}
-    for _, module in quantized_linears(model):
-        module.compute_dtype = module.weight.quant_state.dtype = dtype
-    for module in model.modules():
-        module.__class__ = _PLAIN.get(type(module), type(module))
-    for parameter in model.parameters():
-        if id(parameter) not in packed and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    audit_precision(model, dtype)
-
-
 def declared_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the base's products: declared if it is packed, else `policy_dtype`."""
     if quantized_linears(model):
@@ -136,6 +123,39 @@ def fp32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(earlier)
+
+
+def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
+    """Set torch's precision of fp32 products: `highest`, `high` (TF32), or `auto`.
+
+    `auto` is `high` for a base that computes in fp32 on GPUs, if that makes products faster and no
+    product is off by more than LARGEST_ERROR; else `highest`.
+    """
+    if setting == "auto":
+        on_gpu = all(parameter.is_cuda for parameter in model.parameters())
+        setting = "highest"
+        if on_gpu and policy_dtype(model) == torch.float32:
+            exact, fast = (product_error(model, each) for each in ("highest", "high"))
+            setting = "high" if exact < fast <= LARGEST_ERROR else "highest"
+    torch.set_float32_matmul_precision(setting)
+
+
+@torch.no_grad()
+def product_error(model: PreTrainedModel, precision: str) -> float:
+    """Return the largest error ||y - exact|| / ||exact||, against fp64, of products of normal
+    numbers with the first layer's weights, a 4-bit one dequantised.
+    """
+    errors = []
+    with fp32_products(precision):
+        for module in model.model.layers[0].mlp.children():
+            if is_plain_linear(module):
+                weight = dense_weight(module).float()
+                x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+                x = x.to(weight.device)
+                exact = x.double() @ weight.double().T
+                difference = torch.linalg.vector_norm(x @ weight.T - exact)
+                errors.append(float(difference / torch.linalg.vector_norm(exact)))
+    return max(errors)
 
 
 def audit_precision(

@@ -192,8 +192,7 @@ def load(
     """
     import npt
     from npt.base.gguf.configuration import describe_origin
-    from npt.base.precision import policy_dtype, quantization_of
-    from npt.base.quantization_error import set_matmul_precision
+    from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
     from npt.base.recipe import STORED
 
     where: dict[str, Any] = (
@@ -214,13 +213,14 @@ def load(
     )
     packed, computing = quantization_of(model), policy_dtype(model)
     dtype = next(name for name, stored in STORED.items() if stored == computing)
-    precision = set_matmul_precision(base.matmul_precision, model)
+    set_matmul_precision(base.matmul_precision, model)
     devices = ", ".join(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
     console.say(
         f"base {base.model_name}: {'unquantised' if packed is None else packed.upper()}, computes"
         f" in {dtype} on {devices}"
     )
-    console.say(*(line for line in (describe_origin(model.config), precision) if line is not None))
+    if (origin := describe_origin(model.config)) is not None:
+        console.say(origin)
     return model, tokenizer
 
 

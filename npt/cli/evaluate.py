@@ -58,7 +58,7 @@ def evaluate(flags: dict[str, Any]) -> int:
 def _reference(task: Task) -> Any:
     """Run the unquantised base on the samples and return its outputs; the base is freed."""
     from npt.base.load import load_base, read_config
-    from npt.base.quantization_error import set_matmul_precision
+    from npt.base.precision import set_matmul_precision
     from npt.evaluation.attribution import reference_outputs
 
     base, precision = task.base, task.flags["attribution"]

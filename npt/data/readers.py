@@ -15,11 +15,12 @@ import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from npt.config import DataConfig
-from npt.data.source import PIECE, READERS, FileError, Record, not_utf8, unreadable
+from npt.data.source import PIECE, READERS, FileError, Record
 from npt.errors import DataError, first_line, kind_of
 
 TEXT_PIECE = 1 << 16
@@ -32,118 +33,85 @@ _EXCLUDED |= {"site-packages", "dist-packages"}
 csv.field_size_limit(2**31 - 1)  # 128 KiB otherwise, in every reader of the process
 
 
-class Lines(Iterator[Record]):
-    """One pass over a file of lines: a record that cannot be read raises, and the next call reads
-    on.
-
-    Attributes:
-        path: of the file.
-        line: of the latest record.
-        blank_lines: passed so far.
-    """
-
-    def __init__(self, path: Path, rows: Callable[..., Any], record: Callable[..., Record]):
-        self.path, self.line, self.blank_lines = path, 0, 0
-        try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise unreadable(path, error) from error
-        self._rows, self._record = rows(path, self._file), record
-
-    def __next__(self) -> Record:
-        try:
-            while (row := next(self._rows))[1] is None:
-                self.blank_lines += 1
-        except BaseException:
-            self._file.close()
-            raise
-        self.line = row[0]
-        return {"id": f"{self.path.name}:{self.line}", **self._record(self.path, *row)}
+Entries = Iterator[Record | FileError]
+"""Records, and the faults of those that cannot be read: a reader goes on after one."""
 
 
-def read_json_lines(path: Path, config: DataConfig) -> Lines:
-    """Return the objects of a file of JSON lines."""
-    return Lines(path, _json_rows, _json_record)
-
-
-def _json_rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    for number, raw in enumerate(file, start=1):
-        yield number, raw if raw.strip() else None
-
-
-def _json_record(path: Path, line: int, raw: bytes) -> Record:
+@contextmanager
+def _opened(path: Path, mode: str = "rb", **options: Any) -> Iterator[IO[Any]]:
     try:
-        record = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n"))
+        with path.open(mode, **options) as file:
+            yield file
+    except OSError as error:
+        raise FileError(path, f" cannot be read: {error.strerror}") from error
+
+
+def read_json_lines(path: Path, config: DataConfig) -> Entries:
+    """Yield the objects of a file of JSON lines."""
+    with _opened(path) as file:
+        for line, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield _json_record(path, line, raw)
+
+
+def _json_record(path: Path, line: int, raw: bytes) -> Record | FileError:
+    try:
+        text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
+        # a line that ends too early is broken at its end, not after it
+        record = json.loads(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
-        raise not_utf8(path, line, error) from error
+        return not_utf8(path, line, error)
     except (ValueError, RecursionError) as error:
-        column, what = None, str(error)
-        if isinstance(error, json.JSONDecodeError):
-            # a line that ends too early is broken at its end, not after it
-            column, what = min(error.pos, len(error.doc.rstrip())) + 1, error.msg
+        what, _, column = _json_fault(error)
         message = f": not JSON ({what}); each line must be one JSON object"
-        raise FileError(path, message, line, column, at=1) from error
+        return FileError(path, message, line, column)
     if not isinstance(record, dict):
-        message = f': {kind_of(record)}, not an object like {{"text": ...}}'
-        raise FileError(path, message, line, at=1)
-    return record
+        return FileError(path, f': {kind_of(record)}, not an object like {{"text": ...}}', line)
+    return {"id": f"{path.name}:{line}", **record}
 
 
-def read_csv(path: Path, config: DataConfig) -> Lines:
-    """Return the rows of a CSV file (RFC 4180) by the header's names; fields are text."""
-    return Lines(path, _csv_rows, _csv_record)
+def _json_fault(error: Exception) -> tuple[str, int | None, int | None]:
+    """Return what is wrong, and the line and column of it."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg, error.lineno, error.colno
+    return str(error), None, None
 
 
-def _csv_rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
-    """Yield line, names and fields of each row that is not blank."""
-    read = 0
-
-    def decoded() -> Iterator[str]:
-        nonlocal read
-        for raw in file:
-            read += 1
-            try:
-                yield raw.decode("utf-8-sig" if read == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, read, error) from error
-
-    rows = csv.reader(decoded(), strict=True)
-    names: list[str] | None = None
-    while True:
-        number = read + 1
+def read_csv(path: Path, config: DataConfig) -> Entries:
+    """Yield the rows of a CSV file (RFC 4180) by the header's names; fields are text, and a row of
+    few fields lacks the last columns.
+    """
+    with _opened(path, "r", encoding="utf-8-sig", newline="") as file:
+        rows, names, line = csv.reader(file, strict=True), list[str](), 1
         try:
-            row = next(rows, None)
+            for row in rows:
+                if not names:
+                    names = row
+                elif len(row) > len(names):
+                    message = (
+                        f": {len(row)} fields, but the header names {len(names)}; put a field that"
+                        ' holds commas between "'
+                    )
+                    yield FileError(path, message, line)
+                elif row:
+                    named = dict(zip(names, row, strict=False))
+                    yield {"id": f"{path.name}:{line}", **named}
+                line = rows.line_num + 1
+        except UnicodeDecodeError:
+            yield from lines_not_utf8(path)
         except csv.Error as error:
-            raise FileError(path, f": not CSV ({error}); mend it there", number) from error
-        if row is None:
-            return
-        if names is None:
-            names = row
-        elif row:
-            yield number, (names, row)
+            yield FileError(path, f": not CSV ({error}); mend it there", line)
 
 
-def _csv_record(path: Path, line: int, row: tuple[list[str], list[str]]) -> Record:
-    """Return a row by name; a shorter one lacks the last columns."""
-    names, values = row
-    if len(values) > len(names):
-        message = (
-            f": {len(values)} fields, but the header names {len(names)}; put a field that holds"
-            ' commas between "'
-        )
-        raise FileError(path, message, line, at=len(names) + 1)
-    return dict(zip(names, values, strict=False))
-
-
-def read_text(path: Path, config: DataConfig) -> Iterator[Record]:
+def read_text(path: Path, config: DataConfig) -> Entries:
     """Yield a text file as records of about TEXT_PIECE characters."""
 
     def next_piece() -> str:
-        text = file.read(TEXT_PIECE)
+        text = str(file.read(TEXT_PIECE))
         return text + file.readline() if text else ""
 
-    try:
-        with path.open(encoding="utf-8-sig") as file:
+    with _opened(path, "r", encoding="utf-8-sig") as file:
+        try:
             number, piece = 0, next_piece()
             while piece:
                 after = next_piece()
@@ -153,49 +121,51 @@ def read_text(path: Path, config: DataConfig) -> Iterator[Record]:
                     ends = {PIECE: (number == 0, not after)}
                     yield {"text": piece, "id": f"{path.name}#{number}", **ends}
                 number, piece = number + 1, after
-    except UnicodeDecodeError as error:
-        raise _first_not_utf8(path) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
+        except UnicodeDecodeError:
+            yield from lines_not_utf8(path)
 
 
-def read_json(path: Path, config: DataConfig) -> list[Record]:
-    """Return the objects of a JSON list."""
+def read_json(path: Path, config: DataConfig) -> Entries:
+    """Yield the objects of a JSON list."""
+    example = 'like {"text": ...}'
+    with _opened(path) as file:
+        content = file.read()
     try:
-        values = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except UnicodeDecodeError as error:
-        raise _first_not_utf8(path) from error
+        entries = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        yield from lines_not_utf8(path)
+        return
     except (ValueError, RecursionError) as error:
-        line = column = None
-        what = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            line, column, what = error.lineno, error.colno, error.msg
+        what, *where = _json_fault(error)
         message = (
             f": not JSON ({what}); mend it there, or name the file .jsonl if each of its lines is"
             " an object"
         )
-        raise FileError(path, message, line, column) from error
-    wanted = 'like {"text": ...}'
-    if not isinstance(values, list):
-        raise FileError(path, f" holds {kind_of(values)}; it must be a list of objects {wanted}")
-    for number, value in enumerate(values):
-        if not isinstance(value, dict):
-            message = f", entry {number}: {kind_of(value)}, not an object {wanted}"
-            raise FileError(path, message)
-    return [{"id": f"{path.name}:{number}", **value} for number, value in enumerate(values)]
+        raise FileError(path, message, *where) from error
+    if not isinstance(entries, list):
+        raise FileError(path, f" holds {kind_of(entries)}; it must be a list of objects {example}")
+    for number, entry in enumerate(entries):
+        if isinstance(entry, dict):
+            yield {"id": f"{path.name}:{number}", **entry}
+        else:
+            message = f", entry {number}: {kind_of(entry)}, not an object {example}"
+            yield FileError(path, message)
 
 
-def _first_not_utf8(path: Path) -> FileError:
-    """Return the fault of the first line in another encoding."""
+def lines_not_utf8(path: Path) -> Iterator[FileError]:
+    """Yield the faults of lines in another encoding."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line, raw in enumerate(file, start=1):
             try:
-                line.decode("utf-8")
+                raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                return not_utf8(path, number, error)
-    raise AssertionError(f"{path} is UTF-8")
+                yield not_utf8(path, line, error)
+
+
+def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
+    """Return the fault of a line in another encoding."""
+    problem = f": not UTF-8 (byte {error.start}: {error.reason}); convert the file first"
+    return FileError(path, problem, line)
 
 
 def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
@@ -208,43 +178,38 @@ def read_parquet(path: Path, config: DataConfig) -> Iterable[Record]:
         return FileError(path, f" cannot be read as Parquet: {what}; mend the file")
 
     files = glob.escape(str(path))
-    return _loaded("parquet", config, fault, fault, data_files=files, split="train")
+    return _loaded("parquet", config, fault, data_files=files, split="train")
 
 
 def read_hub(name: str, config: DataConfig) -> Iterable[Record]:
     """Return a data set of the hub."""
     split, files = config.dataset_split, ", ".join(kind for kind in READERS if kind[0] == ".")
-    remedy = f"check the name and the network, or give --dataset_name a local file ({files})"
 
-    def at_start(error: Exception) -> DataError:
-        why = first_line(error)[:300]
-        return DataError(f"cannot load the data set {name!r} (split {split!r}): {why}; {remedy}")
+    def fault(error: Exception) -> DataError:
+        return DataError(
+            f"cannot read the data set {name!r} (split {split!r}): {first_line(error)[:300]}; check"
+            f" the name and the network, or give --dataset_name a local file ({files})"
+        )
 
-    def later(error: Exception) -> DataError:
-        remedy = "check the network, or download it and pass the files"
-        return DataError(f"the data set {name!r} broke off: {first_line(error)[:300]}; {remedy}")
-
-    return _loaded(name, config, at_start, later, name=config.dataset_config, split=split)
+    return _loaded(name, config, fault, name=config.dataset_config, split=split)
 
 
 Fault = Callable[[Exception], DataError]
 """`datasets` raises errors of dozens of classes."""
 
 
-def _loaded(
-    path: str, config: DataConfig, at_start: Fault, later: Fault, **options: Any
-) -> Iterable[Record]:
+def _loaded(path: str, config: DataConfig, fault: Fault, **options: Any) -> Iterable[Record]:
     import datasets
 
     try:
         records = datasets.load_dataset(path, streaming=config.streaming, **options)
     except Exception as error:
-        raise at_start(error) from error
-    return _Streamed(records, later) if config.streaming else records
+        raise fault(error) from error
+    return _Streamed(records, fault) if config.streaming else records
 
 
 class _Streamed:
-    """A stream of `datasets`, whose later errors become faults of ours."""
+    """A stream of `datasets`, whose errors on the way become faults of ours."""
 
     def __init__(self, records: Any, fault: Fault):
         self._records, self._fault = records, fault

@@ -25,37 +25,19 @@ PIECE = "npt:piece"
 
 
 class FileError(DataError):
-    """A file that cannot be read: `problem` follows the place in the message, line and column from
-    1. `at` is the column, if the message should not name one.
+    """A file, or a record of it, that cannot be read: `problem` follows the file, line and column
+    (from 1) in the message. A reader raises it, or yields it in the record's place and goes on.
     """
 
     def __init__(
-        self,
-        path: Path,
-        problem: str,
-        line: int | None = None,
-        column: int | None = None,
-        at: Any = 0,
+        self, path: Path, problem: str, line: int | None = None, column: int | None = None
     ):
         where = "" if line is None else f", line {line}"
-        self.place = f"{path}{where}{'' if column is None else f', column {column}'}"
-        super().__init__(f"{self.place}{problem}")
-        self.path, self.line, self.column = str(path), line, column or at or None
-        self.problem = problem.lstrip(" :,")
+        super().__init__(f"{path}{where}{'' if column is None else f', column {column}'}{problem}")
+        self.line, self.column, self.problem = line, column, problem.lstrip(" :,")
 
 
-def unreadable(path: Path, error: OSError) -> FileError:
-    """Return the error of a file that the system does not read."""
-    return FileError(path, f" cannot be read: {error.strerror}")
-
-
-def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> FileError:
-    """Return the error of a line in another encoding."""
-    problem = f": not UTF-8 (byte {error.start}: {error.reason}); convert the file first"
-    return FileError(path, problem, line, at=error.start + 1)
-
-
-Read = Callable[[Any, DataConfig], Iterable[Record]]
+Read = Callable[[Any, DataConfig], Iterable[Record | FileError]]
 
 
 class Reader(NamedTuple):
@@ -163,7 +145,7 @@ def open_source(config: DataConfig) -> Iterable[Record]:
         if len(sequence) == 0:
             raise DataError(f"{name} holds no records; check --dataset_name")
         return sequence
-    read = reader_of(name).read
+    read: Any = reader_of(name).read
     records = read(name, config)
     if iter(records) is not records:
         return records
@@ -171,15 +153,25 @@ def open_source(config: DataConfig) -> Iterable[Record]:
 
 
 def read_stream(files: Iterable[Path], config: DataConfig) -> Iterator[Record]:
-    """Yield the records of files in order, keeping none."""
+    """Yield the records of files in order, keeping none; a fault among them is raised."""
     for file in files:
-        yield from reader_of(file).read(file, config)
+        yield from sound(reader_of(file).read(file, config))
+
+
+def sound(records: Iterable[Record | FileError]) -> Iterator[Record]:
+    """Yield the records of a reader up to the first fault, which is raised."""
+    for record in records:
+        if isinstance(record, FileError):
+            raise record
+        yield record
 
 
 def read_sequence(files: Sequence[Path], config: DataConfig) -> Sequence[Record]:
     """Return the records of files as one sequence, readable in any order and by several threads."""
-    opened = [reader_of(file).read(file, config) for file in files]
-    parts: list[Any] = [part if is_sequence(part) else list(part) for part in opened]
+    parts: list[Any] = []
+    for file in files:
+        records = reader_of(file).read(file, config)
+        parts.append(records if is_sequence(records) else list(sound(records)))
     if len(parts) == 1:
         return parts[0]
     from torch.utils.data import ConcatDataset  # npt --help needs no torch

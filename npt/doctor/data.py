@@ -5,7 +5,7 @@ training would stop at. One pass in constant memory, past the faults: training e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -38,60 +38,72 @@ _RECORDS_AT_ONCE = 32
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets of masked tokens."""
 
-RecordPlace = tuple[Any, int | None]
-"""The file or data set of a record, and its line."""
+
+@dataclass(frozen=True)
+class Broken:
+    """A place that cannot be read or trained on.
+
+    Attributes:
+        line: from 1; None if it is not known, and the problem names the record.
+        column: likewise, in characters.
+    """
+
+    where: str
+    line: int | None
+    column: int | None
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem}"
+
+    @property
+    def place(self) -> str:
+        line = "" if self.line is None else f", line {self.line}"
+        column = "" if self.column is None else f", column {self.column}"
+        return f"{self.where}{line}{column}"
 
 
 class Reading:
-    """The readable records of a data set with their places, and its faults.
+    """The readable records of a data set, each with its file or data set, and its faults.
 
     Attributes:
         broken: the first NAMED faults.
         broken_total: the number of all.
-        blank_lines: in files of JSON lines.
     """
 
     def __init__(self, config: DataConfig):
         self._config = config
-        self.broken: list[FileError] = []
-        self.broken_total = self.blank_lines = 0
+        self.broken: list[Broken] = []
+        self.broken_total = 0
 
-    def note(self, path: Path, line: int | None, error: Exception) -> None:
+    def note(self, where: str, error: Exception) -> None:
         """Count a fault, and name it while there is room."""
         self.broken_total += 1
         if len(self.broken) < NAMED:
-            located = isinstance(error, FileError)
-            self.broken.append(
-                error if located else FileError(path, f": {first_line(error)}", line)
-            )
+            place = (error.line, error.column) if isinstance(error, FileError) else (None, None)
+            problem = error.problem if isinstance(error, FileError) else first_line(error)
+            self.broken.append(Broken(where, *place, problem))
 
-    def __iter__(self) -> Iterator[tuple[Record, RecordPlace]]:
+    def __iter__(self) -> Iterator[tuple[Record, str]]:
         name = self._config.dataset_name
         if is_local(name):
             for path in local_files(name):
                 yield from self._file(path)
         else:
             for record in open_source(self._config):
-                yield record, (name, None)
+                yield record, name
 
-    def _file(self, path: Path) -> Iterator[tuple[Record, RecordPlace]]:
+    def _file(self, path: Path) -> Iterator[tuple[Record, str]]:
         """Read a file as far as its reader continues after a fault."""
-        records: Any = None
-        while True:
-            try:
-                if records is None:
-                    config = replace(self._config, streaming=True)
-                    records = iter(reader_of(path).read(path, config))
-                record = next(records)
-            except StopIteration:
-                break
-            except Exception as error:  # pyarrow and datasets each raise their own
-                self.note(path, None, error)
-                if records is None:
-                    return
-            else:
-                yield record, (path, getattr(records, "line", None))
-        self.blank_lines += getattr(records, "blank_lines", 0)
+        config = replace(self._config, streaming=True)
+        try:
+            for record in reader_of(path).read(path, config):
+                if isinstance(record, FileError):
+                    self.note(str(path), record)
+                else:
+                    yield record, str(path)
+        except Exception as error:  # pyarrow and datasets each raise their own
+            self.note(str(path), error)
 
 
 @dataclass
@@ -112,8 +124,7 @@ class DataReport:
     heldout: int | None
     complete: bool = True
     counts: RecordCounts = field(default_factory=RecordCounts)
-    blank_lines: int = 0
-    broken: tuple[FileError, ...] = ()
+    broken: tuple[Broken, ...] = ()
     broken_total: int = 0
     shortest: int = 0
     longest: int = 0
@@ -147,14 +158,9 @@ class DataReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        values = vars(self) | self.counts.as_dict()
+        values = asdict(self) | self.counts.as_dict()
         del values["counts"]
-        faults = [
-            {"where": b.path, "line": b.line, "column": b.column, "problem": b.problem}
-            for b in self.broken
-        ]
-        trainable = not self.problems
-        return values | {"broken": faults, "problems": self.problems, "trainable": trainable}
+        return values | {"problems": self.problems, "trainable": not self.problems}
 
     def add(self, sample: Sample) -> None:
         """Count a sample's ids and labels."""
@@ -193,13 +199,13 @@ def examine(
             if len(report.shown) < SHOWN:
                 report.shown += (show(sample, tokenizer, vocab_size),)
     report.complete = next(records, None) is None
-    report.blank_lines, report.broken_total = reading.blank_lines, reading.broken_total
-    report.broken = tuple(sorted(reading.broken, key=lambda b: (b.path, b.line or 0)))
+    report.broken_total = reading.broken_total
+    report.broken = tuple(sorted(reading.broken, key=lambda b: (b.where, b.line or 0)))
     return report
 
 
 def _samples(
-    chunk: list[tuple[Record, RecordPlace]], tokenizer: Any, config: DataConfig,
+    chunk: list[tuple[Record, str]], tokenizer: Any, config: DataConfig,
     counts: RecordCounts, reading: Reading,
 ) -> Iterator[Sample]:  # fmt: skip
     """Yield the samples of some records, counted; a record that cannot be encoded is noted."""
@@ -208,7 +214,7 @@ def _samples(
         samples = list(cut((record for record, _ in chunk), tokenizer, config, of_chunk))
     except Exception as error:  # a tokenizer or a template may raise anything
         if len(chunk) == 1:
-            reading.note(*chunk[0][1], error)
+            reading.note(chunk[0][1], error)
             return
         for pair in chunk:
             yield from _samples([pair], tokenizer, config, counts, reading)
@@ -220,27 +226,28 @@ def _samples(
 
 def show(sample: Sample, tokenizer: Any, vocab_size: int) -> str:
     """Decode a sample, masked tokens in brackets, without the middle of long spans."""
-
-    def decoded(ids: list[int]) -> str:
-        parts = []
-        for inside, group in groupby(ids, key=lambda i: 0 <= i < vocab_size):
-            if inside:
-                parts.append(tokenizer.decode(list(group), skip_special_tokens=False))
-            else:
-                parts += [f"<no token {i}>" for i in group]
-        return "".join(parts)
-
     labels = sample.labels if sample.labels is not None else sample.input_ids
     pairs = zip(labels, sample.input_ids, strict=True)
     spans = []
     for target, group in groupby(pairs, key=lambda pair: pair[0] != IGNORE_INDEX):
         ids = [token for _, token in group]
-        text = decoded(ids)
+        text = _decoded(ids, tokenizer, vocab_size)
         if len(ids) > 2 * EDGE + 1:
-            hidden = len(ids) - 2 * EDGE
-            text = f"{decoded(ids[:EDGE])} … {hidden} tokens … {decoded(ids[-EDGE:])}"
+            start, end = (_decoded(x, tokenizer, vocab_size) for x in (ids[:EDGE], ids[-EDGE:]))
+            text = f"{start} … {len(ids) - 2 * EDGE} tokens … {end}"
         spans.append(text if target else f"{OPEN}{text}{CLOSE}")
     return f"{sample.id}, {len(sample.input_ids):,} tokens: {''.join(spans)}"
+
+
+def _decoded(ids: list[int], tokenizer: Any, vocab_size: int) -> str:
+    """Return the text of ids; those outside the vocabulary by number."""
+    parts = []
+    for inside, group in groupby(ids, key=lambda i: 0 <= i < vocab_size):
+        if inside:
+            parts.append(tokenizer.decode(list(group), skip_special_tokens=False))
+        else:
+            parts += [f"<no token {i}>" for i in group]
+    return "".join(parts)
 
 
 def print_report(report: DataReport, console: Console) -> None:
@@ -270,13 +277,12 @@ def _rows(report: DataReport) -> dict[str, str]:
     def listed(reasons: Mapping[str, int]) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
 
-    blank = f"; blank lines: {report.blank_lines:,}" if report.blank_lines else ""
     heldout = "held out: files of its own"
     if report.heldout is not None:
         heldout = f"{share(report.heldout, counts.samples)} held out"
     ids = "none" if report.id_min is None else f"{report.id_min:,} to {report.id_max:,}"
     return {
-        "records": f"{counts.records:,}{blank}",
+        "records": f"{counts.records:,}",
         "broken": f"{report.broken_total:,}",
         "samples": f"{counts.samples:,}, {heldout}",
         "tokens": f"{counts.tokens:,}, {share(report.targets, counts.tokens)} targets",

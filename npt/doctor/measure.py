@@ -19,8 +19,7 @@ from npt.adapters.attach import attach
 from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
-from npt.distill.splitting import free_memory
-from npt.distill.step import add_batch, student_guard, summed
+from npt.distill.step import add_batch, free_memory, student_guard, summed
 from npt.distill.strategies import drive
 from npt.doctor.plan import Workload
 from npt.errors import is_out_of_memory

@@ -28,7 +28,8 @@ from npt.adapters.layer import NPTLayer, student_output, whole
 from npt.adapters.token_modulation import as_row, observed
 from npt.config import TARGETS
 from npt.evaluation.metrics import COLUMNS, compare_tokens, most_likely
-from npt.evaluation.modulation import Stages
+
+Stages = dict[str, Tensor | None]
 
 _CONTEXT = 8
 """Tokens that are decoded before a token, at least: alone it would lose its leading space."""

@@ -1,5 +1,4 @@
-"""A text token by token, coloured by its modulation: the page of `npt generate --html`, and a part
-of a run's page.
+"""A text token by token, coloured by its modulation: the page of `npt generate --html`.
 
 What is shown is `ModulationMap.as_dict` of npt/evaluation/modulation_map.py: the change of the
 MLP's output, the mean of all layers in the text and each layer in the grid.

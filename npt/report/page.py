@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from npt.evaluation.formatting import FIGURES
-from npt.report.generated import token_view
 from npt.report.pages import render
 from npt.report.run import Event, RunRecord, step_of
-from npt.report.sections import fidelity, layers, modulation, refusals, training
+from npt.report.sections import fidelity, layers, refusals, training
 from npt.report.words import as_number, clean, figure, flat, number
 
 SECTIONS = {
     "fidelity": "Fidelity",
     "training": "Training",
     "layers": "Layers",
-    "modulation": "Modulation",
     "saved": "Checkpoints and post-mortems",
     "events": "Events",
     "configuration": "Configuration",
@@ -37,8 +35,6 @@ def page(record: RunRecord, output: Path) -> str:
         "training": _part(record, "metrics.jsonl", training) or [],
         "refusals": _part(record, "events.jsonl", refusals) or [],
         "layers": _part(record, "fidelity.json", layers),
-        "modulation": _part(record, "modulation.json", modulation),
-        "passage": _part(record, "modulation.json", _passage),
         "causes": _part(record, "postmortem", _causes) or {},
         "events": _part(record, "events.jsonl", _events) or [],
         "configuration": _part(record, "run.json", _configuration) or [],
@@ -93,11 +89,6 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
             at = f", logged at step {last[0]:,}" if last[0] != record.step else ""
             facts.append((f"{name}{at}", write(last[1])))
     return facts + ([("warnings", f"{warnings:,}")] if warnings else [])
-
-
-def _passage(record: RunRecord) -> dict[str, Any] | None:
-    passage = record.modulation.get("passage")
-    return token_view([("", passage)]) if passage else None
 
 
 def _causes(record: RunRecord) -> dict[Path, str]:

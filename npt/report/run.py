@@ -47,7 +47,6 @@ class RunRecord:
     Attributes:
         run: the object of `run.json`.
         fidelity: of `fidelity.json`.
-        modulation: of `modulation.json`.
         steps: logged, ascending.
         columns: by key of `metrics.jsonl` a number for each step, NaN if the line lacks the key,
             infinite if it was not finite.
@@ -60,8 +59,8 @@ class RunRecord:
 
     def __init__(self, folder: Path, verify: Verify | None = None):
         self.folder, self.notes = folder, dict[str, str]()
-        self.run, self.fidelity, self.modulation = (
-            self._object(folder / f"{name}.json") for name in ("run", "fidelity", "modulation")
+        self.run, self.fidelity = (
+            self._object(folder / f"{name}.json") for name in ("run", "fidelity")
         )
         self.steps, self.columns = list[int](), dict[str, list[float]]()
         for line in self._lines("metrics.jsonl"):
@@ -76,9 +75,6 @@ class RunRecord:
         self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
         if self.events and self.fidelity and self.end[0] != "done":
             self.notes["fidelity.json"] = "it is of an earlier end of this run"
-        if self.events and (step := self.modulation.get("step", self.step)) != self.step:
-            step = f"it is of step {step}, the run has got to step {self.step:,}"
-            self.notes["modulation.json"] = step
 
     @property
     def name(self) -> str:

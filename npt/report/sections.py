@@ -1,5 +1,5 @@
 """What a run's page shows of its measurements: the course of training, the student between floor
-and teacher, NMSE by layer, and the modulation.
+and teacher, NMSE by layer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ _CHARTS = (
 )
 
 REFUSALS = 200  # the last ones, which are listed one by one
-SATURATED = 0.05
-"""Share of multipliers at their bounds that is worth saying: they have next to no gradient left."""
-
-_ALARM = Markup('<span class="alarm">{}</span>')
 
 Table = tuple[list[str], list[list[str]]]
 """Headings, each with a star before one of numbers, and rows."""
@@ -160,65 +156,3 @@ def layers(record: RunRecord) -> dict[str, Any] | None:
         "bad": sum(map(math.isinf, students.values())),
         "table": (["*layer", *(f"*{head}" for head in keys.values())], rows),
     }
-
-
-def modulation(record: RunRecord) -> dict[str, Any] | None:
-    """Return the part on `modulation.json`; None if it holds no layer."""
-    measured = record.modulation
-    if not (layers := measured.get("layers")):
-        return None
-    cells = {
-        (name, target): {**cell, "stream_rms": layer["stream_rms"]}
-        for name, layer in layers.items()
-        for target, cell in layer["targets"].items()
-    }
-    bad = {key: cell["bad"] for key, cell in cells.items() if cell.get("bad")}
-    finite = {key: cell for key, cell in cells.items() if bad.get(key, 0.0) < 1}
-    saturated = _largest({key: cell.get("saturated") for key, cell in finite.items()})
-    bound = float(measured.get("mult_bound", 0.5))
-    return {
-        "rows": [[*key, *_row(cell)] for key, cell in cells.items()],
-        "range": f"({number(1 - bound)}, {number(1 + bound)})",
-        "tokens": measured.get("tokens", 0),
-        "kind": "held-out" if measured.get("heldout") is not False else "training",
-        "step": measured.get("step"),
-        "bad": (len(bad), _largest(bad)),
-        "saturated": saturated,
-        "additive_only": len(finite) == len(cells) and saturated is None,
-        "ratio": _largest({key: _ratio(cell, "product_rms") for key, cell in cells.items()}),
-        "worth_saying": SATURATED,
-    }
-
-
-def _row(cell: Mapping[str, Any]) -> list[str]:
-    """Return mean and deviation of the multipliers, the share at their bounds, and the size of the
-    additive term over the product's and over the stream's. A form without multipliers has null for
-    all of theirs.
-    """
-    sizes = [number(_ratio(cell, key), 3) for key in ("product_rms", "stream_rms")]
-    bad, saturated = cell.get("bad") or 0.0, cell.get("saturated")
-    if bad >= 1:
-        return ["", "", _ALARM.format("none finite"), *sizes]
-    share: str = "–" if saturated is None else percent(saturated, 2)
-    share = _ALARM.format(share) if (saturated or 0) >= SATURATED else share
-    if bad:
-        share = Markup("{} {}").format(share, _ALARM.format(f"and {percent(bad)} not finite"))
-    return [number(cell.get("mean"), 3), number(cell.get("std"), 3), share, *sizes]
-
-
-def _ratio(cell: Mapping[str, Any], key: str) -> float | None:
-    """Return the size of an additive term over another. A file has null for a term that a form
-    lacks and for one that is not finite; the divisor always exists where a target has one.
-    """
-    added, whole = cell.get("add_rms"), as_number(cell, key)
-    if math.isinf(whole):
-        return math.inf
-    return added / whole if added is not None and whole > 0 else None
-
-
-def _largest(values: Mapping[tuple[str, str], float | None]) -> tuple[float, str] | None:
-    numbers = {
-        key: value for key, value in values.items() if value is not None and value < math.inf
-    }
-    key = max(numbers, key=lambda key: numbers[key], default=None)
-    return None if key is None else (numbers[key], f"layer {key[0]}, {key[1]}")

@@ -22,7 +22,7 @@ from npt.files import clean, lock_folder, new_folder, remove_folder, to_json, wr
 from npt.manifest import verify_checkpoint
 
 RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
-REPORT, MODULATION = "report.html", "modulation.json"
+REPORT = "report.html"
 TRACKED = frozenset({"wandb", "npt"})
 """Trackers' folders, which may exist before the run does."""
 

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch, find_fault
 from npt.data.loader import Position
-from npt.distill.splitting import free_memory, oom_message
-from npt.distill.step import forward_backward, summed
+from npt.distill.step import forward_backward, free_memory, oom_message, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
 from npt.guard.outcome import Outcome
 from npt.guard.spikes import SpikeGuard
 from npt.guard.window import FAILED
-from npt.train.observers import DivergenceWatch, StepMetrics, StepRecording
+from npt.train.observers import StepMetrics, StepRecording
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunActions, RunContext, Window
 
@@ -55,7 +54,6 @@ class Loop:
         self.best = math.inf
         self.last_evaluation: int | None = None
         self.refusals = Refusals(context, guard)
-        self.divergence = DivergenceWatch(context, actions.modulation)
         self.metrics = StepMetrics(context)
         self.recording = StepRecording(context, self.metrics)
         self._saved: int | None = None  # micro-batches at the last checkpoint
@@ -225,8 +223,7 @@ class Loop:
             metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
             context.say(self.metrics.progress(metrics))
-        with self.metrics.paused():  # looking, evaluating and saving is not training
-            self._safely(partial(self.divergence.after_step, self.steps, outcome.loss or 0.0))
+        with self.metrics.paused():  # evaluating and saving is not training
             self._safely(self._evaluate_if_due)
             if c.save_steps and self.steps % c.save_steps == 0:
                 self.save()
@@ -243,7 +240,6 @@ class Loop:
             fidelity = self.actions.evaluate(self.steps)
             self.last_evaluation = self.steps
             self.keep_if_best(fidelity)
-            self.divergence.after_evaluation(self.steps, fidelity)
 
     def keep_if_best(self, fidelity: Fidelity) -> None:
         """Keep the adapters if the figure that judges them is the best so far."""
@@ -269,7 +265,6 @@ class Loop:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             **self.refusals.state(),
-            **self.divergence.state(),
             "last_evaluation": self.last_evaluation,
             "strategy": self.config.strategy,
             "best_kl": self.best if math.isfinite(self.best) else None,
@@ -281,7 +276,6 @@ class Loop:
         self.steps, self.tokens = state["step"], state["tokens"]
         self.micro_batches = state["micro_batches"]
         self.refusals.load_state(state)
-        self.divergence.load_state(state)
         self.last_evaluation = state["last_evaluation"]
         # A new folder has no best yet, whatever the old one had.
         if state["best_kl"] is not None and self.context.folder.has_best:
@@ -289,10 +283,9 @@ class Loop:
         self.position = Position.from_dict(state["position"])
         self.metrics.logged_tokens = self.tokens
         self._saved = self.micro_batches if in_own_folder else None
-        if state["strategy"] != self.config.strategy:  # whose losses are of another size
-            self.divergence.forget_losses()
-            if self.guard.window.spikes is not None:
-                self.guard.window.spikes = SpikeGuard()
+        changed = state["strategy"] != self.config.strategy  # whose losses are of another size
+        if changed and self.guard.window.spikes is not None:
+            self.guard.window.spikes = SpikeGuard()
 
     @property
     def _coming_step(self) -> int:

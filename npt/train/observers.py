@@ -1,4 +1,4 @@
-"""What looks at a run's steps and steers nothing: metrics, recorded tensors, divergence."""
+"""What looks at a run's steps and steers nothing: metrics and recorded tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,28 +14,12 @@ import torch
 from npt.adapters.converted import npt_layers
 from npt.data.batch import Batch
 from npt.distill.local import REPORTED
-from npt.errors import StoppedError
 from npt.guard.outcome import Outcome
 from npt.train.refusals import Refusals
 from npt.train.run_context import RunContext
 
 if TYPE_CHECKING:
-    from npt.evaluation.evaluate import Fidelity
-    from npt.evaluation.modulation import Modulation
     from npt.recorder.recording import Recording
-
-FEW = 5
-"""Steps whose median loss is the start's, and as many whose median is the present one."""
-
-FAR = 3.0
-"""A loss is far above its start beyond this many times that; batches differ by less."""
-
-SATURATED_SHARE = 0.1
-"""Share of all multipliers at their bounds beyond which a run is ruined."""
-
-LOOK_EVERY = 10
-"""Steps between looks at the multipliers, each a forward pass of one sample; step 2 is looked at as
-well: too high a learning rate saturates them at once."""
 
 
 class StepMetrics:
@@ -158,99 +141,6 @@ class StepRecording:
         """Draw pictures of the records, however the run ended."""
         if self._recording is not None:
             self._recording.draw()
-
-
-class DivergenceWatch:
-    """Warns when a run is ruined although all of its numbers are finite, and at its end.
-
-    Three signs, none of which is refused: a loss far above its start, multipliers at their bounds
-    with next to no gradient left, and a student that is worse than the floor, which has no
-    adapters: further from its teacher, or of a higher perplexity if it learns the data's own
-    tokens.
-
-    Args:
-        context: where to report.
-        modulation: measures the multipliers on a sample; None for adapters without any.
-
-    Attributes:
-        causes: the signs that hold at present, as clauses by kind.
-    """
-
-    def __init__(self, context: RunContext, modulation: Callable[[], Modulation] | None = None):
-        self._context, self._modulation = context, modulation
-        self._first: list[float] = []
-        self._last: list[float] = []
-        self.causes: dict[str, str] = {}
-        self._warned: set[str] = set()
-
-    def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that says where the loss began."""
-        return {"first_losses": self._first}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned; checkpoints of earlier versions lack it."""
-        self._first = list(state.get("first_losses", []))
-
-    def forget_losses(self) -> None:
-        """Forget the losses: another strategy has others."""
-        self._first, self._last = [], []
-        self.causes.pop("loss", None)
-
-    def after_step(self, step: int, loss: float) -> None:
-        """Judge the loss of an applied step, and on some steps the multipliers."""
-        self._first = [*self._first, loss][:FEW]
-        self._last = [*self._last, loss][-FEW:]
-        if len(self._last) == FEW:
-            start, now = median(self._first), median(self._last)
-            cause = f"the loss is {now:.4g}, {now / max(start, 1e-30):.3g} times that of the start"
-            self._judge("loss", step, cause, now > FAR * start)
-        if self._modulation is None or (step != 2 and step % LOOK_EVERY):
-            return
-        try:
-            modulation = self._modulation()
-        except StoppedError:  # the loop looks at the signal itself
-            return
-        except Exception as error:  # an observer must not end the run that it looks at
-            self._modulation = None
-            self._warn(step, f"the multipliers are no longer watched: {named(error)}"[:500])
-            return
-        self._judge_multipliers(step, modulation)
-
-    def after_evaluation(self, step: int, fidelity: Fidelity) -> None:
-        """Judge the student against its floor, beyond one standard error."""
-        figure = self._context.setup.config.judged_by
-        student, floor = getattr(fidelity.student, figure), getattr(fidelity.floor, figure)
-        name = "KL to its teacher" if figure == "kl" else figure
-        least = student - getattr(fidelity.student, f"{figure}_se")
-        cause = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
-        self._judge("floor", step, cause, least > floor)
-
-    def at_end(self, step: int, fidelity: Fidelity, modulation: Modulation | None) -> None:
-        """Judge the figures of a run that has come to its end."""
-        self.after_evaluation(step, fidelity)
-        if modulation is not None:
-            self._judge_multipliers(step, modulation)
-
-    def _judge_multipliers(self, step: int, modulation: Modulation) -> None:
-        share, worst = modulation.saturated
-        cause = f"{share:.0%} of the multipliers are at their bounds (most in {worst})"
-        self._judge("saturation", step, cause, share > SATURATED_SHARE)
-
-    def _judge(self, kind: str, step: int, cause: str, holds: bool) -> None:
-        """Note whether a sign holds now; warn the first time that it does."""
-        if not holds:
-            self.causes.pop(kind, None)
-            return
-        self.causes[kind] = cause
-        if kind not in self._warned:
-            self._warned.add(kind)
-            advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
-            self._warn(step, f"the run has diverged: {cause}; {advice}", kind)
-
-    def _warn(self, step: int, message: str, kind: str | None = None) -> None:
-        self._context.say(f"warning: step {step}: {message}")
-        self._context.folder.event("warning", step=step, message=message, diverged=kind)
-        self._context.trackers.alert("npt: the run has diverged", message)
 
 
 def named(error: BaseException) -> str:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,14 +17,12 @@ from npt.adapters.converted import adapter_parameters, attached_config, is_shard
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.config import TrainConfig
-from npt.data.batch import IGNORE_INDEX, Batch, batches, find_fault
+from npt.data.batch import Batch, batches, find_fault
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
+from npt.distill.step import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
 from npt.random_state import kept_random_state, micro_batch_draws
-from npt.runs.checkpoint import Checkpoint
-from npt.runs.run_folder import RunFolder
 from npt.train.run_data import RunData, makes_start
 from npt.train.run_setup import RunSetup
 from npt.versions import versions
@@ -45,62 +42,35 @@ large enough that its gain (1e-3 of the loss and more on the models tried) is fa
 rounding."""
 
 
-class MemoryFit:
-    """Repeats with fewer samples whatever did not fit into memory.
+def fitting(
+    setup: RunSetup, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
+) -> T:
+    """Return the result of `act`, begun again with fewer samples at once until it fits.
 
-    Attributes:
-        evaluation: how many samples an evaluation has at once.
-        folder: for events about lacks of memory, once there is one.
+    NoMemoryError if one sample is too much.
+
+    Args:
+        setup: of the run.
+        act: computes in parts of `splitter`, which is shrunk.
+        splitter: of this act.
+        batch: the largest that is computed.
+        name: of the act, in messages.
     """
-
-    def __init__(self, setup: RunSetup):
-        self._setup, self._events = setup, list[dict[str, Any]]()
-        self.folder: RunFolder | None = None
-        self.evaluation = MicroBatchSplitter(setup.config.batch_size)
-
-    def recall(self, checkpoint: Checkpoint) -> None:
-        """Begin with the samples that fitted in the resumed run."""
-        remembered = dict(enumerate(checkpoint.record.get("samples_at_once", [])))
-        samples, splitter = remembered.get(self._setup.processes.index), self._setup.splitter
-        if samples is not None:
-            splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
-
-    def fitting(
-        self, act: Callable[[], T], splitter: MicroBatchSplitter, batch: Batch, name: str
-    ) -> T:
-        """Return the result of `act`, begun again with fewer samples at once until it fits.
-
-        NoMemoryError if one sample is too much.
-
-        Args:
-            act: computes in parts of `splitter`, which is shrunk.
-            splitter: of this act.
-            batch: the largest that is computed.
-            name: of the act, in messages.
-        """
-        while True:
-            try:
-                return act()
-            except (RuntimeError, MemoryError) as error:
-                message = oom_message(error)
-                # processes that share a base would be out of step
-                if message is None or is_sharded(self._setup.model):
-                    raise
-            free_memory()
-            samples = splitter.shrink(batch, message)
-            lack = f"{name}: out of memory with {samples} samples at once ({message})"
-            self._setup.say(f"{lack}; it is begun again with {splitter.samples}")
-            event = {"during": name, "samples": samples, "samples_at_once": splitter.samples}
-            self._events.append({**event, "message": message})
-            self.report()
-
-    def report(self) -> None:
-        """Write events that wait for the folder."""
-        while self.folder is not None and self._events:
-            self.folder.event("out_of_memory", **self._events.pop(0))
+    while True:
+        try:
+            return act()
+        except (RuntimeError, MemoryError) as error:
+            message = oom_message(error)
+            # processes that share a base would be out of step
+            if message is None or is_sharded(setup.model):
+                raise
+        free_memory()
+        samples = splitter.shrink(batch, message)
+        lack = f"{name}: out of memory with {samples} samples at once ({message})"
+        setup.say(f"{lack}; it is begun again with {splitter.samples}")
 
 
-def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration | None:
+def calibrated(setup: RunSetup, data: RunData) -> Calibration | None:
     """Solve the adapters' start, and give every process the main one's.
 
     None if the adapters were loaded or calibrated before; they are left as they are.
@@ -131,7 +101,7 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
             console=setup.console,
         )
 
-    calibration = memory.fitting(solve, splitter, data.first_batch(), "the calibration")
+    calibration = fitting(setup, solve, splitter, data.first_batch(), "the calibration")
     print_calibration(calibration, setup.console)
     if data.start.begun:
         begun = f"the {data.start.begun} samples that the start was fitted to"
@@ -155,11 +125,11 @@ def calibrated(setup: RunSetup, data: RunData, memory: MemoryFit) -> Calibration
     return calibration
 
 
-def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[], Fidelity]:
+def evaluator(setup: RunSetup, data: RunData) -> Callable[[], Fidelity]:
     """Return a function that measures the student as it is, with no more samples at once than in
     training.
     """
-    splitter, samples = memory.evaluation, data.eval_samples
+    splitter, samples = MicroBatchSplitter(setup.config.batch_size), data.eval_samples
     reference: list[Reference] = []  # a separate teacher's outputs
 
     def measure() -> Fidelity:
@@ -181,7 +151,7 @@ def evaluator(setup: RunSetup, data: RunData, memory: MemoryFit) -> Callable[[],
     def evaluated() -> Fidelity:
         splitter.samples = min(splitter.samples, setup.splitter.samples)
         largest = next(batches(samples, splitter.samples))
-        return memory.fitting(measure, splitter, largest, "an evaluation")
+        return fitting(setup, measure, splitter, largest, "an evaluation")
 
     return evaluated
 
@@ -190,7 +160,6 @@ def run_record(
     setup: RunSetup, data: RunData, base: BaseIdentity, calibration: Calibration | None
 ) -> dict[str, Any]:
     """Return settings, model, precision, device and data of a run, for `run.json`."""
-    from npt.base.quantization_error import product_errors
     from npt.base.recipe import ORIGIN_ENTRY, origin_of
 
     model = setup.model
@@ -203,7 +172,6 @@ def run_record(
         **base.as_record(),
         ORIGIN_ENTRY: origin_of(model.config),
         "precision": audit_precision(model, policy_dtype(model)).as_dict(),
-        "product_errors": None if is_sharded(model) else product_errors(model),
         "device": str(setup.device),
         "deterministic": setup.deterministic,
         "processes": setup.processes.size,
@@ -220,20 +188,14 @@ def smoke_test(
 ) -> str:
     """Prove that one batch trains, before a long run; return the verdict as one line.
 
-    On the real model, data and settings the batch has ids inside the vocabulary and a token to
-    predict in every row, the loss is finite, every adapter tensor gets a finite, non-zero gradient
-    and no frozen tensor gets any, and a few small steps on this same batch lower its loss. Else
-    SmokeTestError. Weights and random state are as before afterwards.
+    On the real model, data and settings the batch has no fault, the loss is finite, every adapter
+    tensor gets a finite, non-zero gradient and no frozen tensor gets any, and a few small steps on
+    this same batch lower its loss. Else SmokeTestError. Weights and random state are as before
+    afterwards.
     """
     fault = find_fault(batch, model.config.vocab_size)
     if fault is not None:
         raise _failure(f"the first batch cannot be used: {fault}; check the data and the tokenizer")
-    targets = (batch.labels[:, 1:] != IGNORE_INDEX).sum(dim=-1).tolist()
-    if 0 in targets:
-        raise _failure(
-            f"sample {batch.sample_ids[targets.index(0)]} has no token to predict; check prompts,"
-            " truncation and padding"
-        )
     parameters = adapter_parameters(model)
     snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     batch = batch.to(next(model.parameters()).device)
@@ -246,7 +208,7 @@ def smoke_test(
     optimizer = torch.optim.AdamW(parameters.values(), lr=DESCENT_RATE, weight_decay=0.0)
     optimizer.zero_grad()
     try:
-        sums = _under_anomaly_detection(compute)
+        sums = compute()
         loss = float(sums.loss) / sums.tokens
         if not math.isfinite(loss):
             raise _failure(
@@ -278,22 +240,6 @@ def smoke_test(
 
 def _failure(message: str) -> SmokeTestError:
     return SmokeTestError(f"smoke test: {message}")
-
-
-def _under_anomaly_detection(compute: Callable[[], BatchSums]) -> BatchSums:
-    try:
-        with warnings.catch_warnings():
-            # anomaly mode announces itself, and a fault with the forward's traceback
-            warnings.simplefilter("ignore")
-            with torch.autograd.detect_anomaly(check_nan=True):
-                return compute()
-    except RuntimeError as error:
-        if "nan" not in str(error).lower():
-            raise
-        raise _failure(
-            f"backward produced NaN ({str(error).splitlines()[0]}); lower --additive_scale, or"
-            " start with --safe_mode"
-        ) from error
 
 
 def _check_gradients(model: PreTrainedModel) -> None:

@@ -15,7 +15,6 @@ from npt.train.run_setup import RunSetup
 
 if TYPE_CHECKING:
     from npt.evaluation.evaluate import Fidelity
-    from npt.evaluation.modulation import Modulation
     from npt.runs.trackers import Trackers
 
 
@@ -51,13 +50,11 @@ class RunActions:
         evaluate: measure the model as it is at a step, and report it.
         save: write a checkpoint; False if that failed and training continues.
         save_best: keep the adapters as the best so far.
-        modulation: measure the multipliers on a sample, if there are any.
     """
 
     evaluate: Callable[[int], Fidelity]
     save: Callable[[], bool]
     save_best: Callable[[Fidelity], None]
-    modulation: Callable[[], Modulation] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from npt.base.identity import BaseIdentity, base_hash
 from npt.base.precision import audit_precision, declared_dtype, policy_dtype, quantization_of
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import say
-from npt.data.chat import date_of, fix_date, has_template
 from npt.data.source import OWN_HELDOUT
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import check_unfrozen
+from npt.distill.step import MicroBatchSplitter, check_unfrozen
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError
 from npt.guard.update import EXACT
@@ -115,6 +113,8 @@ class RunSetup:
 
     def shared_settings(self) -> dict[str, Any]:
         """Return what every process of a run must have alike, known before its data."""
+        from npt.data.chat import has_template
+
         plain = plain_settings(self.all_settings())
         settings = {f"--{name}": value for name, value in plain.items() if name not in MAY_DIFFER}
         return {**settings, "a chat template": has_template(self.tokenizer)}
@@ -143,6 +143,8 @@ def checked(setup: RunSetup, folder: Path | None) -> RunSetup:
 
     The adapters get the ranks of the checkpoint. folder: that trackers have started in already.
     """
+    from npt.data.chat import date_of, fix_date, has_template
+
     model, config, processes = setup.model, setup.config, setup.processes
     check_model(model, config, setup.data_config, processes.size)
     setup = replace(setup, settings={**setup.settings, **teacher_record(model, setup.teacher)})

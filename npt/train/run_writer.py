@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from npt.adapters.converted import is_sharded, npt_layers
 from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.recipe import Recipe
-from npt.data.batch import batches
 from npt.errors import (
     CheckpointError,
     ConfigError,
@@ -28,20 +25,10 @@ from npt.guard.schedule import kind_of_run
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
-from npt.runs.run_folder import (
-    BROKEN,
-    EVENTS,
-    METRICS,
-    MODULATION,
-    REPORT,
-    RUN,
-    SUPERSEDED,
-    RunFolder,
-)
+from npt.runs.run_folder import BROKEN, EVENTS, METRICS, REPORT, RUN, SUPERSEDED, RunFolder
 from npt.stored import read_json
 from npt.train.loop import Loop
 from npt.train.observers import named
-from npt.train.preparation import MemoryFit
 from npt.train.run_context import RunContext
 from npt.train.run_data import RunData
 from npt.versions import versions
@@ -50,13 +37,6 @@ if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
     from npt.evaluation.metrics import Figures
-    from npt.evaluation.modulation import Modulation
-
-MODULATION_SAMPLES = 8
-"""Evaluation samples on which the modulation is measured: thousands of multipliers a token."""
-
-PASSAGE_TOKENS, PASSAGE_CELLS = 96, 1000
-"""Of the text that the report shows token by token: its tokens, and tokens by layers, at most."""
 
 DESCRIBED = ("base_hash", "precision", "versions", "device", "processes", "trainable_parameters")
 """Entries of `run.json` that trackers are told, besides the settings."""
@@ -70,7 +50,10 @@ class RunWriter:
         data: of the run.
         base: the identity of its base.
         initial: the figures of the student before training.
-        reports: write `report.html` and what only that is made of.
+        reports: write `report.html`.
+
+    Attributes:
+        diverged: why the student is worse than having no adapters, by the last evaluation.
     """
 
     def __init__(
@@ -85,6 +68,8 @@ class RunWriter:
         self._folder, self._trackers = context.folder, context.trackers
         self._data, self._base, self._initial = data, base, initial
         self._reports = reports and context.setup.processes.main
+        self.diverged: tuple[str, ...] = ()
+        self._warned = False
 
     def begin(self) -> None:
         """Write `run.json`, before anything else is done."""
@@ -126,13 +111,11 @@ class RunWriter:
         measured = {"floor": initial.floor, "teacher": initial.teacher, "initial": initial.aim}
         self._trackers.log(_by_name(measured), setup.first_step)
 
-    def report_start(self, calibration: Calibration | None, memory: MemoryFit) -> None:
+    def report_start(self, calibration: Calibration | None) -> None:
         """Write the first events, and warn of settings that will have no effect."""
         setup, folder, warn = self._setup, self._folder, self._context.warn
         config, total, size = setup.config, self._context.total_steps, setup.processes.size
         folder.event("start", device=str(setup.device), total_steps=total, processes=size)
-        memory.folder = folder
-        memory.report()
         if calibration is not None:
             begun = self._data.start.begun
             folder.event("calibration", **calibration.as_dict(), passed_over=begun)
@@ -182,6 +165,23 @@ class RunWriter:
         self._trackers.log(logged, step)
         ratio = f"held-out perplexity ratio {aim.perplexity_ratio:.4f}"
         self._setup.say(f"step {step}: {ratio}, KL {aim.kl:.4f}")
+        self._judge(step, fidelity)
+
+    def _judge(self, step: int, fidelity: Fidelity) -> None:
+        """Warn once if the student is worse than its floor, which has no adapters, beyond one
+        standard error: the run is ruined although all of its numbers are finite.
+        """
+        figure = self._setup.config.judged_by
+        student, floor = (getattr(f, figure) for f in (fidelity.student, fidelity.floor))
+        name = "KL to its teacher" if figure == "kl" else figure
+        cause = f"the student's {name} is {student:.4g}, the floor's {floor:.4g}"
+        worse = student - getattr(fidelity.student, f"{figure}_se") > floor
+        self.diverged = (cause,) if worse else ()
+        if worse and not self._warned:
+            self._warned = True
+            advice = "a smaller --learning_rate or a longer --warmup_steps helps as a rule"
+            self._context.warn(f"step {step}: the run has diverged: {cause}; {advice}")
+            self._trackers.alert("npt: the run has diverged", cause)
 
     def save(self, loop: Loop, last: bool = False) -> bool:
         """Write a checkpoint of all processes' state.
@@ -272,16 +272,11 @@ class RunWriter:
         self._folder.event(event, step=loop.steps, error=kind, message=message[:500])
 
     def rescue(self, loop: Loop, error: BaseException) -> None:
-        """Save the steps before an error that ended the loop; a second signal does not wait.
-
-        After too many refusals or a divergence the modulation is measured: a multiplier at its
-        bound may be why.
-        """
+        """Save the steps before an error that ended the loop; a second signal does not wait."""
         processes = self._setup.processes
         if isinstance(error, KeyboardInterrupt) and self._setup.stop.number is not None:
             return
-        reported = isinstance(error, TooManyRefusalsError)
-        if not reported:
+        if not isinstance(error, TooManyRefusalsError):
             self._failed("error", loop, error, str(error))
         # the others are elsewhere: leave out whatever would wait for them
         if not processes.met_by_all(error):
@@ -292,8 +287,6 @@ class RunWriter:
                 return  # the weights are of a step whose result the others did not tell
             if loop.steps and loop.unsaved:
                 self.save(loop, last=True)
-            if reported:
-                self.measure_modulation(loop.steps)
         except Exception as second:  # the first error is the one to be seen
             self._failed("error", loop, second, f"not saved: {second}")
 
@@ -314,14 +307,14 @@ class RunWriter:
                 f"the data ended after {loop.steps} of --max_steps {config.max_steps} steps and"
                 " cannot be read again; pass a list, which can"
             )
-        loop.divergence.at_end(loop.steps, fidelity, self.measure_modulation(loop.steps))
+        self._judge(loop.steps, fidelity)
         folder.event(
             "done",
             steps=loop.steps,
             tokens=loop.tokens,
             refused=loop.refusals.total,
             refused_by_kind=dict(loop.refusals.by_kind),
-            diverged=list(loop.divergence.causes.values()),
+            diverged=list(self.diverged),
             seconds=round(seconds, 3),
         )
 
@@ -353,48 +346,6 @@ class RunWriter:
             )
         finally:
             self._setup.stop.at_once = False
-
-    def measure_modulation(self, step: int) -> Modulation | None:
-        """Write `modulation.json` for the report, from a few evaluation samples; return it if it
-        was measured.
-        """
-        if not self._reports:
-            return None
-        modulation = None
-        with contextlib.suppress(StoppedError):  # the report can be made without it
-            with self._written(MODULATION):
-                modulation = self._modulation(MODULATION_SAMPLES)
-                figures = {"step": step, "heldout": self._data.heldout, **modulation.as_dict()}
-                self._folder.write(MODULATION, figures)
-            if modulation is not None and not is_sharded(self._setup.model):
-                with self._written(f"the passage of {MODULATION}"):
-                    self._folder.write(MODULATION, {**figures, "passage": self._passage()})
-        return modulation
-
-    def _modulation(self, samples: int) -> Modulation:
-        """Return the modulation of the first so many evaluation samples."""
-        from npt.evaluation.modulation import measure_modulation
-
-        setup = self._setup
-        few = batches(self._data.eval_samples[:samples], setup.splitter.samples)
-        return measure_modulation(setup.model, few, between=setup.stop.check)
-
-    def _passage(self) -> dict[str, Any]:
-        """Return the modulation along the beginning of the first evaluation sample."""
-        from npt.evaluation.modulation_map import modulation_map
-
-        model, sample = self._setup.model, self._data.eval_samples[0]
-        ids = sample.input_ids[: sample.lengths[0] if sample.lengths else None]
-        most = max(8, min(PASSAGE_TOKENS, PASSAGE_CELLS // len(npt_layers(model))))
-        return modulation_map(model, list(ids[:most])).as_dict(self._setup.tokenizer)
-
-    def looks(self) -> Callable[[], Modulation] | None:
-        """Return a function that measures the multipliers on a sample, in the main process, if
-        there are any.
-        """
-        if not (self._setup.processes.main and self._setup.adapter_config.multiplicative):
-            return None
-        return partial(self._modulation, 1)
 
     @contextlib.contextmanager
     def _written(self, name: str, remedy: str = "") -> Iterator[None]:

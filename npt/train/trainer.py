@@ -21,8 +21,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.report import no_sample
 from npt.data.source import Record
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import check_unfrozen, student_guard
+from npt.distill.step import MicroBatchSplitter, check_unfrozen, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup
@@ -33,7 +32,7 @@ from npt.runs.checkpoint import State
 from npt.runs.run_folder import EVENTS, NullRunFolder, RunFolder
 from npt.tracer.watchdogs import base_fault, require, tensor_fault
 from npt.train.loop import Loop
-from npt.train.preparation import MemoryFit, calibrated, evaluator, run_record, smoke_test
+from npt.train.preparation import calibrated, evaluator, fitting, run_record, smoke_test
 from npt.train.run_context import RunActions, RunContext
 from npt.train.run_data import RunData
 from npt.train.run_setup import RunSetup, check_trainable, checked
@@ -52,7 +51,7 @@ class TrainResult:
     Attributes:
         refused: micro-batches and windows.
         heldout: `fidelity` is of held-out text; False if there was too little of it.
-        diverged: what shows that the run is ruined, though all of it is finite.
+        diverged: why the student is worse than one without adapters, though all is finite.
         signal: number of the signal that ended the run early, if one did.
     """
 
@@ -108,7 +107,7 @@ class Trainer:
             `run.json` say in what the two differ.
         trackers: from `start_trackers`, of this run; default the configuration's, which then start
             before the smoke test.
-        report: write `report.html` and the figures for it.
+        report: write `report.html`.
 
     Raises:
         ConfigError, DataError, PrecisionError: settings, data or a base that cannot work.
@@ -153,11 +152,10 @@ class Trainer:
             started_in = trackers.folder if trackers is not None and trackers.active else None
             self.setup = setup = checked(setup, started_in)
             self.data = RunData(setup, data, eval_data, replay_data)
-            self._memory = MemoryFit(setup)
         self.strategy: Strategy = STRATEGIES[config.strategy]
         if teacher is not None:
             self.strategy = partial(self.strategy, teacher=teacher)
-        self.evaluate = evaluator(setup, self.data, self._memory)
+        self.evaluate = evaluator(setup, self.data)
         self.calibration: Calibration | None = None
         self._state: State | None = None  # that is resumed
         self._trained = False
@@ -241,7 +239,7 @@ class Trainer:
 
     def _prepare(self, base: BaseIdentity) -> Fidelity:
         """Make smoke test, start and first evaluation, before the run has a folder."""
-        setup, data, memory, resumed = self.setup, self.data, self._memory, self.setup.checkpoint
+        setup, data, resumed = self.setup, self.data, self.setup.checkpoint
         # a resumed run has passed the smoke test, and may next meet a batch that it will refuse
         if setup.config.smoke_test and resumed is None:
             batch = data.first_batch()
@@ -250,9 +248,9 @@ class Trainer:
                 part = setup.splitter.parts(batch)[0]
                 return smoke_test(setup.model, part, self.strategy, setup.config)
 
-            setup.say(memory.fitting(test, setup.splitter, batch, "the smoke test"))
+            setup.say(fitting(setup, test, setup.splitter, batch, "the smoke test"))
         if resumed is None:
-            self.calibration = calibrated(setup, data, memory)
+            self.calibration = calibrated(setup, data)
             if self.calibration is not None:
                 data.agree(base)
         setup.say(data.note())
@@ -263,7 +261,7 @@ class Trainer:
         writer.begin()
         status = None
         try:
-            writer.report_start(self.calibration, self._memory)
+            writer.report_start(self.calibration)
             result = self._train(self._make_loop(context, writer), writer)
             status = result.exit_status
         except Exception as error:
@@ -289,18 +287,18 @@ class Trainer:
             return fidelity
 
         actions = RunActions(
-            evaluate,
-            lambda: writer.save(loop),
-            lambda fidelity: writer.save_best(loop, fidelity),
-            writer.looks(),
+            evaluate, lambda: writer.save(loop), lambda fidelity: writer.save_best(loop, fidelity)
         )
         loop = Loop(context, guard, self.strategy, actions)
         if setup.checkpoint is not None and self._state is not None:
             self._state.restore(guard.window)
             loop.load_state(setup.checkpoint.record, setup.resume_at is not None)
-            self._memory.recall(setup.checkpoint)
+            index, splitter = setup.processes.index, setup.splitter
+            at_once = dict(enumerate(setup.checkpoint.record.get("samples_at_once", [])))
+            if (samples := at_once.get(index)) is not None:
+                splitter.samples = splitter.shrunk_to = min(splitter.samples, samples)
             states = self._state.random_states  # earlier versions wrote one for each process
-            set_random_state(states.get(setup.processes.index, states[0]))
+            set_random_state(states.get(index, states[0]))
             self._state = None  # a copy of everything
         return loop
 
@@ -354,7 +352,7 @@ class Trainer:
             seconds=seconds,
             fidelity=fidelity,
             heldout=self.data.heldout,
-            diverged=tuple(loop.divergence.causes.values()),
+            diverged=writer.diverged,
             signal=number,
         )
 

@@ -139,7 +139,7 @@ sizes = {
 forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=100)
 @given(
     **sizes,
     form=forms,
@@ -147,49 +147,20 @@ forms = st.builds(Form, st.floats(0.05, 0.95), st.floats(0.01, 2.0), st.booleans
     add=st.booleans(),
     block=st.integers(1, 40),
     of_products=st.booleans(),
+    both=st.booleans(),
 )
-def test_the_product_is_the_plain_forms_in_any_blocks(
-    seed, rows, width, rank, form, mult, add, block, of_products
+def test_products_are_the_plain_forms_in_any_blocks(
+    seed, rows, width, rank, form, mult, add, block, of_products, both
 ):
-    gate, up, z = (
-        normal(seed, rows, width),
-        normal(seed + 1, rows, width),
-        normal(seed + 2, rows, rank),
-    )
-    inputs = [
-        gate.requires_grad_(of_products),
-        up.requires_grad_(of_products),
-        z.requires_grad_(),
-        *weights_of(rank, width, mult, add, seed),
-    ]
+    """gate and up together, or one product by itself."""
+    products = [normal(seed + i, rows, width).requires_grad_(of_products) for i in range(1 + both)]
+    z, weights = normal(seed + 2, rows, rank), weights_of(rank, width, mult, add, seed)
+    inputs = [*products, z.requires_grad_(), *weights[: 2 + 2 * both]]
+    by_hand, plain = (modulated_product, plain_product) if both else (modulated, plain_modulated)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(fused.BLOCK, "cpu", block)
-        found = gradients(modulated_product, inputs, form)
-    assert_same(found, gradients(plain_product, inputs, form))
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    **sizes,
-    form=forms,
-    mult=st.booleans(),
-    add=st.booleans(),
-    block=st.integers(1, 40),
-    of_product=st.booleans(),
-)
-def test_one_modulated_product_is_the_plain_forms_in_any_blocks(
-    seed, rows, width, rank, form, mult, add, block, of_product
-):
-    y, z = normal(seed, rows, width), normal(seed + 2, rows, rank)
-    inputs = [
-        y.requires_grad_(of_product),
-        z.requires_grad_(),
-        *weights_of(rank, width, mult, add, seed)[:2],
-    ]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(fused.BLOCK, "cpu", block)
-        found = gradients(modulated, inputs, form)
-    assert_same(found, gradients(plain_modulated, inputs, form))
+        computed = gradients(by_hand, inputs, form)
+    assert_same(computed, gradients(plain, inputs, form))
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])

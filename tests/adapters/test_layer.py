@@ -158,23 +158,6 @@ def test_padding_does_not_change_the_logits_of_valid_tokens(load_model, batch, r
         assert_close(got[0, padded.valid_index], plain, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_what_stands_at_padding_does_not_reach_valid_tokens(load_model, side):
-    model = converted(load_model)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1] if side == "left" else [1, 1, 1, 0, 0]])
-    ids = torch.tensor([[10, 20, 30, 40, 50], [11, 21, 31, 41, 51]])
-    outputs = [
-        model(
-            torch.where(mask.bool(), ids, filler),
-            attention_mask=mask,
-            position_ids=batch_from_tensors(ids, mask).position_ids,
-        ).logits
-        for filler in (2, 99)
-    ]
-    assert torch.equal(outputs[0][mask.bool()], outputs[1][mask.bool()])
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_gradient_checkpointing_gives_the_same_gradients(load_model, batch, quantization):

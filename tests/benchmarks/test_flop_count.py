@@ -45,9 +45,6 @@ class TestCount:
             == 2 * 2 * 16 * 16 * 16
         )
 
-    def test_nothing_counts_nothing(self):
-        assert count_flops(lambda: torch.ones(3) + 1) == 0
-
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_kernel_of_fp32_on_cuda_counts_as_the_cpus(monkeypatch, masked):

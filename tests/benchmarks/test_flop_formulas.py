@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 import npt
-from flop_count import count_flops, matmul_roofline
+from flop_count import count_flops
 from flop_formulas import adapter_flops, floor_flops, layer_flops
 from npt.adapters.converted import npt_layers
 from npt.adapters.fit import resolve_layers
@@ -117,21 +117,3 @@ def test_a_loss_on_the_logits_adds_the_layers_after_and_the_head(llama):
     flops = expected(model, form, False, logits=batch.scored / batch.tokens)
     config = TrainConfig(strategy="end_to_end", logit_kl_weight=0.5)
     assert counted(model, config) == pytest.approx(flops, rel=1e-12)
-
-
-def test_the_low_rank_products_grow_with_rank_targets_and_terms():
-    def flops(local: bool = True, rank: int = 16, **form: Any) -> float:
-        config = NPTConfig(layers="0,1", rank=rank, **{**PLAIN, **form})
-        return adapter_flops(LLAMA_3_1_8B, config, local=local)
-
-    full = flops()
-    assert flops(rank=32) == 2 * full
-    assert flops(targets=("gate",)) < full
-    assert flops(modulation="multiplicative") < full
-    assert full < flops(local=False) < 1.1 * full
-    assert full / 2 < 0.02 * layer_flops(LLAMA_3_1_8B, 2048)  # little in comparison with a layer
-
-
-def test_the_roofline_is_the_best_of_the_sizes():
-    found = matmul_roofline("cpu", sizes=(64, 128), seconds=0.01)
-    assert found.size in (64, 128) and found.flops_per_second > 1e6

@@ -54,10 +54,3 @@ def test_what_cannot_be_is_one_line(flags, content, words, text, tmp_path, capsy
     out.write_text(content)
     assert main(["--text", str(text), "--out", str(out), *flags]) == 2
     assert words in capsys.readouterr().err and out.read_text() == content
-
-
-@pytest.mark.parametrize(("flag", "numbers"), [("--divisors", "4,x"), ("--seeds", "-1")])
-def test_no_list_of_numbers_is_refused(flag, numbers, tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        main([f"{flag}={numbers}", "--out", str(tmp_path / "rows.json")])
-    assert f"argument {flag}: invalid whole_numbers value: '{numbers}'" in capsys.readouterr().err

@@ -56,12 +56,7 @@ def killed(bench, found):
     raise KeyboardInterrupt
 
 
-def sets(bench, found):
-    torch.set_float32_matmul_precision("high")
-    (bench.folder / "file").write_text("")
-
-
-ACTS = (passes, fails, misses, crashes, needs, hangs, killed, sets)
+ACTS = (passes, fails, misses, crashes, needs, hangs, killed)
 SECTIONS = {act: runner.Section(number, act.__name__, act) for number, act in enumerate(ACTS, 1)}
 
 
@@ -102,14 +97,7 @@ def test_each_outcome_has_its_line_and_its_verdict(run):
     assert sections[1]["checks"][1] == {"name": "bad", "passed": False, "detail": "3 > 2"}
     missed = {"name": "speed", "met": False, "detail": "1.5x, at least 2x"}
     assert sections[2]["targets"][0] == missed
-
-
-@pytest.mark.parametrize(
-    ("acts", "status"),
-    [((passes, misses, needs), 0), ((passes, fails), 1), ((crashes,), 1), ((fails, hangs), 1)],
-)
-def test_the_exit_status_tells_a_failure_and_no_missed_target(run, acts, status):
-    assert run(*acts, minutes=0.5 / 60)[0] == status
+    assert run(passes, misses, needs)[0] == 0  # a missed target is no failure
 
 
 def test_a_section_over_time_is_cut_off_and_the_rest_is_not_reached(run):
@@ -143,16 +131,6 @@ def test_later_runs_add_to_the_folder_and_another_machine_starts_anew(run):
     sections = run(hangs, fails, minutes=0.2 / 60)[2]
     assert verdicts(sections) == ["PASS", "FAIL", "MISS", "not reached"]
     assert [section["number"] for section in run(passes, card="another")[2]] == [1]
-
-
-def test_what_a_section_sets_for_the_process_is_set_back(run):
-    run(sets, passes)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_the_cheap_sections_come_first():
-    order = [section.number for section in gpu_check.SECTIONS]
-    assert len(set(order)) == len(order) and order[0] == 1 and order[-1] == 13
 
 
 def test_cheap_sections_for_real(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import guard_lora
@@ -26,12 +25,3 @@ def test_both_loops_make_the_same_steps(monkeypatch) -> None:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert guard.counts.steps == 2
-
-
-def test_the_figures_are_printed(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["guard_lora.py", "--pairs", "2", "--rows", "1", "--length", "4"]
-    )
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    guard_lora.main()
-    assert pytest.approx(1.0, abs=0.9) == float(capsys.readouterr().out.split()[4])

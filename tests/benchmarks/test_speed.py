@@ -13,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import npt
 import speed
-import speed_runs as runs
 from flop_count import count_flops, matmul_roofline
-from npt.adapters.converted import adapter_parameters
 from npt.doctor.measure import storage_bytes, tensors_of
-from npt.doctor.plan import base_bytes
 from npt.doctor.shape import SHAPES, Shape
 from speed_runs import PEFT, RUNS, Setting, make_base, make_batch, make_runs
 
@@ -93,16 +89,6 @@ def test_every_run_has_a_finite_loss_and_moves_its_adapters_alone():
         ], run.name
 
 
-def test_the_gradient_of_the_two_model_loop_crosses_the_whole_student():
-    """With all but the last layer's loss left out the lower layers still move."""
-    student = runs.Student(SETTING, make_base(SETTING))
-    student.converted = [3]
-    before = {name: p.detach().clone() for name, p in adapter_parameters(student.model).items()}
-    student.run("two_model").step(make_batch(SETTING))
-    parameters = adapter_parameters(student.model).items()
-    assert not any(torch.equal(p, before[name]) for name, p in parameters)
-
-
 def test_checkpointing_changes_the_memory_and_not_the_loss():
     torch.testing.assert_close(*losses(SETTING, "two_model", "two_model_checkpointed"))
 
@@ -112,14 +98,6 @@ def test_all_loops_see_the_same_loss_of_the_first_layer():
     local, *others = losses(replace(SETTING, layers="0"), "local", "end_to_end", "two_model_hidden")
     for other in others:
         torch.testing.assert_close(local, other)
-
-
-def test_bases_of_one_setting_are_equal_and_shapes_are_what_their_names_say():
-    first, second = make_base(SETTING), make_base(SETTING)
-    assert npt.base_hash(first) == npt.base_hash(second)
-    assert storage_bytes(tensors_of(first, second)) == 2 * storage_bytes(tensors_of(first))
-    assert SHAPES["embedded"] == Shape.of(npt.load_base("tiny")[0].config)
-    assert 1e8 < base_bytes(SHAPES["cpu-0.2b"], None, torch.float32) / 4 < 3e8
 
 
 def test_without_peft_its_rows_are_missing_with_a_reason(monkeypatch, capsys):
@@ -146,10 +124,3 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags, named, capsys):
     assert speed.main([*ARGUMENTS, *flags]) == 2
     shown = capsys.readouterr()
     assert named in shown.err and shown.err.count("\n") == 1 and not shown.out
-
-
-def test_rounds_go_back_and_forth():
-    taken: list[str] = []
-    steps = {name: partial(taken.append, name) for name in "abc"}
-    seconds = speed.in_turns(steps, 3, torch.device("cpu"))
-    assert "".join(taken) == "abccbaabc" and all(len(times) == 3 for times in seconds.values())

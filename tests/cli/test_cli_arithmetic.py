@@ -38,17 +38,14 @@ def test_matmul_precision_is_set_for_the_run_and_recorded(tmp_path, monkeypatch)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     for part in ("precision", "settings"):
         assert record[part]["matmul_precision"] == "high"
-    errors = record["product_errors"]
-    assert set(errors) == {"highest", "high"} and "down_proj" in errors["high"]
-    # fp32 sums of at most 512 products, and TF32, with 11 bits, where a device has it
-    assert 0 < max(errors["highest"].values()) < 1e-6 and max(errors["high"].values()) < 1e-3
+    assert main(flags(f"{SHORT} --matmul_precision high --model_name /nowhere")) == 2
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_bf16_products_are_recorded_with_their_error(tmp_path) -> None:
+def test_bf16_products_are_recorded(tmp_path) -> None:
     assert main(flags(f"{SHORT} --compute_dtype bf16 --output_dir", tmp_path / "run")) == 0
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["settings"]["compute_dtype"] == "bf16"
     assert record["settings"]["matmul_precision"] == "auto"
     assert set(record["precision"]["compute_dtype"]) == {"bfloat16", "float32"}
     assert record["precision"]["matmul_precision"] == "highest"
-    assert record["product_errors"]["highest"]["up_proj"] > 1e-3

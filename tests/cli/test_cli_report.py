@@ -16,11 +16,11 @@ def test_a_run_gets_its_page_anew(tmp_path, capsys) -> None:
     folder = make_run(
         tmp_path / "run",
         events=[event("start"), refusal(3), event("done", steps=12)],
-        modulation=None,
+        fidelity=None,
     )
     assert main(["report", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "Finished at step 12; refused: 1" in out and "modulation.json: it is not there" in out
+    assert "Finished at step 12; refused: 1" in out and "fidelity.json: it is not there" in out
     assert f"written to {folder / 'report.html'}" in out
     assert "<title>run: report of a run</title>" in (folder / "report.html").read_text(
         encoding="utf-8"

@@ -42,13 +42,13 @@ def test_every_broken_line_is_located_and_the_others_are_read(tmp_path, streamin
     records, reading = read(path, streaming=streaming)
     assert [r["text"] for r in records] == ["a", "b", "d"]
     assert [r["id"] for r in records] == ["data.jsonl:1", "data.jsonl:4", "data.jsonl:9"]
-    assert reading.blank_lines == 1 and reading.broken_total == 5
+    assert reading.broken_total == 5
     assert [(b.line, b.column, b.problem.split(" (")[0]) for b in reading.broken] == [
         (3, 9, "not JSON"),
-        (5, 1, 'a list, not an object like {"text": ...}'),
+        (5, None, 'a list, not an object like {"text": ...}'),
         (6, 10, "not JSON"),
-        (7, 11, "not UTF-8"),
-        (8, 1, 'a NoneType, not an object like {"text": ...}'),
+        (7, None, "not UTF-8"),
+        (8, None, 'a NoneType, not an object like {"text": ...}'),
     ]
     first = "not JSON (Expecting value); each line must be one JSON object"
     assert str(reading.broken[0]) == f"{path}, line 3, column 9: {first}"
@@ -94,13 +94,13 @@ def test_many_broken_lines_are_counted_and_twenty_are_named(tmp_path):
     ("name", "content", "line", "column", "problem"),
     [
         ("a.json", b'[{"text": "a"},\n {"text" "b"}]', 2, 10, "not JSON (Expecting ':' delimiter)"),
-        ("a.json", b'[\n"\xff"]', 2, 2, "not UTF-8 (byte 1: invalid start byte)"),
+        ("a.json", b'[\n"\xff"]', 2, None, "not UTF-8 (byte 1: invalid start byte)"),
         ("a.json", b'{"text": 1}', None, None, "holds a dict; it must be a list"),
         ("a.json", b'[{"text": "a"}, 1]', None, None, "entry 1: an int, not an object"),
-        ("a.txt", b"one\ntw\xffo\n", 2, 3, "not UTF-8 (byte 2: invalid start byte)"),
-        ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, 3, "3 fields, but the header names 2"),
+        ("a.txt", b"one\ntw\xffo\n", 2, None, "not UTF-8 (byte 2: invalid start byte)"),
+        ("a.csv", b'text,b\n"1\n1",2\n\nx,y,z\n', 5, None, "3 fields, but the header names 2"),
         ("a.csv", b'text,b\n1,2\n3,"x\n1,3\n', 3, None, "not CSV (unexpected end of data)"),
-        ("a.csv", b"text\nab\xff\n", 2, 3, "not UTF-8 (byte 2: invalid start byte)"),
+        ("a.csv", b"text\nab\xff\n", 2, None, "not UTF-8 (byte 2: invalid start byte)"),
         ("a.parquet", b"PAR1xxx", None, None, "cannot be read as "),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_csv_file_whose_rows_all_have_a_field_too_many_is_not_read(tmp_path, s
     path.write_text("text,label\na,b,c\nd,e,f\n")
     records, reading = read(path, streaming=streaming)
     assert records == []
-    assert [(b.line, b.column) for b in reading.broken] == [(2, 3), (3, 3)]
+    assert [(b.line, b.column) for b in reading.broken] == [(2, None), (3, None)]
 
 
 def test_one_broken_file_of_a_folder_does_not_hide_the_others(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_work import loaded, looped, loops, random_windows, records, trained
+from process_work import loaded, looped, loops, records, trained
 from several import Ended, several, values
 
 from npt.distributed.join import join_processes
@@ -137,10 +137,6 @@ def test_a_window_without_survivors_on_any_process_is_no_step(train: Loops) -> N
         assert [line["lr"] for line in processes[0]["metrics"]] == [
             line["lr"] for line in never[0]["metrics"]
         ]
-
-
-def test_random_windows_leave_no_trace_of_what_was_refused_in_them() -> None:
-    assert values(several(3, random_windows, 6)) == [[]] * 3
 
 
 def test_too_many_refusals_end_all_processes_with_one_bundle(train: Loops, tmp_path: Path) -> None:

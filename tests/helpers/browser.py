@@ -98,13 +98,6 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def press(self, key: str) -> None:
-        """A key, on what has the focus."""
-        number = {"ArrowLeft": 37, "Home": 36}.get(key, 0)
-        for kind in ("keyDown", "keyUp"):
-            event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": number}
-            self._call("Input.dispatchKeyEvent", **event)
-
     def picture(self, path: Path) -> None:
         """The whole page as a .png file."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]

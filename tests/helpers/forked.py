@@ -97,6 +97,20 @@ def _status(
     return status
 
 
+def status_of(act: Callable[[], int | None]) -> int:
+    """Do this in a fork that leaves nothing behind here, and return its exit status: negative for
+    the signal that ended it, 70 for an exception.
+    """
+    pid = os.fork()
+    if not pid:
+        status = 70
+        try:
+            status = act() or 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 class Program(Forked):
     """`npt ARGUMENTS`, begun. Its standard error goes to the file `errors`; all else nowhere, or,
     if it is `read`, into `out`, a pipe.

@@ -27,14 +27,6 @@ def fidelity(student: float | None = 0.02, layers: int = 3) -> dict[str, Any]:
     return {**{name: figures(kl) for name, kl in kls.items()}, "layers": by_layer, "heldout": True}
 
 
-def modulation(step: int, layers: int = 3, **target: Any) -> dict[str, Any]:
-    one = {"saturated": 0.001, "bad": 0.0, "mean": 1.0, "std": 0.1}
-    one |= {"add_rms": 0.2, "product_rms": 1.0, **target}
-    layer = {"stream_rms": 4.0, "targets": dict.fromkeys(("gate", "up", "down"), one)}
-    about = {"step": step, "heldout": True, "tokens": 2048, "mult_bound": 0.5}
-    return {**about, "additive_scale": 0.1, "layers": {str(i): layer for i in range(layers)}}
-
-
 def metrics(step: int, layers: int = 3, **changed: Any) -> dict[str, Any]:
     plain = {"loss": 0.1 / step, "loss_nmse": 0.09 / step, "loss_reg": 0.5, "grad_norm": 0.3}
     rest = {"lr": 1e-3, "tokens": 64 * step, "tokens_per_second": 900.0 + step, "refused_total": 0}
@@ -76,7 +68,6 @@ def make_run(folder: Path, steps: int = 12, **changed: Any) -> Path:
     content = {
         "run.json": run,
         "fidelity.json": fidelity(),
-        "modulation.json": modulation(steps),
         "metrics.jsonl": [metrics(step) for step in range(1, steps + 1)],
         "events.jsonl": [start, done],
     }

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import random
 import signal
 import time
 import zlib
@@ -33,13 +32,11 @@ from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import student_guard
+from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import MicroBatch as Sums
 from npt.guard.schedule import rate_table
-from npt.guard.window import GradientWindow
 from npt.runs.run_folder import NullRunFolder, RunFolder
 from npt.runs.signals import StopOnSignal
 from npt.runs.trackers import Trackers
@@ -285,81 +282,6 @@ def failing_at(plant: str) -> Any:
         write_checkpoint(*arguments)
 
     return write
-
-
-SHAPES = {"A": (3, 4), "B": (5, 3), "M": (5, 3), "C": (2,)}
-
-
-def random_windows(processes: ProcessGroup, cases: int) -> list[str]:
-    """Random windows with refused micro-batches on any process, against the same ones without them;
-    what went wrong, if anything.
-    """
-    complaints = []
-    for case in range(cases):
-        draw = random.Random(case)
-        plan = [
-            [
-                [draw.choice("gggbdz") for _ in range(draw.randrange(4))]
-                for _ in range(processes.size)
-            ]
-            for _ in range(4)
-        ]
-        bad = sum(kind in "bd" for window in plan for kinds in window for kind in kinds)
-        states = []
-        for keep in (True, False):
-            parameters = {
-                name: torch.nn.Parameter(
-                    torch.randn(shape, generator=torch.Generator().manual_seed(i))
-                )
-                for i, (name, shape) in enumerate(SHAPES.items())
-            }
-            adamw = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.01, fused=True)
-            how = {"late": bool(case % 2), "processes": processes}
-            window = window_over(parameters, adamw, 0.5, [0.1, 0.05, 0.02, 0.01], **how)
-            results = []
-            for index, kinds in enumerate(plan):
-                for number, kind in enumerate(kinds[processes.index]):
-                    if keep or kind in "gz":
-                        name = f"{case}/{index}/{processes.index}/{number}"
-                        _small(window, parameters, kind, name)
-                results += window.commit()
-            results += window.flush()
-            refused = [len(r.refused) for r in results]
-            if sum(refused) != (bad if keep else 0):
-                complaints.append(f"case {case}: refused {refused} of {bad}")
-            told = [(r.applied, r.steps, r.tokens, r.loss, r.grad_norm) for r in results]
-            states.append([window.update.checksum(), repr(told)])
-        if states[0] != states[1]:
-            complaints.append(f"case {case}: {states}")
-        if any(other != states[0] for other in processes.gather_json(states[0])):
-            complaints.append(f"case {case}: the processes differ")
-    return complaints
-
-
-def _small(
-    transaction: GradientWindow, parameters: dict[str, torch.nn.Parameter], kind: str, name: str
-) -> None:
-    """One micro-batch: good, broken in its gradient, refused on the host, or good without
-    a token.
-    """
-    if kind == "d":
-        transaction.refuse("broken", (name,))
-        return
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-    def fill() -> Any:
-        for parameter in parameters.values():
-            # as a base with dropout draws: from the process's own generator
-            noise = 0.1 * torch.randn(parameter.shape)
-            parameter.grad += (torch.randn(parameter.shape, generator=generator) + noise) * (
-                0.0 if kind == "z" else 1.0
-            )
-        if kind == "b":
-            parameters["B"].grad[1, 1] = math.nan
-        tokens = 0 if kind == "z" else int(torch.randint(1, 9, (), generator=generator))
-        return Sums(torch.rand((), generator=generator) * tokens, tokens)
-
-    add_filled(transaction, fill, (name,))
 
 
 def drawn_by_name(processes: ProcessGroup) -> dict[str, list[float]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import status_of
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -122,14 +123,7 @@ class Runs:
 
     def killed(self, folder: str, act: Act, **changed: Any) -> int:
         """The run in a process of its own; its exit status, negative for a signal that ended it."""
-        child = os.fork()
-        if child == 0:
-            status = 70
-            try:
-                status = self.run(folder, act, **changed).exit_status
-            finally:
-                os._exit(status)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return status_of(lambda: self.run(folder, act, **changed).exit_status)
 
     def outcome(self, folder: str) -> Outcome:
         return outcome(self.place / folder)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers.trainers import BpeTrainer, UnigramTrainer
+from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaTokenizer, PreTrainedTokenizerFast
 
 from npt.base.random_base import random_base
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
-UNK, BOS, EOS = 0, 1, 2
+BOS, EOS = 1, 2
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _TEXT = [
@@ -70,8 +70,8 @@ def _with_bytes(strip: bool, **space: Any) -> Any:
     return _of(model, decoder=decoders.Sequence(steps), **space)
 
 
-def _metaspace_bpe(scheme: str, split: bool = True) -> Any:
-    space = pre_tokenizers.Metaspace("▁", scheme, split)
+def _metaspace_bpe(scheme: str) -> Any:
+    space = pre_tokenizers.Metaspace("▁", scheme)
     return _with_bytes(scheme != "never", pre_tokenizer=space)
 
 
@@ -88,15 +88,6 @@ def _llama_class(legacy: bool) -> Any:
     return LlamaTokenizer(vocab=vocab, merges=merges, legacy=legacy)
 
 
-def _unigram(scheme: str) -> Any:
-    space = pre_tokenizers.Metaspace("▁", scheme)
-    settings = {"vocab_size": 200, "special_tokens": SPECIAL, "show_progress": False}
-    made = _trained(models.Unigram(), space, UnigramTrainer(**settings, unk_token="<unk>"))
-    pieces = [(piece, score) for piece, score in made["vocab"]]
-    model = models.Unigram(pieces, unk_id=UNK, byte_fallback=False)
-    return _of(model, pre_tokenizer=space, decoder=decoders.Metaspace("▁", scheme))
-
-
 def _byte_level(prefix: bool) -> Any:
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     settings = {"vocab_size": 500, "special_tokens": SPECIAL, "show_progress": False}
@@ -110,12 +101,9 @@ def _byte_level(prefix: bool) -> Any:
 PREFIXING = {
     "metaspace, always": lambda: _metaspace_bpe("always"),
     "metaspace, first": lambda: _metaspace_bpe("first"),
-    "metaspace, first, unsplit": lambda: _metaspace_bpe("first", False),
     "llama 2": _llama_2,
     "llama class, legacy": lambda: _llama_class(True),
     "llama class": lambda: _llama_class(False),
-    "unigram, always": lambda: _unigram("always"),
-    "unigram, first": lambda: _unigram("first"),
     "byte level with a space": lambda: _byte_level(True),
 }
 """By kind, those that begin every text with a space of their own."""

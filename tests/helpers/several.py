@@ -18,13 +18,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,17 +53,10 @@ class Ended:
 
 
 class Several:
-    """Processes that were started and not yet waited for. launcher: it keeps the key-value store,
-    as torchrun does; else process 0 does.
-    """
+    """Processes that were started and not yet waited for."""
 
     def __init__(
-        self,
-        size: int,
-        act: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        timeout: float,
-        launcher: bool = True,
+        self, size: int, act: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
     ):
         device = os.environ.get("NPT_DEVICE", "")
         context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
@@ -75,7 +66,7 @@ class Several:
         for process in range(size):
             here, there = context.Pipe()
             stack = self._stack(process)
-            started = (there, stack, process, size, timeout, act, arguments, device, launcher)
+            started = (there, stack, process, size, timeout, act, arguments, device)
             process = context.Process(target=_process, args=started, daemon=True)
             process.start()
             there.close()
@@ -83,11 +74,8 @@ class Several:
             self._pipes.append(here)
         # only now: it serves in a thread, and a fork has the locks that another thread held
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = self._store.port
-        if not launcher:
-            del self._store  # its port is free
         for pipe in self._pipes:
-            pipe.send(port)
+            pipe.send(self._store.port)
 
     def _stack(self, process: int) -> str:
         return os.path.join(self._stacks.name, str(process))
@@ -143,14 +131,13 @@ def _process(
     act: Callable[..., Any],
     arguments: tuple[Any, ...],
     device: str,
-    launcher: bool,
 ) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, os.open(stack, os.O_CREAT | os.O_WRONLY))
     os.environ |= {"NPT_DEVICE": device, "RANK": f"{process}", "LOCAL_RANK": f"{process}"}
     os.environ |= {"WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": f"{pipe.recv()}", "TORCHELASTIC_RESTART_COUNT": "0"}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(launcher)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     # that of the test's own process, which may have trained alone
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.monotonic()
@@ -168,10 +155,3 @@ def _process(
     ended.seconds = time.monotonic() - started
     pipe.send(ended)
     pipe.close()
-
-
-@contextmanager
-def no_gpu():
-    """Within the context no GPU is seen."""
-    with mock.patch("torch.cuda.is_available", lambda: False):
-        yield

@@ -15,7 +15,6 @@ from process_work import looped, micro_batch, trained
 import npt
 from faults.runs import NoTokenizer
 from npt.adapters.converted import adapter_parameters
-from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
@@ -136,14 +135,6 @@ def run(
             else looped(processes, base, out, windows, **settings)
         )
     return found | {"whole": whole_weights(made[0])}
-
-
-def from_the_command_line(_: ProcessGroup, out: str) -> int:
-    short = (
-        "--use_quantization --init random --no_smoke_test --max_steps 1 --max_length 16"
-        " --batch_size 1 --eval_samples 1"
-    )
-    return main(["pretrain", *short.split(), "--output_dir", out, "--shard_base"])
 
 
 def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

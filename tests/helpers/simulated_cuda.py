@@ -95,19 +95,9 @@ class Simulated(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return _index_of_device(super().device)
+        return _device_of(super().device)
 
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return False
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
+    is_cuda, is_meta, is_cpu = True, False, False  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Simulated({self.held}, device='{self.device}')"
@@ -138,20 +128,16 @@ def _running() -> _State:
     return _state
 
 
-def _index_of_device(device: torch.device) -> torch.device:
-    return torch.device("cuda", device.index or 0)
+def _device_of(device: Any) -> torch.device:
+    """The device as it was asked for; torch's C++ sees simulated ones as meta."""
+    device = torch.device(device)
+    return torch.device("cuda", device.index or 0) if _is_simulated(device) else device
 
 
 def _is_simulated(device: Any) -> bool:
     """Return whether this is a simulated device; the true meta device has no index."""
     device = torch.device(device)
     return device.type == "cuda" or (device.type == "meta" and device.index is not None)
-
-
-def _wanted(device: Any) -> torch.device:
-    """The device that an operation was asked for; torch's C++ sees simulated ones as meta."""
-    device = torch.device(device)
-    return _index_of_device(device) if _is_simulated(device) else device
 
 
 class _Operations(TorchDispatchMode):
@@ -183,12 +169,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         devices = {t.device for t in tensors if isinstance(t, Simulated) or t.dim() > 0}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on two devices, {sorted(map(str, devices))}")
-    _notice_wait(state, name, args, kwargs, tensors)
-    device = next(iter(here)).device if asked is None else _wanted(asked)
+    _notice_wait(state, name, args, kwargs)
+    device = next(iter(here)).device if asked is None else _device_of(asked)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if name == "aten::copy_" and not isinstance(args[0], Simulated):
-        return _copy_to_host(state, args, kwargs)
+        target, source = args[0], args[1].held
+        if _non_blocking(args, kwargs):
+            return _fly(state, target, source.clone())
+        return target.copy_(source)
     held_args, held_kwargs = _mapped(_held, (args, kwargs))
     result = func(*held_args, **held_kwargs)
     if func._schema.is_mutable:  # what was changed is the caller's own tensor
@@ -196,7 +185,8 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device.type == "meta":
         return _mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, result)
     if device.type == "cpu":
-        return _to_host(state, result, kwargs)
+        in_flight = _non_blocking((), kwargs)
+        return _fly(state, torch.empty_like(result), result) if in_flight else result
     return _mapped(
         lambda leaf: Simulated(leaf, device.index) if type(leaf) is Tensor else leaf, result
     )
@@ -239,47 +229,29 @@ def _held(leaf: Any) -> Any:
     return leaf
 
 
-def _notice_wait(
-    state: _State, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
-) -> None:
-    """Count what makes the host wait on CUDA. A copy from the host waits as well, unless it is
-    non-blocking and from pinned memory."""
+def _notice_wait(state: _State, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Count what makes the host wait on CUDA. A copy between host and card waits as well, unless it
+    is non-blocking and the host's memory is pinned or its target is new.
+    """
     if name in READS or (name in SHAPED_BY_VALUES and kwargs.get("output_size") is None):
         state.wait(name)
     elif name in ("aten::index", "aten::index_put_", "aten::index_put"):
         if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
             state.wait(f"{name} with a mask")
-    elif name == "aten::_to_copy":
-        source, target = args[0], kwargs.get("device")
-        if target is not None and _wanted(target) != source.device:
-            _notice_copy(state, source, _wanted(target), bool(kwargs.get("non_blocking", False)))
-    elif name == "aten::copy_" and args[0].device != args[1].device:
-        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        on_host = args[0] if args[0].device.type == "cpu" else args[1]
-        if on_host.device.type == "cpu" and (blocking or not _is_pinned(on_host)):
-            state.wait(f"copy of {tuple(args[1].shape)} from {args[1].device} to {args[0].device}")
+    elif name in ("aten::_to_copy", "aten::copy_"):
+        source, there = args[0], kwargs.get("device")
+        pageable = [source]
+        if name == "aten::copy_":
+            source, there, pageable = args[1], args[0].device, list(args[:2])
+        there = source.device if there is None else _device_of(there)
+        pageable = [t for t in pageable if t.device.type == "cpu" and not _is_pinned(t)]
+        crosses = "cpu" in (source.device.type, there.type) and source.device != there
+        if crosses and (pageable or not _non_blocking(args, kwargs)):
+            state.wait(f"copy of {tuple(source.shape)} from {source.device} to {there}")
 
 
-def _notice_copy(state: _State, source: Tensor, target: torch.device, non_blocking: bool) -> None:
-    if target.type == "cuda" and source.device.type == "cuda":
-        return
-    pinned = target.type == "cpu" or _is_pinned(source)
-    if not (non_blocking and pinned):
-        state.wait(f"copy of {tuple(source.shape)} from {source.device} to {target}")
-
-
-def _to_host(state: _State, result: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    if not kwargs.get("non_blocking", False):
-        return result
-    return _fly(state, torch.empty_like(result), result)
-
-
-def _copy_to_host(state: _State, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    target, source = args[:2]
-    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    if non_blocking:
-        return _fly(state, target, source.held.clone())
-    return target.copy_(source.held)
+def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _fly(state: _State, target: Tensor, source: Tensor) -> Tensor:
@@ -294,10 +266,14 @@ def _fly(state: _State, target: Tensor, source: Tensor) -> Tensor:
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() in _running().pinned
+    return (
+        not isinstance(tensor, Simulated)
+        and tensor.untyped_storage().data_ptr() in _running().pinned
+    )
 
 
 def _pin(tensor: Tensor) -> Tensor:
+    assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
     # Kept for the simulation's length: an address that is freed could be given to pageable memory.
     _kept.append(tensor)
     _running().pinned.add(tensor.untyped_storage().data_ptr())
@@ -305,19 +281,6 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 _kept: list[Tensor] = []
-
-
-def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    """Stand in for `Tensor.pin_memory`, in every thread: a batch is pinned by the one that made
-    it.
-    """
-    assert not isinstance(tensor, Simulated), "only tensors of the host can be pinned"
-    return _pin(tensor.clone())
-
-
-def _tells_pinned(tensor: Tensor, device: Any = None) -> bool:
-    """Stand in for `Tensor.is_pinned`."""
-    return not isinstance(tensor, Simulated) and _is_pinned(tensor)
 
 
 class _Functions(TorchFunctionMode):
@@ -450,10 +413,6 @@ def _synchronize(device: Any = None) -> None:
     _running().arrive(list(_running().in_flight))
 
 
-def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    return 60 * 2**30, 80 * 2**30
-
-
 _CUDA: dict[str, Callable[..., Any] | type] = {
     "is_available": lambda: True,
     "device_count": lambda: _running().devices,
@@ -473,7 +432,7 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
-    "mem_get_info": _mem_get_info,
+    "mem_get_info": lambda device=None: (60 * 2**30, 80 * 2**30),
     "get_device_name": lambda device=None: "simulated",
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: SimpleNamespace(
@@ -490,11 +449,6 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
 }
 
 
-class _NoAutocast(contextlib.nullcontext):  # type: ignore[type-arg]
-    def __init__(self, *_: Any, **__: Any):
-        super().__init__()
-
-
 @contextmanager
 def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     """Within the context CUDA is available, with this many devices.
@@ -508,7 +462,9 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
     autocast, enabled = torch.autocast, torch.is_autocast_enabled
 
     def no_autocast(kind: str, *arguments: Any, **settings: Any) -> Any:
-        return _NoAutocast() if kind == "cuda" else autocast(kind, *arguments, **settings)
+        return (
+            contextlib.nullcontext() if kind == "cuda" else autocast(kind, *arguments, **settings)
+        )
 
     def is_enabled(kind: str = "cuda") -> bool:
         return kind != "cuda" and enabled(kind)
@@ -520,8 +476,9 @@ def simulated_cuda(devices: int = 1) -> Iterator[_State]:
         (functional, "scaled_dot_product_attention", _attention),
         (npt.base.attention, "scaled_dot_product_attention", _attention),
         (torch, "Generator", _make_generator),
-        (Tensor, "pin_memory", _pin_memory),
-        (Tensor, "is_pinned", _tells_pinned),
+        # in every thread: a batch is pinned by the one that made it
+        (Tensor, "pin_memory", lambda tensor, device=None: _pin(tensor.clone())),
+        (Tensor, "is_pinned", lambda tensor, device=None: _is_pinned(tensor)),
         (torch, "autocast", no_autocast),
         (torch, "is_autocast_enabled", is_enabled),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from resumed_runs import without_report
+import resumed_runs
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -76,21 +76,13 @@ def make_trainer(
         eval_data=good(1),
         console=Console(file=io.StringIO(), width=200),
     )
-    return without_report(trainer)
+    return resumed_runs.without_report(trainer)
 
 
 def acting(trainer: Trainer, act: Callable[[Any, int], None]) -> Trainer:
-    """The trainer, with `act(model, number)` done before every micro-batch that is computed,
-    numbered from 0.
-    """
-    strategy, calls = trainer.strategy, iter(range(10**6))
-
-    def strategy_behind_it(model: Any, batch: Any, config: TrainConfig) -> Any:
-        act(model, next(calls))
-        return strategy(model, batch, config)
-
-    trainer.strategy = strategy_behind_it
-    return trainer
+    """Have `act(model, number)` done before every micro-batch that is computed, from number 0."""
+    model = trainer.setup.model
+    return resumed_runs.acting(trainer, lambda number, batch: act(model, number))
 
 
 def stop(trainer: Trainer, late: bool = False) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import Reader, event, fidelity, make_run, metrics, modulation, refusal
+from made_runs import Reader, event, fidelity, make_run, metrics, refusal
 
 from npt.report import charts
 from npt.report.charts import lines
@@ -120,7 +120,7 @@ def test_charts_are_sound_whatever_the_numbers(values, log) -> None:
 
 RUNS = {
     "finished": {},
-    "one step": {"metrics": [metrics(1)], "modulation": modulation(1)},
+    "one step": {"metrics": [metrics(1)]},
     "constant": {
         "metrics": [metrics(s, loss=1.0, grad_norm=0.0, lr=0.0) for s in range(1, 9)],
         "fidelity": fidelity(1.2),

@@ -6,13 +6,10 @@ import math
 import random
 from typing import Any
 
-import pytest
-from made_runs import Reader, make_run, modulation
+from made_runs import Reader
 
 from npt.report.generated import COLOURS
 from npt.report.generated import page as generated_page
-from npt.report.page import page
-from npt.report.run import RunRecord
 
 HOSTILE = "</script><script>alert(1)</script>"
 TOKENS_SHOWN = ["<s>", " the", "\n\n", "<script>", HOSTILE, "\u202e", "</td>", "&amp;", "\t", ""]
@@ -69,12 +66,3 @@ def test_numbers_that_are_not_finite_have_no_colour() -> None:
     assert [each["class"] for each in text.of("td")] == ["hn"] * 3 + ["h11", "hn", "hn"]
     nothing = made(passage(["a"], change=[[math.nan] * 3]))
     assert "no token with a finite number" in nothing
-
-
-@pytest.mark.usefixtures("plain_charts")
-def test_a_report_has_the_view_of_its_passage(tmp_path) -> None:
-    for name, more in (("plain", {}), ("shown", {"passage": passage()}), ("odd", {"passage": 3})):
-        folder = make_run(tmp_path / name, modulation={**modulation(12), **more})
-        reader = Reader(page(RunRecord(folder), folder / "report.html"))
-        assert ("Token by token" in reader.sections["modulation"]) == (name == "shown")
-        assert ("is not what a run writes" in reader.text) == (name == "odd")

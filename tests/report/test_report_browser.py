@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from made_runs import event, fidelity, make_run, metrics, modulation, refusal
+from made_runs import event, fidelity, make_run, metrics, refusal
 from made_study import table
 from test_generated_page import TOKENS_SHOWN, passage
 
@@ -44,7 +44,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         metrics=lines,
         events=happened,
         fidelity=fidelity(layers=32),
-        modulation={**modulation(1499, layers=32), "passage": passage()},
     )
     (folder / "checkpoints" / "step-00000500").mkdir(parents=True)
     text = page(RunRecord(folder), folder / "report.html")

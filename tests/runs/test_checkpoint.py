@@ -9,9 +9,7 @@ import json
 import math
 import os
 import pickle
-import random
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,21 +149,6 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_found_and_named_with_both_sums(folder, name) -> None:
-    source = random.Random(name)
-    original = (folder / name).read_bytes()
-    wanted = hashlib.sha256(original).hexdigest()[:12]
-    bits = len(original) * 8
-    for bit in [0, bits - 1, *(source.randrange(bits) for _ in range(20))]:
-        flip(folder / name, bit)
-        now = hashlib.sha256((folder / name).read_bytes()).hexdigest()[:12]
-        message = refused(folder)
-        assert str(folder / name) in message and wanted in message and now in message
-        (folder / name).write_bytes(original)
-    verify_checkpoint(folder)
-
-
 def test_whichever_byte_of_the_manifest_is_another_it_is_found(folder) -> None:
     content = (folder / MANIFEST).read_bytes()
     for index in range(len(content)):
@@ -180,6 +163,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "cut to half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "emptied": lambda path: path.write_bytes(b""),
+    "changed in one bit": lambda path: flip(path, path.stat().st_size * 4),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
     "missing": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
@@ -283,20 +267,6 @@ def test_one_of_another_version_is_refused_and_not_passed_over(run) -> None:
         newest_good(run)
 
 
-def test_half_written_folders_are_never_picked(run) -> None:
-    for name in (
-        ".step-00000009.abcdefgh.partial",
-        "step-00000009.broken",
-        "step-00000009.superseded",
-        "step-9",
-    ):
-        shutil.copytree(run / "step-00000003", run / name)
-    (run / "step-00000010").mkdir()  # without a manifest
-    found, broken = newest_good(run)
-    assert found is not None and found.folder.name == "step-00000003"
-    assert list(broken) == [run / "step-00000010"]
-
-
 def entry(*path: str) -> Callable[[Any], Callable[[dict[str, Any]], None]]:
     """`entry("a", "b")(value)` sets record["a"]["b"]."""
 
@@ -348,15 +318,6 @@ def test_an_entry_that_cannot_be_is_refused_and_named(folder, case) -> None:
     assert str(folder / RECORD) in message and named in message
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{", '{"format": NaN}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"]
-)
-def test_a_record_that_is_none_is_refused(folder, content) -> None:
-    (folder / RECORD).write_text(content)
-    write_manifest(folder)
-    assert str(folder / RECORD) in refused(folder)
-
-
 def of_some(change: Callable[[torch.Tensor], torch.Tensor], name: str = SOME) -> Callable[..., Any]:
     """Replace one tensor."""
     return lambda t: t.update({name: change(t[name]).contiguous()})
@@ -406,14 +367,6 @@ def test_impossible_tensors_are_refused_by_name_and_change_nothing(folder, model
     change_tensors(folder, change)
     message = refused(folder, model=model)
     assert str(folder / TENSORS) in message and named in message
-
-
-@pytest.mark.parametrize("name", [TENSORS, "adapter/adapter_model.safetensors"])
-@pytest.mark.parametrize("length", [2**63, 2**40, 101 << 20, 0])
-def test_a_header_that_claims_to_be_huge_is_refused(folder, model, name, length) -> None:
-    (folder / name).write_bytes(struct.pack("<Q", length) + (folder / name).read_bytes()[8:])
-    write_manifest(folder)
-    assert name in refused(folder, NPTError, model)
 
 
 A = "base_model.model.model.layers.1.npt.A"

@@ -4,7 +4,6 @@ exists, and folders in use.
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from resumed_runs import lines, strict
 from torch import nn
 
 import npt
@@ -22,15 +22,6 @@ from npt.errors import CheckpointError, ConfigError
 from npt.files import new_folder
 from npt.manifest import write_manifest
 from npt.runs.run_folder import BROKEN, SUPERSEDED, RunFolder, check_free, is_run, tidy
-
-
-def strict(text: str) -> object:
-    """JSON as its standard has it: NaN and Infinity are refused."""
-    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
-
-
-def lines(path: Path) -> list[object]:
-    return [strict(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
@@ -50,13 +41,13 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
     folder.metrics({"step": 1, "loss": math.nan, "deep": {"list": [1.0, math.inf, -math.inf]}})
     folder.event("refusal", value=math.nan)  # each line is on disk before the folder is closed
     folder.write("fidelity.json", {"student": {"kl": math.inf}})
-    assert lines(folder.path / "metrics.jsonl") == [
+    assert lines(folder.path, "metrics") == [
         {"step": 1, "loss": None, "deep": {"list": [1.0, None, None]}}
     ]
-    (event,) = lines(folder.path / "events.jsonl")
+    (event,) = lines(folder.path, "events")
     assert event["event"] == "refusal" and event["value"] is None
     assert event["time"] > 1.7e9  # seconds since 1970, not since the start of the process
-    assert strict((folder.path / "fidelity.json").read_text()) == {"student": {"kl": None}}
+    assert strict(folder.path / "fidelity.json") == {"student": {"kl": None}}
 
 
 @pytest.mark.parametrize(
@@ -65,26 +56,20 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
         ("run.json", "another run; continue it with --resume auto"),
         ("checkpoints", "another run; continue it with --resume auto"),
         ("notes.txt", "other files; choose another folder"),
+        (None, "is a file"),
     ],
 )
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, name, what) -> None:
-    (tmp_path / name).write_text("{}")
+    folder = tmp_path / "run"
+    check_free(folder)  # which makes nothing
+    path = folder if name is None else folder / name
+    path.parent.mkdir(exist_ok=True)
+    check_free(path.parent)
+    path.write_text("{}")
     for refuse in (check_free, RunFolder):
         with pytest.raises(ConfigError, match=what):
-            refuse(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
-        check_free(tmp_path / "run")
-
-
-def test_an_empty_or_missing_folder_is_free(tmp_path) -> None:
-    check_free(tmp_path)
-    check_free(tmp_path / "missing" / "run")
-    assert not (tmp_path / "missing").exists()  # asking makes nothing
+            refuse(folder)
+    assert list(tmp_path.rglob("*"))[-1] == path
 
 
 def filled(content: str = "weights") -> Callable[[Path], None]:
@@ -178,7 +163,7 @@ def test_the_best_adapters_are_replaced_as_a_whole(folder, load_model) -> None:
         best = folder.save_best(model, npt.base_identity(model), figures)
         folder.save_checkpoint(1, filled(), 1)
     assert folder.has_best and best == folder.path / "best"
-    assert strict((best / "fidelity.json").read_text()) == figures
+    assert strict(best / "fidelity.json") == figures
     other = load_model()
     npt.load_adapter(other, folder.path / "best" / "adapter")
     assert torch.equal(other.model.layers[3].npt.A, model.model.layers[3].npt.A)
@@ -205,8 +190,8 @@ def test_the_logs_are_cut_at_the_step_that_is_gone_on_from(folder) -> None:
         again.metrics({"step": 4, "again": True})
         again.event("resume")
     kept = [{"step": step} for step in (1, 2, 3)]
-    assert lines(folder.path / "metrics.jsonl") == [*kept, {"step": 4, "again": True}]
-    assert [e["event"] for e in lines(folder.path / "events.jsonl")] == ["save"] * 5 + ["resume"]
+    assert lines(folder.path, "metrics") == [*kept, {"step": 4, "again": True}]
+    assert [e["event"] for e in lines(folder.path, "events")] == ["save"] * 5 + ["resume"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +206,7 @@ def test_whatever_a_log_holds_it_is_cut_without_a_fault(folder, line) -> None:
         stream.write(line + b"\n")
     with gone_on(folder.path, 1) as again:
         again.metrics({"step": 2})
-    written = lines(folder.path / "metrics.jsonl")
+    written = lines(folder.path, "metrics")
     assert {"step": 1} in written and written[-1] == {"step": 2}
 
 
@@ -305,4 +290,4 @@ def test_a_line_without_room_is_lost_as_a_whole_and_counted(folder) -> None:
         folder.metrics({"step": 3, "more": "x" * 50})
     folder.metrics({"step": 4})
     assert folder.lines_lost == 2
-    assert lines(folder.path / "metrics.jsonl") == [{"step": 1}, {"step": 4}]
+    assert lines(folder.path, "metrics") == [{"step": 1}, {"step": 4}]

@@ -9,12 +9,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed_runs import Runs, at, events, records
+from forked import status_of
+from resumed_runs import Runs, events, records
 from torch import nn
 
 import npt
@@ -52,21 +53,6 @@ def raised(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def in_a_child(act: Callable[[], Any]) -> int:
-    """The exit status of a process that does it; negative for the signal that ended it, 70 for an
-    exception.
-    """
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            act()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @each_signal
 def test_a_signal_is_noted_and_the_handlers_are_restored(number) -> None:
     before = handlers()
@@ -96,7 +82,7 @@ def test_a_second_signal_ends_the_process_as_it_would_have_outside(number) -> No
             raised(number)
             raised(number)
 
-    assert in_a_child(twice) == -number
+    assert status_of(twice) == -number
 
 
 def test_what_the_process_ignores_it_goes_on_ignoring() -> None:
@@ -178,6 +164,7 @@ BEFORE: dict[str, tuple[Any, str, int]] = {
     "the audit": (preparation, "audit_precision", 0),
     "the folder": (RunFolder, "__init__", 0),
     "its first file": (RunFolder, "write", 0),
+    "the trackers": (Trackers, "__init__", 0),
 }
 
 
@@ -219,25 +206,6 @@ def test_a_signal_in_any_phase_leaves_a_run_that_resumes_exactly(
         assert result.exit_status == 128 + number and result.fidelity is None
         assert events(here.place / "run", "signal")[0]["number"] == number
     here.run("run", resume="auto", smoke_test=False)
-    here.outcome("run").assert_equal(whole.outcome("whole"))
-
-
-def test_while_trackers_are_waited_for_a_signal_ends_at_once(here, whole, monkeypatch) -> None:
-    def wait(self: Any, *_: Any, **__: Any) -> None:
-        raised(signal.SIGTERM)
-        raise AssertionError("kept waiting")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trackers, "__init__", wait)
-        with pytest.raises(StoppedError):
-            here.run("run")
-    assert list(here.place.iterdir()) == []
-    here.run("run", at(3), smoke_test=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(Trackers, "__init__", wait)
-        with pytest.raises(StoppedError):
-            here.run("run", resume="auto")
-    here.run("run", resume="auto")
     here.outcome("run").assert_equal(whole.outcome("whole"))
 
 

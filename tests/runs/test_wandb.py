@@ -7,22 +7,16 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy
 import pytest
-import torch
 from forked import Program
 from rich.console import Console
 from wandb_records import told
 
 import npt
-from npt.adapters.converted import adapter_parameters
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.errors import TooManyRefusalsError
 from npt.files import write_json
@@ -101,39 +95,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import wandb
 
     assert wandb.run is None  # each run has ended
-
-
-class Drawing:
-    """A tracker that draws random numbers whatever it is asked, and remembers what that was."""
-
-    id = None
-
-    def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-
-    @property
-    def tracker(self) -> Drawing:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        def act(*_: Any, **__: Any) -> Any:
-            self.asked[name] += 1
-            random.random()
-            return torch.rand(3).tolist(), numpy.random.rand()
-
-        return act
-
-
-def test_a_tracked_run_is_the_run_without_trackers_bit_for_bit(trained, tmp_path) -> None:
-    tracker = Drawing()
-    with mock.patch("npt.runs.trackers._started_wandb", lambda *_: tracker):
-        watched, _ = trained(tmp_path / "watched", use_wandb=True)
-    plain, _ = trained(tmp_path / "plain", smoke_test=False)
-    one, other = (adapter_parameters(trainer.setup.model) for trainer in (watched, plain))
-    assert all(torch.equal(one[name], other[name]) for name in other)
-    assert tracker.asked["log"] > 3
-    said = watched.setup.console.file.getvalue()
-    assert "failed" not in said
 
 
 def test_wandb_is_told_everything_of_a_run_and_its_resumption(

@@ -32,7 +32,6 @@ from npt.data.samples import Samples
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.evaluation.attribution import reference_outputs
-from npt.evaluation.modulation import measure_modulation
 from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatch
 from npt.random_state import named_draws, random_state
@@ -155,7 +154,6 @@ PASSES: dict[str, Callable[[Run], Any]] = {
     ),
     "an evaluation": lambda s: npt.evaluate(s.model, NoTokenizer(), samples_of(2, 8)),
     "a reference": lambda s: reference_outputs(s.model, samples_of(2, 8)),
-    "the modulation's measure": lambda s: measure_modulation(s.model, [DRAWING.batch((0, 0))]),
     "the calibration": lambda s: calibrated(s.model),
     "the tracer": lambda s: npt.trace(s.model, DRAWING.batch((0, 0))),
 }

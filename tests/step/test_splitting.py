@@ -30,8 +30,7 @@ from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter, added, oom_message
-from npt.distill.step import forward_backward
+from npt.distill.step import MicroBatchSplitter, added, forward_backward, oom_message
 from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
 from npt.train.trainer import Trainer

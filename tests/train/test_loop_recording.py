@@ -90,15 +90,6 @@ def test_chosen_steps_are_files_lines_and_pictures(here, drawn, strategy) -> Non
     assert f"pictures of the recorded steps: {trace / 'trace.html'}" in lines
 
 
-def test_padding_is_left_out(here) -> None:
-    batches: list[Batch] = []
-    folder = here.run("run", lambda number, batch: batches.append(batch), trace_steps="/1").folder
-    number, batch = next((number, batch) for number, batch in enumerate(batches) if batch.padded)
-    record = recorded(folder)[number + 1]
-    row = next(row for row in record.rows if row.name == "model.layers.1.input_layernorm out")
-    assert row.shape[:2] == batch.input_ids.shape and row.count == batch.tokens * 64
-
-
 def test_of_a_window_only_the_first_micro_batch_is_watched(here) -> None:
     watched: list[bool] = []
     settings = {"trace_steps": "2", "gradient_accumulation_steps": 3}

@@ -4,22 +4,16 @@ it.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from resumed_runs import Runs, at, events, records
-from safetensors.torch import load_file
 
 from npt.errors import TooManyRefusalsError
-from npt.evaluation import modulation, modulation_map
-from npt.evaluation.modulation import Modulation
 from npt.report.run import RunRecord
-from npt.train import run_writer as trainer_module
 from npt.train.run_report import write_report
 
 
@@ -35,17 +29,10 @@ def text(folder: Path) -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def warnings(folder: Path) -> list[str]:
-    return [found["message"] for found in events(folder, "warning")]
-
-
 def test_a_finished_run_has_a_report_and_what_it_is_made_of(here) -> None:
     folder = here.run("run", max_steps=3, save_steps=2).folder
     assert "Finished at step 3" in text(folder)
-    found = json.loads((folder / "modulation.json").read_text())
-    assert (found["step"], found["heldout"], list(found["layers"])) == (3, True, ["1", "3"])
     assert text(folder).count(": verified<") == 2
-    assert found["passage"]["layers"] == [1, 3] and "Token by token" in text(folder)
     before = text(folder)
     write_report(folder)
     assert text(folder) == before  # the folder alone is enough
@@ -64,14 +51,12 @@ def test_a_run_that_gives_up_has_a_report_with_its_refusals(here) -> None:
     assert "Stopped in step" in text(folder) and "3 refusals in a row" in text(folder)
     assert "token id 999 outside the vocabulary" in text(folder)
     assert 'href="./postmortem/step-' in text(folder)
-    assert (folder / "modulation.json").is_file()  # a multiplier at its bound may be why
 
 
 def test_a_run_stopped_by_a_signal_has_a_report_and_its_status(here) -> None:
     result = here.run("run", at(3))
     assert result.exit_status == 128 + signal.SIGTERM
     assert "Ended by signal 15" in text(result.folder)
-    assert "<code>modulation.json</code>: it is not there" in text(result.folder)
 
 
 def test_a_run_that_ends_with_an_error_has_a_report_and_raises_it(here) -> None:
@@ -103,55 +88,12 @@ def test_an_unwritable_report_is_warned_of_and_changes_nothing(here, monkeypatch
         raise RuntimeError("no ink")
 
     monkeypatch.setattr("npt.train.run_report.write_report", fail)
-    monkeypatch.setattr(modulation, "measure_modulation", fail)
     result = here.run("run", max_steps=3)
     assert result.exit_status == 0 and result.fidelity == whole.fidelity
-    said = warnings(result.folder)
-    assert [message.partition(" could")[0] for message in said] == [
-        "the multipliers are no longer watched: RuntimeError: no ink",
-        "modulation.json",
-        "report.html",
-    ]
-    assert all("RuntimeError: no ink" in message for message in said)
-    assert said[0] in here.said.getvalue()
+    (warning,) = (event["message"] for event in events(result.folder, "warning"))
+    assert warning.startswith("report.html could") and "RuntimeError: no ink" in warning
+    assert warning in here.said.getvalue()
     assert not (result.folder / "report.html").exists()
-
-
-def test_measuring_the_modulation_changes_nothing_that_is_saved(here, monkeypatch) -> None:
-    untouched: list[bool] = []
-    real = modulation.measure_modulation
-
-    def spy(*given: Any, **named: Any) -> Modulation:
-        before = torch.get_rng_state()
-        found = real(*given, **named)
-        untouched.append(torch.equal(torch.get_rng_state(), before))
-        return found
-
-    monkeypatch.setattr(modulation, "measure_modulation", spy)
-    one = here.run("one", max_steps=3).folder
-    # none to look at: it fails, and is warned of
-    monkeypatch.setattr(trainer_module, "MODULATION_SAMPLES", 0)
-    other = here.run("other", max_steps=3).folder
-    # step 2 of both runs and the end of the first
-    assert untouched == [True] * 3 and "no token to look at" in warnings(other)[-1]
-    first, second = (
-        load_file(folder / "checkpoints/step-00000003/adapter/adapter_model.safetensors")
-        for folder in (one, other)
-    )
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def test_a_passage_that_cannot_be_measured_takes_nothing_with_it(here, monkeypatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no ink")
-
-    monkeypatch.setattr(modulation_map, "modulation_map", fail)
-    folder = here.run("run", max_steps=2).folder
-    (said,) = warnings(folder)
-    assert said.startswith("the passage of modulation.json could") and "no ink" in said
-    found = json.loads((folder / "modulation.json").read_text())
-    assert "passage" not in found and list(found["layers"]) == ["1", "3"]
-    assert "Token by token" not in text(folder)
 
 
 @pytest.mark.usefixtures("obeyed_signals")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import math
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from resumed_runs import Stream, checkpoint_names, events, lines, strict
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -29,7 +30,6 @@ from npt.distill.local import BatchSums
 from npt.distill.step import student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     NPTError,
@@ -103,26 +103,11 @@ def said(trainer: Trainer) -> str:
     return trainer.setup.console.file.getvalue()
 
 
-def strict(text: str) -> Any:
-    """JSON as its standard has it: NaN and Infinity are refused."""
-    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
-
-
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [
-        strict(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-
-
 def timeless(metrics: list[dict[str, Any]], *more: str) -> list[dict[str, Any]]:
     """Without what depends on the clock."""
     return [
         {k: v for k, v in line.items() if k not in ("tokens_per_second", *more)} for line in metrics
     ]
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [e for e in lines(folder, "events") if e["event"] == kind]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -144,10 +129,6 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 def sample_ids(trainer: Trainer) -> list[str]:
     windows = trainer.data.windows()
     return [name for window in windows for batch in window.batches for name in batch.sample_ids]
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
 
 def replace_strategy(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Batch], None]) -> None:
@@ -176,7 +157,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
         return {p.name for p in path.iterdir()}
 
     assert names(folder) == {
-        *("run.json", "metrics.jsonl", "events.jsonl", "fidelity.json", "modulation.json"),
+        *("run.json", "metrics.jsonl", "events.jsonl", "fidelity.json"),
         *("report.html", "checkpoints", "adapter"),
     }
     metrics = lines(folder, "metrics")
@@ -192,13 +173,13 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
             expected = line["loss_nmse"] + 0.1 * line["loss_reg"]
             assert line["loss"] == pytest.approx(expected, rel=1e-5)
         assert line["tokens_per_second"] > 0
-    assert checkpoints(folder) == ["step-00000002", "step-00000003"]
+    assert checkpoint_names(folder) == ["step-00000002", "step-00000003"]
     checkpoint = folder / "checkpoints" / "step-00000003"
     assert names(checkpoint) == {"adapter", "state.safetensors", "state.json", "manifest.json"}
     of_adapter = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert names(checkpoint / "adapter") == of_adapter
     assert_same_weights(saved(folder, 3), weights(trainer))
-    fidelity = strict((folder / "fidelity.json").read_text())
+    fidelity = strict(folder / "fidelity.json")
     for name in ("teacher", "floor", "initial", "student"):
         for key in ("perplexity", "perplexity_ratio", "kl", "top1"):
             assert {key, f"{key}_se"} <= fidelity[name].keys()
@@ -212,7 +193,7 @@ def test_a_run_leaves_the_files_and_keys_that_are_promised(build, strategy) -> N
 def test_run_json_holds_settings_versions_seed_hash_and_precision(build) -> None:
     trainer = build(seed=3, max_steps=1)
     base_hash = npt.base_hash(trainer.setup.model)
-    run = strict((trainer.train().folder / "run.json").read_text())
+    run = strict(trainer.train().folder / "run.json")
     assert run["seed"] == 3 and run["base_hash"] == base_hash and run["heldout"] is True
     expected = {"rank": 4, "max_length": MAX_LENGTH, "learning_rate": 1e-2}
     assert expected.items() <= run["settings"].items()
@@ -241,7 +222,7 @@ def test_what_is_logged_saved_and_evaluated_at_which_step(build) -> None:
     every = {"save_steps": 2, "eval_steps": 2}
     result = build(texts(4), batch_size=1, save_total_limit=1, folder="two", **every).train()
     assert [e["step"] for e in events(result.folder, "save")] == [2, 4]
-    assert checkpoints(result.folder) == ["step-00000004"]
+    assert checkpoint_names(result.folder) == ["step-00000004"]
     assert [e["step"] for e in events(result.folder, "evaluation")] == [2]
 
 
@@ -255,7 +236,7 @@ def test_the_result_sums_up_the_run_without_a_warning(build) -> None:
     assert result.tokens == sum(len(r["text"]) + 2 for r in data)
     assert result.tokens == lines(result.folder, "metrics")[-1]["tokens"]
     assert result.seconds > 0
-    written = strict((result.folder / "fidelity.json").read_text())
+    written = strict(result.folder / "fidelity.json")
     assert result.fidelity.as_dict()["student"] == written["student"]
     assert str(result.folder) in said(trainer)
     assert events(result.folder, "warning") == []
@@ -322,23 +303,13 @@ def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
                 assert line[key] == pytest.approx(expected[key], rel=1e-4), key
 
 
-def test_the_first_loss_is_the_strategys_sum_over_its_tokens(build) -> None:
-    trainer = build(texts(2), regularization_lambda=0.2)
-    setup = trainer.setup
-    sums = STRATEGIES["local"](setup.model, trainer.data.first_batch(), setup.config)
-    (line,) = lines(trainer.train().folder, "metrics")
-    # one fp32 division
-    assert line["loss"] == pytest.approx(float(sums.loss) / sums.tokens, rel=1e-6)
-    assert line["tokens"] == sums.tokens
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {"loss": "nmse_update"},
         {"loss": "mse"},
         *[
-            {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
+            {"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
             for loss in LOGIT_LOSSES
         ],
     ],
@@ -496,7 +467,7 @@ def test_too_many_refusals_in_a_row_stop_the_run_with_a_post_mortem(build) -> No
     bundle = folder / "postmortem" / "step-00000000"
     assert stopped["step"] == 0 and bundle == folder / stopped["postmortem"]
     assert str(bundle) in str(caught.value)
-    refusals = strict((bundle / "postmortem.json").read_text())["refusals"]
+    refusals = strict(bundle / "postmortem.json")["refusals"]
     assert refusals[0]["kind"] == "data" and (bundle / "window.safetensors").is_file()
     assert_same_weights(weights(trainer), before)
     assert not (folder / "fidelity.json").exists()
@@ -529,14 +500,6 @@ def test_three_refusals_in_a_row_stop_the_run_and_fewer_do_not(
             trainer.train()
     else:
         assert trainer.train().steps > 0
-
-
-def test_the_smoke_test_finds_the_failure_before_anything_is_written(build) -> None:
-    trainer = build([record("broken", [5, 999, 7])], smoke_test=True)
-    with pytest.raises(SmokeTestError) as caught:
-        trainer.train()
-    assert caught.value.exit_status == 4
-    assert not trainer.folder_path.exists()
 
 
 # --- settings and data that are refused, and data that is unusual
@@ -629,35 +592,25 @@ def test_a_streamed_generator_loses_no_record(build, smoke_test) -> None:
     assert result.tokens == sum(len(r["text"]) + 2 for r in data)
 
 
-class Stream:
-    """Readable again and again, of unknown length: as `datasets` streams."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        return iter(texts(self.count))
-
-
 @pytest.mark.parametrize(
     ("data", "config", "total", "rates", "message"),
     [
         (
-            lambda: Stream(8),
+            lambda: Stream(texts(8)),
             {"warmup_steps": 2},
             None,
             [5e-4, 1e-3, 1e-3, 1e-3],
             "warning: the length of the stream is unknown, so the learning rate stays constant",
         ),
         (
-            lambda: Stream(20),
+            lambda: Stream(texts(20)),
             {"max_steps": 3, "scheduler_type": "linear"},
             3,
             [1e-3, 2e-3 / 3, 1e-3 / 3],
             None,
         ),
         (
-            lambda: Stream(4),
+            lambda: Stream(texts(4)),
             {"max_steps": 9, "scheduler_type": "constant"},
             9,
             [1e-3] * 9,
@@ -688,7 +641,7 @@ def test_a_stream_lasts_as_long_as_it_can_and_says_how_it_ends(
 
 
 def test_a_list_and_a_stream_of_it_hold_out_the_same_samples(build) -> None:
-    for data, streaming in ((texts(80), False), (Stream(80), True)):
+    for data, streaming in ((texts(80), False), (Stream(texts(80)), True)):
         trainer = build(data, streaming=streaming, eval_data=None, folder=f"run-{streaming}")
         held_out = {sample.id for sample in trainer.data.eval_samples}
         trained = set(sample_ids(trainer))
@@ -703,8 +656,8 @@ def test_too_little_data_to_hold_any_out_is_said_and_recorded(build) -> None:
     assert not trainer.data.heldout
     result = trainer.train()
     assert "TRAINING" in said(trainer)
-    assert strict((result.folder / "run.json").read_text())["heldout"] is False
-    assert strict((result.folder / "fidelity.json").read_text())["heldout"] is False
+    assert strict(result.folder / "run.json")["heldout"] is False
+    assert strict(result.folder / "fidelity.json")["heldout"] is False
     assert result.tokens == 7  # nothing was taken away from training either
 
 
@@ -808,56 +761,36 @@ def broken_behind(count: int) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("all of it", None),
         ("max_steps", None),
         ("a signal", None),
         ("data that break", DataError),
         ("refusals", TooManyRefusalsError),
-        ("a bug", ZeroDivisionError),
         ("an interrupt", KeyboardInterrupt),
-        ("a full disk", CheckpointError),
         ("the smoke test", SmokeTestError),
     ],
 )
 def test_no_thread_is_left_however_a_run_ends(build, monkeypatch, how, error) -> None:
     monkeypatch.setattr("npt.data.samples.SHUFFLE_BLOCK", 32)
-    data: Any = texts(100)
-    settings: dict[str, Any] = {"batch_size": 4}
+    broken = [record(f"broken-{i}", [5, 999, 7 + i % 9]) for i in range(100)]
+    # two whole blocks, more than the thread prepares before the first batch is taken
+    data = {"data that break": broken_behind(80), "refusals": broken, "the smoke test": broken}
+    settings = {"streaming": how == "data that break", "smoke_test": how == "the smoke test"}
+    settings |= {"max_steps": 3} if how == "max_steps" else {}
 
     def act(call: int, batch: Batch) -> None:
         assert call or workers() == ["npt-data"]  # there is one at the start
         if call == 3 and how == "a signal":
             os.kill(os.getpid(), signal.SIGTERM)
-        elif call == 3 and how in ("a bug", "an interrupt"):
-            raise error
+        elif call == 3 and how == "an interrupt":
+            raise KeyboardInterrupt
 
-    if how == "max_steps":
-        settings["max_steps"] = 3
-    elif how == "data that break":
-        # two whole blocks, more than the thread prepares before the first batch is taken
-        data, settings["streaming"] = broken_behind(80), True
-    elif how == "refusals":
-        data = [record(f"broken-{i}", [5, 999, 7 + i % 9]) for i in range(100)]
-    elif how == "a full disk":
-        settings["save_steps"] = 2
-
-        def full(*_: Any, **__: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("npt.train.run_writer.write_checkpoint", full)
-    elif how == "the smoke test":
-        data, settings["smoke_test"] = [record("broken", [5, 999, 7])] * 20, True
     replace_strategy(monkeypatch, act)
-    trainer = build(data, **settings)
+    trainer = build(data.get(how, texts(100)), batch_size=4, **settings)
     assert workers() == []
-    if error is None:
+    # the traceback, kept, keeps the run's frames alive: what is not closed stays open
+    with nullcontext() if error is None else pytest.raises(error) as kept:
         trainer.train()
-    else:
-        # the traceback keeps the run's frames alive: what is not closed stays open
-        with pytest.raises(error) as kept:
-            trainer.train()
-        assert kept.value is not None
-    assert workers() == []
+    assert workers() == [] and (error is None or kept.value is not None)
 
 
 def test_a_warm_up_that_outlasts_the_run_is_warned_of(build) -> None:

@@ -91,11 +91,11 @@ def save_adapter(
 def check_savable(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Refuse adapters that are not fp32 or not finite."""
     wrong = {name: t.dtype for name, t in tensors.items() if t.dtype != torch.float32}
-    odd = [f"{name} is {dtype}, and an adapter is fp32" for name, dtype in wrong.items()]
+    faults = [f"{name} is {dtype}, and an adapter is fp32" for name, dtype in wrong.items()]
     if (bad := non_finite(tensors)) is not None:
-        odd.append(f"{bad} is not finite")
-    if odd:
-        raise AdapterFileError(f"{odd[0]}; the adapter is not saved to {folder}")
+        faults.append(f"{bad} is not finite")
+    if faults:
+        raise AdapterFileError(f"{faults[0]}; the adapter is not saved to {folder}")
 
 
 def write_adapter(
@@ -115,9 +115,7 @@ def write_adapter(
     record = {
         "peft_type": "NPT",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": (
-            base_name or getattr(model.config, "_name_or_path", "") or "unknown"
-        ),
+        "base_model_name_or_path": base_name or model.config._name_or_path or "unknown",
         **base.as_record(),
         "npt": asdict(attached_config(model)),
     }
@@ -189,15 +187,14 @@ def load_adapter(
         model: the base, without adapters or with adapters of the same configuration, which are
             overwritten.
         folder: as for `npt.from_pretrained`, or the result of `find_adapter`.
-        base: `npt.base_identity(model)` if known already. It must be the recorded one; of a folder
-            of an earlier version, its `base_hash`.
+        base: `npt.base_identity(model)` if known already; it must be the recorded one.
         check_base: False loads the adapter onto any base that its shapes fit.
         revision: branch, tag or commit on the hub.
 
     Raises:
-        HubError: the hub cannot be reached, or has no such repository.
         AdapterFileError: a file is missing or broken, a tensor is missing, extra, misshapen, not
             fp32 or not finite, or the base differs.
+        HubError: the hub cannot be reached, or has no such repository.
         ModelError: the model has updates already.
     """
     stored = find_adapter(folder, revision)  # before the whole base is read
@@ -245,22 +242,15 @@ def from_pretrained(
         HubError: the hub cannot be reached, or has no such repository.
     """
     stored = find_adapter(adapter, revision)
-    recipe = stored.recipe
-    name = base_name or stored.record.get("base_model_name_or_path")
+    recipe, name = stored.recipe, base_name or stored.record.get("base_model_name_or_path")
     if recipe is None or not isinstance(name, str):
         raise AdapterFileError(
             f"{stored.folder} does not say how its base was loaded: an earlier version saved it, or"
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
-
-    model, tokenizer = load_base(
-        name,
-        device=device,
-        device_map=device_map,
-        attn_implementation=attn_implementation,
-        **recipe.arguments,
-    )
+    how = {"device": device, "device_map": device_map, "attn_implementation": attn_implementation}
+    model, tokenizer = load_base(name, **how, **recipe.arguments)
     load_adapter(model, stored, check_base=check_base)
     return model, tokenizer
 
@@ -298,7 +288,13 @@ def read_adapter(
         shapes = adapter_shapes(model, config)
     except ConfigError as error:
         raise AdapterFileError(f"{folder} does not fit the model: {error}") from error
-    return config, _read_tensors(folder / WEIGHTS_NAME, shapes, finite)
+    path, wanted = folder / WEIGHTS_NAME, {PREFIX + name: shape for name, shape in shapes.items()}
+    check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
+    on_disk = read_tensors(path, wanted, AdapterFileError)
+    tensors = {name: on_disk[PREFIX + name] for name in shapes}
+    if finite and (bad := non_finite(tensors)) is not None:
+        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; the adapter is refused")
+    return config, tensors
 
 
 def base_mismatch(folder: Named, base: BaseIdentity) -> str | None:
@@ -321,23 +317,23 @@ def adapter_hash(model: PreTrainedModel) -> str:
     for name, parameter in adapter_parameters(model).items():
         add(f"{name} {parameter.dtype} {tuple(parameter.shape)}", parameter)
     for update in consolidated(model):
-        for place, rows in update.rows.items():
-            add(str(place), *rows)
+        for product, rows in update.rows.items():
+            add(str(product), *rows)
     return digest.hexdigest()
 
 
 def check_replaceable(folder: Path) -> None:
     """Refuse to save over anything but an NPT adapter alone in its folder."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    other = sorted(names - set(FILES))
-    if other:
+    if other := sorted(names - set(FILES)):
         raise AdapterFileError(
             f"{folder} holds something other than an NPT adapter ({other[0]}); choose another"
             " folder"
         )
-    _read_config(folder)  # or it is another library's
+    if names:
+        _read_config(folder)  # or it is another library's
 
 
 def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
@@ -360,16 +356,3 @@ def _read_config(folder: Path) -> tuple[NPTConfig, dict[str, Any]]:
         return NPTConfig(**settings), record
     except (ConfigError, TypeError) as error:
         raise AdapterFileError(f"{path} has a setting that cannot work: {error}") from error
-
-
-def _read_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], finite: bool
-) -> dict[str, torch.Tensor]:
-    wanted = {PREFIX + name: shape for name, shape in shapes.items()}
-    check_tensors(path, read_headers(path, AdapterFileError), wanted, AdapterFileError)
-    stored = read_tensors(path, wanted, AdapterFileError)
-    tensors = {name: stored[PREFIX + name] for name in shapes}
-    bad = non_finite(tensors) if finite else None
-    if bad is not None:
-        raise AdapterFileError(f"{path}: {bad} holds a non-finite value; the adapter is refused")
-    return tensors

@@ -10,18 +10,7 @@ from npt.adapters.files.hub import is_hub_id
 from npt.base.identity import PARTS
 from npt.base.recipe import ORIGIN_ENTRY, Recipe
 
-_WITH_BASE = """Load base and adapter with
-
-```python
-import npt
-
-model, tokenizer = npt.from_pretrained(".")
-```
-
-or the adapter onto a base that is loaded already with
-"""
-
-_FIDELITY = {
+_FIGURES = {
     "perplexity": ("perplexity", ".3f", 1, ""),
     "perplexity_ratio": ("ratio to teacher", ".4f", 1, ""),
     "kl": ("KL, nats", ".4f", 1, ""),
@@ -50,9 +39,13 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
         rows["base read from"] = f"{origin.get('file')} in {origin.get('quantization')}"
     for key, value in record["npt"].items():
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    loaded = "BASE, quantization=..."
+    loading = "BASE, quantization=..."
     if recipe is not None:
-        loaded = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+        loading = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+    base = f"model, tokenizer = npt.load_base({loading})"
+    load = 'model, tokenizer = npt.from_pretrained(".")'
+    if recipe is None:
+        load = f'{base}\nnpt.load_adapter(model, ".")'
     return f"""---
 {_base_line(str(name))}library_name: npt
 tags: [npt, distillation, adapter]
@@ -64,12 +57,12 @@ Per-token modulation of the MLP by attention, distilled from the base model itse
 
 {_table(("setting", "value"), rows.items())}
 {_fidelity(fidelity or {})}
-{"Load it with" if recipe is None else _WITH_BASE}
+Load it with
+
 ```python
 import npt
 
-model, tokenizer = npt.load_base({loaded})
-npt.load_adapter(model, ".")
+{load}
 ```
 
 or, in code that uses PEFT, with
@@ -79,7 +72,7 @@ import npt
 import peft
 
 npt.register_peft()
-model, tokenizer = npt.load_base({loaded})
+{base}
 model = peft.PeftModel.from_pretrained(model, ".")
 ```
 """
@@ -87,11 +80,7 @@ model = peft.PeftModel.from_pretrained(model, ".")
 
 def _base_line(name: str) -> str:
     """Return the entry that a hub reads; a folder's name would be a repository's there."""
-    return f"base_model: {name}\n" if _on_hub(name) else ""
-
-
-def _on_hub(name: str) -> bool:
-    return is_hub_id(name) and not Path(name).exists()
+    return f"base_model: {name}\n" if is_hub_id(name) and not Path(name).exists() else ""
 
 
 def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -104,17 +93,17 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 def _fidelity(fidelity: Mapping[str, Any]) -> str:
     """Return the known rows of `fidelity.json` under a heading, nothing if there is none."""
     rows = [
-        [label, *(_figure(figures, *column) for column in _FIDELITY.items())]
+        [label, *(_figure(figures, key) for key in _FIGURES)]
         for name, label in _LABELS.items()
         if isinstance(figures := fidelity.get(name), Mapping)
     ]
-    headings = ["held-out text", *(heading for heading, *_ in _FIDELITY.values())]
+    headings = ["held-out text", *(heading for heading, *_ in _FIGURES.values())]
     return f"\n## Fidelity to the teacher\n\n{_table(headings, rows)}\n" if rows else ""
 
 
-def _figure(figures: Mapping[str, Any], key: str, column: tuple[str, str, int, str]) -> str:
+def _figure(figures: Mapping[str, Any], key: str) -> str:
     value, error = figures.get(key), figures.get(f"{key}_se")
-    _, form, scale, unit = column
+    _, form, scale, unit = _FIGURES[key]
     if not isinstance(value, int | float):
         return "-"
     tail = f" ± {scale * error:{form}}" if isinstance(error, int | float) else ""
@@ -127,14 +116,14 @@ def export_card(settings: Mapping[str, Any], base: str) -> str:
     if "quantization_config" in settings:
         needs = "torch, transformers, accelerate and bitsandbytes"
         stored = f"4 bit ({settings['quantization_config']['bnb_4bit_quant_type']})"
-    shown = base if _on_hub(base) else Path(base).name
+    name = base if _base_line(base) else Path(base).name
     layers, count, dtype = form["ranks"], settings["num_hidden_layers"], settings["dtype"]
     rows = {
-        "base": shown,
+        "base": name,
         "layers in NPT form": f"{len(layers)} of {count}: {', '.join(layers)}",
         "targets": ", ".join(form["targets"]),
         "base on disk": f"{stored}, as in training",
-        "computes in": dtype,
+        "computes in": f"{dtype}, as in training; the modulation in fp32",
     }
     return f"""---
 {_base_line(base)}library_name: transformers
@@ -142,18 +131,15 @@ pipeline_tag: text-generation
 tags: [npt, distillation]
 ---
 
-# NPT student of {shown}
+# NPT student of {name}
 
-In its converted layers attention acts by modulating the MLP of its token: factors and summands on
-the products of gate, up and down, from a low-rank code of the attention output. Distilled from the
-base itself, whose weights it has unchanged. `modeling_npt.py` has the formula.
+In its converted layers attention acts by modulating the MLP of its token (`modeling_npt.py` has the
+formula). Distilled from the base itself, whose weights it has unchanged.
 
 {_table(("", ""), rows.items())}
 
-## Loading
-
-It needs {needs}. `trust_remote_code=True` runs `modeling_npt.py` and
-`configuration_npt.py` of this folder: read them first.
+It needs {needs}. `trust_remote_code=True` runs the two Python files of this
+folder: read them first.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -164,7 +150,4 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]))
 ```
-
-It computes in {dtype}, as in training. `dtype=torch.bfloat16` takes less memory and rounds; the
-modulation stays in fp32 either way.
 """

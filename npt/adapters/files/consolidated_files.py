@@ -8,13 +8,12 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from npt.adapters.consolidate import Consolidation, Product, check_update, consolidated, product_of
-from npt.adapters.converted import decoder_layers
+from npt.adapters.consolidate import Consolidation, Product, check_update, consolidated
 from npt.base.identity import BaseIdentity
 from npt.config import TARGETS
 from npt.errors import AdapterFileError, ConfigError, ModelError
 from npt.files import write_json
-from npt.stored import check_tensors, read_headers, read_json, read_tensors, shown
+from npt.stored import check_names, read_headers, read_json, read_tensors, shown
 
 HISTORY_NAME = "consolidated.json"
 ROWS_NAME = "consolidated.safetensors"
@@ -59,25 +58,19 @@ def read_consolidated(model: PreTrainedModel, folder: Path) -> tuple[Consolidati
         )
     entries = read_json(path, AdapterFileError).get("updates")
     history = [_entry(path, entry) for entry in (entries if isinstance(entries, list) else [None])]
-    layers = decoder_layers(model)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for number, (products, _) in enumerate(history):
-        for index, target in products:
-            if not 0 <= index < len(layers):
-                raise AdapterFileError(
-                    f"{folder}: update {number} is of layer {index}, the model has layers 0 to"
-                    f" {len(layers) - 1}"
-                )
-            width = product_of(layers[index], target).out_features
-            shapes |= dict.fromkeys(_names(number, (index, target)), (width,))
-    rows_path = folder / ROWS_NAME
-    check_tensors(rows_path, read_headers(rows_path, AdapterFileError), shapes, AdapterFileError)
-    tensors = read_tensors(rows_path, shapes, AdapterFileError)
+    names = {
+        (number, product): _names(number, product)
+        for number, (products, _) in enumerate(history)
+        for product in products
+    }
+    rows_path, wanted = folder / ROWS_NAME, [name for pair in names.values() for name in pair]
+    check_names(rows_path, read_headers(rows_path, AdapterFileError), wanted, AdapterFileError)
+    tensors = read_tensors(rows_path, wanted, AdapterFileError)
     updates = []
     for number, (products, record) in enumerate(history):
-        names = {product: _names(number, product) for product in products}
+        pairs = {product: names[number, product] for product in products}
         rows = {
-            product: (tensors[scale], tensors[bias]) for product, (scale, bias) in names.items()
+            product: (tensors[scale], tensors[bias]) for product, (scale, bias) in pairs.items()
         }
         updates.append(Consolidation(rows, record))
         try:

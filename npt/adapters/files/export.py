@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,6 +33,7 @@ from npt.files import new_folder, write_json, write_text
 
 CODE = Path(__file__).parent / "exported"
 CODE_FILES = ("configuration_npt.py", "modeling_npt.py")
+_FORM = ("multiplicative", "additive", "mult_form", "mult_bound", "additive_scale")
 
 _TEXT = (
     "def add(a, b):\n    return a + b\n\nOnce upon a time there was a house by the sea, and whoever"
@@ -41,27 +42,27 @@ _TEXT = (
 _TOKENS = 64
 
 _SHARES = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
-"""Largest difference of logits from the student's, as a share of the largest logit, by the dtype
-that it computes in. On the CPU there is none; on a GPU another kernel of attention sums in another
-order. A layer without its modulation, or with another's, is off by about 1."""
+"""Largest difference of logits, as a share of the largest, by the dtype of computation: on a GPU
+attention may sum in another order. A layer with another modulation is off by about 1."""
 
 _LOADER = """
 import sys
 sys.modules["npt"] = None  # whoever imports it fails
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-folder, inputs, outputs, device = sys.argv[1:]
+folder, file, device = sys.argv[1:]
 model, report = AutoModelForCausalLM.from_pretrained(
     folder, trust_remote_code=True, device_map={"": device}, output_loading_info=True,
     local_files_only=True,
 )
 if any(report.values()):
     sys.exit(f"keys of the weights do not fit: {report}"[:300])
+student = load_file(file)
 with torch.no_grad():
-    logits = model(load_file(inputs)["ids"].to(device)).logits
-save_file({"logits": logits.to("cpu", torch.float32).contiguous()}, outputs)
+    logits = model(student["ids"].to(device)).logits.to("cpu", torch.float32)
+print(float((logits - student["logits"]).abs().max()))
 """
 
 
@@ -103,8 +104,7 @@ def export(
     nothing: another process without npt reads it back and compares before it gets its name.
 
     Nothing is rounded: a packed base stays packed, and another one's weights are stored in 16 bit
-    where that holds them. Memory: the student, and on the host one file of weights (4 GiB, or one
-    larger tensor); then the student is freed, and the other process has the exported model.
+    where that holds them. Memory: the student once, and one file of weights (4 GiB) on the host.
 
     Args:
         adapter: as for `npt.from_pretrained`.
@@ -165,11 +165,9 @@ def write_export(model: Any, tokenizer: Any, folder: Path) -> tuple[int, int]:
 def export_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the content of `config.json`: the base's, the form of the modulation, the classes."""
     config, family = attached_config(model), FAMILIES[model.config.model_type].prefix
-    settings = {
-        name: value
-        for name, value in model.config.to_dict().items()
-        if not name.startswith("_") and name not in ("quantization_config", "torch_dtype")
-    }
+    left_out = ("quantization_config", "torch_dtype")
+    entries = model.config.to_dict().items()
+    settings = {k: v for k, v in entries if not k.startswith("_") and k not in left_out}
     rows = {
         str(index): [t for t in TARGETS if rows_of(product_of(layer, t))]
         for index, layer in enumerate(decoder_layers(model))
@@ -189,12 +187,8 @@ def export_config(model: PreTrainedModel) -> dict[str, Any]:
             "ranks": {str(index): layer.npt.config.rank for index, layer in npt_layers(model)},
             "rows": {index: targets for index, targets in rows.items() if targets},
             "targets": list(config.targets),
-            "multiplicative": config.multiplicative,
-            "additive": config.additive,
             "keep_residual": config.residual == "keep",
-            "mult_form": config.mult_form,
-            "mult_bound": config.mult_bound,
-            "additive_scale": config.additive_scale,
+            **{name: getattr(config, name) for name in _FORM},
         },
     }
     if packed:
@@ -238,35 +232,30 @@ def _smallest(tensor: Tensor) -> Tensor:
 
 def _check(folder: Path, ids: Tensor, expected: Tensor, share: float) -> float:
     """Load the folder by its own code in a process without npt; return the largest difference of a
-    logit, which must not be more than this share of the largest logit.
+    logit, at most this share of the largest logit.
     """
     with tempfile.TemporaryDirectory(prefix="npt-export-") as scratch:
-        inputs, outputs = Path(scratch, "inputs.safetensors"), Path(scratch, "outputs.safetensors")
-        save_file({"ids": ids.cpu().contiguous()}, inputs)
-        # As many threads as here, since sums depend on it; a cache of its own for the folder's
-        # code.
+        file = Path(scratch, "student.safetensors")
+        save_file({"ids": ids.cpu().contiguous(), "logits": expected.contiguous()}, file)
+        # as many threads as here, since sums depend on it
         environment = os.environ | {
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
             "HF_MODULES_CACHE": str(Path(scratch, "modules")),
         }
-        paths = [str(path) for path in (folder, inputs, outputs)]
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _LOADER, *paths, str(ids.device)],
+            [sys.executable, "-P", "-c", _LOADER, str(folder), str(file), str(ids.device)],
             env=environment,
             capture_output=True,
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
         )
-        if done.returncode or not outputs.exists():
-            reason = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-            raise ModelError(
-                f"the exported folder does not load without npt: {reason[:300]}; nothing is left of"
-                " it"
-            )
-        logits = load_file(outputs)["logits"]
-    assert logits.shape == expected.shape
-    largest, limit = float((logits - expected).abs().max()), share * float(expected.abs().max())
+    if done.returncode:
+        reason = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        raise ModelError(
+            f"the exported folder does not load without npt: {reason[:300]}; nothing is left of it"
+        )
+    largest, limit = float(done.stdout.split()[-1]), share * float(expected.abs().max())
     if not largest <= limit:  # NaN is none
         raise ModelError(
             f"the exported folder gives other logits than the student: {largest:.3g} apart, more"

@@ -23,8 +23,11 @@ def is_hub_id(name: str) -> bool:
 def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None = None) -> Path:
     """Return the folder of a name, fetched from the hub if it is not on disk.
 
-    name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
-    checkpoint), a checkpoint, or USER/NAME. files: names that are fetched; the first must exist.
+    Args:
+        name: an adapter's folder, a run's (its best adapter, else its last, else that of its last
+            checkpoint), a checkpoint, or USER/NAME.
+        files: names that are fetched; the first must exist.
+        revision: branch, tag or commit on the hub.
     """
     path = Path(name)
     if path.exists() or not is_hub_id(str(name)):
@@ -34,20 +37,17 @@ def adapter_folder(name: str | Path, files: Sequence[str], revision: str | None 
     def fetch() -> str:
         return snapshot_download(str(name), revision=revision, allow_patterns=list(files))
 
-    return Path(
-        on_hub(f"there is no folder {name}, and the hub gives no adapter of this name", fetch)
-    )
+    failure = f"there is no folder {name}, and the hub gives no adapter of this name"
+    return Path(on_hub(failure, fetch))
 
 
-def on_hub(what: str, call: Callable[[], T]) -> T:
-    """Call something of huggingface_hub; whatever it raises becomes a HubError of one line, which
-    begins with `what` failed.
-    """
+def on_hub(failure: str, call: Callable[[], T]) -> T:
+    """Call huggingface_hub; whatever it raises becomes a HubError of one line."""
     try:
         return call()
     # the network's failures come through several libraries, each with its own classes
     except Exception as error:
         raise HubError(
-            f"{what}: {type(error).__name__}: {first_line(error)[:200]}; check the name, the"
+            f"{failure}: {type(error).__name__}: {first_line(error)[:200]}; check the name, the"
             " revision, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and your login (`hf auth login`)"
         ) from error

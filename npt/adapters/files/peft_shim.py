@@ -1,9 +1,8 @@
 """NPT adapters for code that uses PEFT: after `npt.register_peft()`,
 `peft.PeftModel.from_pretrained(base, folder)` loads one.
 
-PEFT's `register_peft_method` refuses methods that its own enumeration does not name, but it looks
-configuration and tuner up in public mappings by the file's `peft_type`. The entry "NPT" is put
-there on request, never on import.
+PEFT looks configuration and tuner up in public mappings by the file's `peft_type`; the entry "NPT"
+is put there on request, never on import.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ def register_peft() -> None:
     """
     require("peft", "npt.register_peft()")
     import peft
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from peft import mapping
 
     from npt.adapters.files.peft_tuner import PEFT_TYPE, NPTPeftConfig, NPTTuner
 
     # keyed by a plain string: PEFT's keys are strings too, members of its enumeration
-    mappings: list[tuple[Any, Any]] = [
-        (peft.PEFT_TYPE_TO_CONFIG_MAPPING, NPTPeftConfig),
-        (peft.PEFT_TYPE_TO_TUNER_MAPPING, NPTTuner),
-        (PEFT_TYPE_TO_PREFIX_MAPPING, NPTTuner.prefix),
-    ]
-    for mapping, value in mappings:
-        mapping[PEFT_TYPE] = value
+    kind: Any = PEFT_TYPE
+    peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind] = NPTPeftConfig
+    peft.PEFT_TYPE_TO_TUNER_MAPPING[kind] = NPTTuner
+    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind] = NPTTuner.prefix

@@ -76,9 +76,7 @@ class NPTTuner(BaseTuner):
             )
         settings = self.peft_config[adapter_name]
         config = NPTConfig(**settings.npt)
-        recorded = {"base_hash": settings.base_hash, "base_parts": settings.base_parts}
-        difference = base_identity(model).mismatch(recorded)
-        if difference is not None and any(recorded.values()):
+        if settings.base_hash and (difference := base_identity(model).mismatch(vars(settings))):
             warnings.warn(
                 f"the adapter was trained on another base: {difference}; npt.load_base with the"
                 " same quantisation gives that one",
@@ -112,7 +110,6 @@ class NPTTuner(BaseTuner):
             parameter.requires_grad_(requires_grad)
 
     def unload(self) -> Any:
-        """Return the base, without adapters."""
         detach(self.model)
         return self.model
 
@@ -137,16 +134,12 @@ class NPTTuner(BaseTuner):
         cls, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the stored tensors if they are all of the model's and finite."""
-        parameters = adapter_parameters(model.get_base_model())
-        wanted = {PREFIX + name: parameter.shape for name, parameter in parameters.items()}
+        parameters = adapter_parameters(model.get_base_model()).items()
+        wanted = {PREFIX + name: (parameter.shape, torch.float32) for name, parameter in parameters}
         for name in sorted({*wanted, *state_dict}):
             tensor = state_dict.get(name)
-            if (
-                tensor is None
-                or tensor.shape != wanted.get(name)
-                or tensor.dtype != torch.float32
-                or not bool(tensor.isfinite().all())
-            ):
+            kind = None if tensor is None else (tensor.shape, tensor.dtype)
+            if kind != wanted.get(name) or not bool(state_dict[name].isfinite().all()):
                 raise AdapterFileError(
                     f"the tensor {name!r} is missing, extra, misshapen, not fp32 or not finite; the"
                     " adapter is refused"

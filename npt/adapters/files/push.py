@@ -1,4 +1,4 @@
-"""Publishing a saved adapter: its folder, put into a repository of a model hub.
+"""Publish a saved adapter: put its folder into a repository of a model hub.
 
 It is checked first, as loading would; a poisoned or incomplete adapter is not pushed. The base
 itself is never part of it.
@@ -13,17 +13,18 @@ from typing import Any
 
 from npt.adapters.files.adapter_files import (
     CARD_NAME,
-    CONFIG_NAME,
     FILES,
     WEIGHTS_NAME,
+    StoredAdapter,
     find_adapter,
 )
 from npt.adapters.files.card import card
-from npt.adapters.files.consolidated_files import HISTORY_NAME
 from npt.adapters.files.hub import is_hub_id, on_hub
 from npt.errors import AdapterFileError, ConfigError
 from npt.files import write_json, write_text
 from npt.stored import non_finite, read_headers, read_json, read_tensors
+
+_BASE = "base_model_name_or_path"
 
 
 def push_to_hub(
@@ -56,21 +57,17 @@ def push_to_hub(
         raise ConfigError(
             f"--repo_id is {repo_id!r}; write USER/NAME in letters, digits, '.', '-' and '_'"
         )
-    with tempfile.TemporaryDirectory(prefix="npt-push-") as scratch:
-        folder = Path(scratch, "adapter")
-        _copy(find_adapter(adapter).folder, folder)
-        _hide_paths(folder)
-        text = (folder / CARD_NAME).read_text(encoding="utf-8")
-        write_text(folder / CARD_NAME, text.replace('"."', f'"{repo_id}"'))
-        from huggingface_hub import HfApi
+    from huggingface_hub import HfApi
 
-        api = HfApi(token=token)
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory(prefix="npt-push-") as scratch:
+        _copy(find_adapter(adapter), Path(scratch), repo_id)
 
         def upload() -> Any:
             api.create_repo(repo_id, private=private, exist_ok=True)
             return api.upload_folder(  # one commit: all or nothing
                 repo_id=repo_id,
-                folder_path=folder,
+                folder_path=scratch,
                 allow_patterns=list(FILES),
                 commit_message="NPT adapter",
                 revision=revision,
@@ -79,35 +76,32 @@ def push_to_hub(
         return str(on_hub(f"{repo_id} is not pushed to", upload).commit_url)
 
 
-def _copy(source: Path, folder: Path) -> None:
-    """Copy an adapter's files, unless numbers are missing or not finite."""
-    weights = source / WEIGHTS_NAME
+def _copy(stored: StoredAdapter, folder: Path, repo_id: str) -> None:
+    """Copy an adapter's files for its repository, without a base's path on this machine.
+
+    Refuse numbers that are missing or not finite; write a card if there is none.
+    """
+    weights = stored.folder / WEIGHTS_NAME
     headers = read_headers(weights, AdapterFileError)
     bad = non_finite(read_tensors(weights, headers, AdapterFileError))
     if bad is not None:
         raise AdapterFileError(
             f"{weights}: {bad} holds a non-finite value; the adapter is not pushed"
         )
-    folder.mkdir()
-    for name in FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    base = str(stored.record[_BASE])
+    text = card({**stored.record, _BASE: _public(base)})
+    for source in (stored.folder / name for name in FILES):
+        if source.suffix == ".json" and source.is_file():
+            record = read_json(source, AdapterFileError)
+            write_json(folder / source.name, record | {_BASE: _public(str(record.get(_BASE)))})
+        elif source.name == CARD_NAME and source.is_file():
+            text = source.read_text(encoding="utf-8")
+            text = text.replace(base, _public(base)) if "/" in base else text
+        elif source.is_file():
+            shutil.copyfile(source, folder / source.name)
+    write_text(folder / CARD_NAME, text.replace('"."', f'"{repo_id}"'))
 
 
-def _hide_paths(folder: Path) -> None:
-    """Leave out a base's path on this machine; write a card if there is none."""
-    record = dict(find_adapter(folder).record)
-    base = str(record["base_model_name_or_path"])
-    local = Path(base).is_absolute() or base.startswith((".", "~"))
-    if local:
-        record["base_model_name_or_path"] = Path(base).name
-        for path in (folder / CONFIG_NAME, folder / HISTORY_NAME):
-            if path.is_file():
-                entries = read_json(path, AdapterFileError)
-                write_json(path, entries | {"base_model_name_or_path": Path(base).name})
-    path = folder / CARD_NAME
-    if not path.is_file() or (local and "/" not in base):
-        write_text(path, card(record))
-    elif local:
-        text = path.read_text(encoding="utf-8")
-        write_text(path, text.replace(base, Path(base).name))
+def _public(base: str) -> str:
+    """Return a base's name on a hub, or of its folder on this machine that folder's own."""
+    return Path(base).name if Path(base).is_absolute() or base.startswith((".", "~")) else base

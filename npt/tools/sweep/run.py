@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from npt.adapters.attach import attach, detach
 from npt.adapters.converted import adapter_parameters
 from npt.base.load import load_base, load_teacher
-from npt.base.quantization_error import set_matmul_precision
+from npt.base.precision import set_matmul_precision
 from npt.config import BaseConfig
 from npt.console import silent_console
 from npt.errors import NumericalError, StoppedError, TooManyRefusalsError

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import npt
 from npt.adapters.converted import adapter_parameters, attached_config, is_attached
 from npt.adapters.files.adapter_files import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, base_mismatch
-from npt.errors import AdapterFileError, ModelError
+from npt.errors import AdapterFileError
 
 CONFIG = npt.NPTConfig(
     layers="1,3", rank=4, targets=("gate", "down"), additive_scale=0.3, mult_bound=0.25
@@ -59,18 +59,6 @@ class TestRoundTrip:
         with torch.no_grad():
             assert torch.equal(other(batch.input_ids).logits, model(batch.input_ids).logits)
 
-    def test_a_student_cast_to_16_bit_after_attach_saves_the_same_numbers(
-        self, load_model, tmp_path
-    ):
-        model = load_model(None)
-        npt.attach(model, CONFIG)
-        before = values(model)
-        model.to(torch.bfloat16)
-        npt.save_adapter(model, tmp_path / "adapter")
-        other = load_model(None).to(torch.bfloat16)
-        npt.load_adapter(other, tmp_path / "adapter")
-        assert same(values(other), before)
-
     def test_an_adapter_not_in_fp32_is_refused_by_name_and_not_written(self, load_model, tmp_path):
         model = student(load_model)
         parameter = adapter_parameters(model)["model.layers.1.npt.A"]
@@ -80,11 +68,6 @@ class TestRoundTrip:
         ):
             npt.save_adapter(model, tmp_path / "adapter")
         assert list(tmp_path.iterdir()) == []
-
-    def test_adapters_of_the_same_configuration_are_overwritten(self, load_model, saved):
-        other = student(load_model, seed=5)
-        npt.load_adapter(other, saved)
-        assert same(values(other), values(student(load_model)))
 
 
 class TestSave:
@@ -122,22 +105,14 @@ class TestSave:
         ] == str(llama_folder)
 
     @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-    def test_a_poisoned_adapter_is_refused_by_name_and_nothing_is_written(
-        self, load_model, tmp_path, poison
+    def test_a_poisoned_adapter_is_refused_by_name_and_leaves_the_saved_one_in_place(
+        self, load_model, saved, poison
     ):
+        before = {p.name: p.read_bytes() for p in saved.iterdir()}
         model = student(load_model)
         with torch.no_grad():
             model.model.layers[3].npt.M["down"][5, 1] = poison
         with pytest.raises(AdapterFileError, match=r"model\.layers\.3\.npt\.M\.down is not finite"):
-            npt.save_adapter(model, tmp_path / "adapter")
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_poisoned_adapter_leaves_the_saved_one_in_place(self, load_model, saved):
-        before = {p.name: p.read_bytes() for p in saved.iterdir()}
-        model = student(load_model, seed=1)
-        with torch.no_grad():
-            model.model.layers[1].npt.A[0, 0] = float("nan")
-        with pytest.raises(AdapterFileError, match=r"model\.layers\.1\.npt\.A"):
             npt.save_adapter(model, saved)
         assert {p.name: p.read_bytes() for p in saved.iterdir()} == before
 
@@ -157,11 +132,6 @@ class TestSave:
         ):
             npt.save_adapter(student(load_model), tmp_path / "thesis")
         assert (tmp_path / "thesis" / "chapter").read_text() == "mine"
-
-    def test_without_adapters_it_is_refused(self, load_model, tmp_path):
-        with pytest.raises(ModelError, match="no NPT adapters"):
-            npt.save_adapter(load_model(), tmp_path / "adapter")
-        assert list(tmp_path.iterdir()) == []
 
 
 def in_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
@@ -204,10 +174,6 @@ DAMAGE = {
         r"there is no folder .*; name a folder that npt\.save_adapter wrote",
     ),
     "no configuration": (lambda f: (f / CONFIG_NAME).unlink(), r"holds no adapter_config\.json"),
-    "no weights": (
-        lambda f: (f / WEIGHTS_NAME).unlink(),
-        r"adapter_model\.safetensors cannot be read",
-    ),
     "weights truncated": (truncate, r"adapter_model\.safetensors cannot be read"),
     "wrong shape": (
         in_weights(lambda t: t.update({SOME_TENSOR: torch.zeros(128, 5)})),
@@ -229,10 +195,6 @@ DAMAGE = {
         in_weights(with_value(float("nan"))),
         r"layers\.1\.npt\.B\.gate holds a non-finite value",
     ),
-    "a value is infinite": (
-        in_weights(with_value(-float("inf"))),
-        r"layers\.1\.npt\.B\.gate holds a non-finite value",
-    ),
     "unknown setting": (setting(colour="blue"), r"unknown or missing settings: 'colour'"),
     "missing setting": (
         in_record(lambda r: r["npt"].pop("rank")),
@@ -242,23 +204,17 @@ DAMAGE = {
         setting(targets=["sideways"]),
         r"setting that cannot work: --targets is 'sideways'",
     ),
-    "setting of the wrong type": (setting(rank="16"), r"setting that cannot work"),
     "layers that the model lacks": (
         setting(layers="1,99"),
         r"does not fit the model: --layers names layer 99",
     ),
-    "rank larger than the model": (
-        setting(rank=1000),
-        r"does not fit the model: --adapter_rank is 1000",
-    ),
-    "rank other than the weights'": (setting(rank=8), r"\[4, 64\], the model needs F32 \[8, 64\]"),
     "not JSON": (
         lambda f: (f / CONFIG_NAME).write_text("{"),
         r"adapter_config\.json cannot be read",
     ),
-    "JSON, but a list": (
-        lambda f: (f / CONFIG_NAME).write_text("[]"),
-        r"holds a list, not an object",
+    "rank larger than the model": (
+        setting(rank=1000),
+        r"does not fit the model: --adapter_rank is 1000",
     ),
     "another method's adapter": (in_record(lambda r: r.pop("npt")), r"no entry 'npt'"),
 }
@@ -319,11 +275,6 @@ class TestRefusedLoad:
         ):
             npt.load_adapter(other, saved)
         assert not is_attached(other)
-
-    def test_another_base_can_be_taken_if_the_shapes_fit(self, load_model, saved):
-        other = load_model(quantization="fp4")
-        npt.load_adapter(other, saved, check_base=False)
-        assert same(values(other), values(student(load_model)))
 
     def test_statistics_that_a_device_rounds_otherwise_do_not_matter(self, load_model, saved):
         other = load_model()

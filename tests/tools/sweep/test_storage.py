@@ -21,7 +21,8 @@ from forked import Forked
 from storage_work import trials, work
 
 from npt.errors import ConfigError
-from npt.tools.sweep.storage import RETRIES, Storage
+from npt.tools.sweep.spec import Design
+from npt.tools.sweep.storage import RETRIES, Claim, Storage
 
 SERVER = "NPT_TEST_DATABASE"
 """Environment variable with the address of a server's database to test against,
@@ -88,6 +89,15 @@ def wait_for(log: Path, lines: int, seconds: float = 60.0) -> list[str]:
     raise AssertionError(f"{log} did not get {lines} lines")
 
 
+def claimed(url: str, **settings: Any) -> tuple[Storage, Design, Claim]:
+    """Return a study of one trial, which has been taken."""
+    storage, design = Storage(url, "work", **settings), trials(1)
+    storage.enqueue(design.trials)
+    claim = storage.claim(design.by_key)
+    assert claim is not None
+    return storage, design, claim
+
+
 def test_several_processes_do_every_trial_once(url: str, tmp_path) -> None:
     log, count = tmp_path / "log", 6
     processes = [worker(url, count, log) for _ in range(2)]
@@ -141,10 +151,7 @@ def test_a_trial_given_back_waits_again_as_if_nobody_had_had_it(file: str) -> No
 
 
 def test_a_failed_trial_has_its_reason_until_it_is_started_anew(file: str) -> None:
-    storage, design = Storage(file, "work"), trials(1)
-    storage.enqueue(design.trials)
-    claim = storage.claim(design.by_key)
-    assert claim is not None
+    storage, design, claim = claimed(file)
     storage.fail(claim, "RuntimeError: no")
     assert storage.claim(design.by_key) is None
     progress = storage.progress(design.by_key)
@@ -234,10 +241,8 @@ def test_a_database_that_is_out_of_reach_is_said_in_one_line(file: str, monkeypa
 
 
 def test_the_result_of_a_worker_that_was_thought_lost_does_not_count(url: str) -> None:
-    slow, quick, design = Storage(url, "work"), Storage(url, "work"), trials(1)
-    slow.enqueue(design.trials)
-    late = slow.claim(design.by_key)
-    assert late is not None and quick.claim(design.by_key) is None
+    (slow, design, late), quick = claimed(url), Storage(url, "work")
+    assert quick.claim(design.by_key) is None
     fall_silent(slow)
     again = quick.claim(design.by_key)
     assert again is not None and again.key == late.key
@@ -249,10 +254,7 @@ def test_the_result_of_a_worker_that_was_thought_lost_does_not_count(url: str) -
 
 
 def test_a_worker_that_sends_heartbeats_keeps_its_trial(url: str) -> None:
-    own, other, design = Storage(url, "work", beat=0.05), Storage(url, "work"), trials(1)
-    own.enqueue(design.trials)
-    claim = own.claim(design.by_key)
-    assert claim is not None
+    (own, design, claim), other = claimed(url, beat=0.05), Storage(url, "work")
     fall_silent(own)
     with own.alive(claim):
         time.sleep(0.3)
@@ -261,10 +263,7 @@ def test_a_worker_that_sends_heartbeats_keeps_its_trial(url: str) -> None:
 
 
 def test_a_heartbeat_that_does_not_arrive_is_followed_by_others(file: str, monkeypatch) -> None:
-    own, design, tried = Storage(file, "work", beat=0.01), trials(1), []
-    own.enqueue(design.trials)
-    claim = own.claim(design.by_key)
-    assert claim is not None
+    (own, _, claim), tried = claimed(file, beat=0.01), []
 
     def refuse(id_: int) -> None:
         tried.append(id_)
@@ -277,10 +276,7 @@ def test_a_heartbeat_that_does_not_arrive_is_followed_by_others(file: str, monke
 
 
 def test_numbers_that_are_not_finite_come_back_as_none(url: str) -> None:
-    storage, design = Storage(url, "work"), trials(1)
-    storage.enqueue(design.trials)
-    claim = storage.claim(design.by_key)
-    assert claim is not None
+    storage, _, claim = claimed(url)
     figures = {"kl": float("nan"), "loss_max": float("inf"), "outcome": "diverged"}
     assert storage.finish(claim, figures)
     (row,) = storage.rows().values()
