@@ -1,4 +1,4 @@
-"""The memory that a calibration takes next to the model, by formula, and the device of its matrices:
+"""The memory that a calibration takes next to the model, by formula, and where its matrices are kept:
 the model's if they fit, else the host.
 """
 
