@@ -1,5 +1,5 @@
-"""The memory that a calibration takes next to the model, by formula, and where its matrices are kept:
-the model's if they fit, else the host.
+"""The memory that a calibration takes next to the model, by formula, and the device of its
+matrices: the model's if they fit, else the host.
 """
 
 from __future__ import annotations
