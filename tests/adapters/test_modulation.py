@@ -47,6 +47,29 @@ def modulate_reference(
     return out.reshape(y.shape)
 
 
+@pytest.mark.parametrize("mult_bound", [0.1, 0.5, 0.9])
+def test_multiplier_is_exactly_one_at_zero(mult_bound):
+    assert torch.equal(multiplier(torch.zeros(7), mult_bound), torch.ones(7))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20))
+@example([1e30, -1e30])
+@example([math.inf, -math.inf])
+def test_multiplier_lies_within_its_bounds_for_any_input(values):
+    m = multiplier(torch.tensor(values, dtype=torch.float32), 0.5)
+    assert ((m >= 0.5) & (m <= 1.5)).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.floats(1e-3, 0.999), st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=20))
+def test_multiplier_is_the_scaled_sigmoid_of_the_design(mult_bound, values):
+    u = torch.tensor(values, dtype=torch.float32)
+    expected = 1 + mult_bound * (2 * torch.sigmoid(u.double()) - 1)
+    # default tolerance of fp32: one tanh, one product and one sum, each rounded once
+    assert_close(multiplier(u, mult_bound), expected.float())
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.floats(0, 1, exclude_min=True, exclude_max=True))
 @example(1 - 1e-9)
@@ -113,6 +136,21 @@ def test_gradients_are_those_of_finite_differences(mult, add):
         return modulate(y, z, M if mult else None, B if add else None, form_with(0.5, 0.3))[0]
 
     torch.autograd.gradcheck(output, inputs)
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e15, 1e30])
+def test_gradients_through_a_saturated_multiplier_stay_finite(scale):
+    y, z = (
+        normal(0, 4, 6).requires_grad_(),
+        torch.tensor([[scale], [-scale], [1.0], [0.0]]).requires_grad_(),
+    )
+    M = (torch.sign(normal(1, 6, 1)) * scale).requires_grad_()
+    out, m, _ = modulate(y, z, M, None, form_with(0.5, 0.1))
+    assert ((m == 0.5) | (m == 1.5) | (m == 1.0)).all()
+    out.sum().backward()
+    for gradient in (y.grad, z.grad, M.grad):
+        assert torch.isfinite(gradient).all()
+    assert torch.equal(y.grad, m)  # a saturated channel is scaled, never switched off
 
 
 def test_energy_is_the_sum_over_targets_of_the_mean_over_channels():
