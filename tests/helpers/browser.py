@@ -71,13 +71,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
-    def open(
-        self,
-        page: Path,
-        width: int = 1280,
-        height: int = 900,
-        dark: bool = False,
-    ) -> None:
+    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Load a file in a window of this size, and wait until it has loaded."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **size)
