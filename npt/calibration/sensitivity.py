@@ -106,9 +106,11 @@ def measure(
             assert gradient is not None
             at_attention = stream.rows(gradient)
             check_finite(index, "gradient at the attention output", at_attention)
-            names = ("stream", "attention output")
-            rows = (stream.rows(seen[index, name].detach()) for name in names)
-            of_layer.add(*rows, at_attention)
+            of_layer.add(
+                stream.rows(seen[index, "stream"].detach()),
+                stream.rows(seen[index, "attention output"].detach()),
+                at_attention,
+            )
         tick(host_batch)
     for of_layer in sums.values():
         of_layer.divide()

@@ -249,8 +249,13 @@ def from_pretrained(
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
-    how = {"device": device, "device_map": device_map, "attn_implementation": attn_implementation}
-    model, tokenizer = load_base(name, **how, **recipe.arguments)
+    model, tokenizer = load_base(
+        name,
+        device=device,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        **recipe.arguments,
+    )
     load_adapter(model, stored, check_base=check_base)
     return model, tokenizer
 
