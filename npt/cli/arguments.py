@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,10 +139,27 @@ class Task(NamedTuple):
         from npt.data.source import open_source, own_heldout
         from npt.evaluation.heldout import evaluation_samples
 
+        adapter = self.flags["adapter"]
+        date = None if adapter is None else _date_of_run(adapter.folder)
+        if date is not None:
+            from npt.data.chat import fix_date
+
+            fix_date(tokenizer, date)
         count, vocabulary = self.flags["eval_samples"], model.config.vocab_size
         heldout = own_heldout(self.data)
         records = open_source(self.data) if heldout is None else heldout
         return evaluation_samples(records, tokenizer, self.data, count, vocabulary, heldout)
+
+
+def _date_of_run(adapter: Path) -> str | None:
+    """Return the date that chat templates wrote in the run whose folder the adapter is in: on
+    another day an evaluation is to see the same tokens. None if there is no such record.
+    """
+    for folder in (adapter, *adapter.resolve().parents[:3]):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            date = json.loads((folder / "run.json").read_text(encoding="utf-8"))["date"]
+            return datetime.fromisoformat(date).isoformat()
+    return None
 
 
 def begin(flags: Mapping[str, Any], *, stderr: bool = False) -> Task:
