@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 import npt.diagnostics  # noqa: E402
 import npt.guard  # noqa: E402
 from npt.cli.defaults import SETTINGS, with_defaults  # noqa: E402
-from npt.cli.main import VERBS, make_parser  # noqa: E402
+from npt.cli.main import STATUSES, VERBS, make_parser  # noqa: E402
 from npt.config import GROUPS, flag_of, kinds_of  # noqa: E402
 from npt.flags import ALIASES, RETIRED, shown_default  # noqa: E402
 
@@ -142,7 +142,7 @@ def flags_page() -> str:
     lines += [
         "Every verb takes `--help`, and `--debug` to show the traceback of an error. Dashes in a"
         " flag's name do for underscores, and a flag that is true or false has a negation"
-        " (`--no_smoke_test`). `python pretrain_npt_safe.py` is `npt pretrain`.",
+        f" (`--no_smoke_test`). `python pretrain_npt_safe.py` is `npt pretrain`. {STATUSES}",
         "",
     ]
     links = ([f"[`npt {name}`](#npt-{name})", one_line(verbs[name].description)] for name in verbs)
@@ -212,7 +212,7 @@ def chosen_defaults() -> list[str]:
     }
     rows = []
     for case, given in cases.items():
-        chosen = with_defaults(given).given
+        chosen = with_defaults(given).flags
         flags = [
             f"`--{name} {value}`"
             for name, value in chosen.items()
@@ -244,8 +244,6 @@ def verb_lines(name: str, parser: argparse.ArgumentParser) -> list[str]:
         lines += table(["flag", "meaning"], rows)
     if taken:
         lines += ["Settings: " + "; ".join(taken) + ".", ""]
-    if parser.epilog:
-        lines += [one_line(parser.epilog), ""]
     return lines
 
 

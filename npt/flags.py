@@ -55,8 +55,7 @@ RETIRED = {
         ("dataset_mix", "--replay_dataset mixes in a second data set; join more into one file"),
         ("stages", "a run has one --strategy; a second run continues with another by --adapter"),
         ("layer_weights token_weighting", "every layer and every token counts alike"),
-        ("smooth_l1_beta", "npt.distill.hidden_losses.register_loss adds losses of your own"),
-        ("cosine_weight", "the loss cosine is half NMSE, half 1 - cos"),
+        ("smooth_l1_beta cosine_weight", "register_loss of npt.distill adds losses of your own"),
         ("jsd_weight", "--logit_loss has kl, reverse_kl and cross_entropy"),
         ("init_a init_std_a", "a random A is normal, with standard deviation 0.02"),
         ("init_std_b init_std_m", "a random B has standard deviation 0.001, and M starts at 0"),
@@ -72,6 +71,7 @@ RETIRED = {
         ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
         ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
+        ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

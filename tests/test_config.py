@@ -52,7 +52,7 @@ BAD_VALUES = [
     (DataConfig, "num_samples", (0, -1), "it must be at least 1"),
     (DataConfig, "replay_ratio", (0.0, 1.0, NAN, INF), "it must be above 0 and below 1"),
     (TrainConfig, "strategy", ("global",), "choose from local, propagated, end_to_end"),
-    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction, mse, cosine"),
+    (TrainConfig, "loss", ("mae",), "choose from nmse, nmse_update, direction, mse"),
     (TrainConfig, "logit_loss", ("tv",), "choose from kl, reverse_kl, cross_entropy"),
     (TrainConfig, "scheduler_type", ("step",), "choose from cosine, linear, constant"),
     (TrainConfig, "warmup_steps", (-1,), "it must be at least 0"),

@@ -21,8 +21,7 @@ from gpu_sections.models import base_of, full_batch
 from gpu_sections.runner import Bench, Findings, Section
 from npt.adapters.converted import adapter_parameters
 from npt.base.device import wait_for
-from npt.calibration.placement import free_bytes
-from npt.calibration.plan import plan
+from npt.calibration.placement import free_bytes, plan
 from npt.console import silent_console
 from npt.data.batch import Batch, Sample
 from npt.distill.local import BatchSums

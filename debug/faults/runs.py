@@ -26,8 +26,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import silent_console
 from npt.data.batch import Batch
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import student_guard
+from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.errors import AdapterFileError, PrecisionError, TooManyRefusalsError
 from npt.files import to_json

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,12 @@ from npt.adapters.converted import (
     npt_layers,
 )
 from npt.calibration.cut import Cut, spend
-from npt.calibration.placement import Placement, free_bytes, or_on_host, release
-from npt.calibration.plan import plan
-from npt.calibration.report import Calibration, CalibrationBar, LayerCalibration
+from npt.calibration.placement import Placement, free_bytes, or_on_host, plan, release
+from npt.calibration.report import Calibration, LayerCalibration, progress_bar
 from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import measure
 from npt.config import STREAM, NPTConfig
-from npt.console import silent_console
+from npt.console import say, silent_console
 from npt.data.batch import Sample, batches
 from npt.data.source import Record
 from npt.errors import ConfigError, NotSupportedError, NumericalError, TooLittleTextError
@@ -104,29 +102,26 @@ def calibrate(
         )
     device = next(model.parameters()).device
     parts = list(batches(samples, batch_size))
-    largest = max((batch.input_ids.shape for batch in parts), key=math.prod)
-    work = plan(model.config, layers, batch=(largest[0], largest[1]))
+    rows, length = max((batch.input_ids.shape for batch in parts), key=math.prod)
+    work = plan(model.config, layers, batch=(rows, length))
     free = free_bytes(device) if device.type == "cuda" else 0
-    placement = work.place(device, free)
-    display = CalibrationBar(console or silent_console(), read)
-    display.say(work.announcement(device, placement, free, layers, read))
+    placement, console = work.place(device, free), console or silent_console()
+    say(console, work.announcement(device, placement, free, layers, read))
     cuts: dict[int, Cut] = {}
 
     def walk(placement: Placement) -> None:
-        sensitivities = measure(
-            model, parts, seed, lambda batch: display.tick(batch.tokens), placement.sums
-        )
+        with progress_bar(console, read) as tick:
+            sums = measure(model, parts, seed, lambda batch: tick(batch.tokens), placement.sums)
         for index in layers:
-            sums = sensitivities.pop(index)  # its matrices are freed at the next layer
-            covariance, sensitivity = sums.covariance, sums.to_attention
-            del sums
-            cuts[index] = Cut.of(
-                covariance.to(placement.factors), sensitivity.to(placement.factors)
-            ).to(placement.sums)
+            layer = sums.pop(index)  # its matrices are freed at the next layer
+            matrices = layer.covariance, layer.to_attention
+            del layer
+            on_device = (matrix.to(placement.factors) for matrix in matrices)
+            cuts[index] = Cut.of(*on_device).to(placement.sums)
 
     try:
-        with closing(display), evaluating(model):
-            or_on_host(walk, placement, display.say)
+        with evaluating(model):
+            or_on_host(walk, placement, lambda line: say(console, line))
     finally:
         release(device)
     if config.ranks is None:
@@ -180,14 +175,12 @@ def check_form(config: NPTConfig) -> None:
 def start_tensors(
     model: PreTrainedModel, config: NPTConfig, cuts: dict[int, Cut], ranks: dict[int, int]
 ) -> dict[str, Tensor]:
-    """Return the start by the names of the adapters' parameters, from each layer's cut and rank.
-
-    B is divided by alpha, which the forward multiplies it with.
+    """Return the start by the names of the adapters' parameters, from each layer's cut and rank; B
+    is divided by alpha, which the forward multiplies it with.
     """
     device = next(iter(adapter_parameters(model).values())).device
-    tensors: dict[str, Tensor] = {}
-    for name, shape in adapter_shapes(model, config).items():
-        tensors[name] = torch.zeros(shape, device=device)
+    shapes = adapter_shapes(model, config)
+    tensors = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     for index, cut in cuts.items():
         code, back = cut.code[: ranks[index]], cut.back[:, : ranks[index]] / config.additive_scale
         if not bool(torch.isfinite(code).all() & torch.isfinite(back).all()):

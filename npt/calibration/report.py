@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,34 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from npt.console import say
 
-
-class CalibrationBar:
-    """A progress bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, console: Console, tokens: int):
-        self.console = console
-        self._bar = Progress(
-            TextColumn("calibrating"),
-            BarColumn(bar_width=24),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("calibrate", total=tokens)
-        self._bar.start()
-
-    def tick(self, tokens: int) -> None:
-        self._bar.advance(self._task, tokens)
-
-    def say(self, line: str) -> None:
-        say(self.console, line)
-
-    def close(self) -> None:
-        if not self._bar.disable:  # stopping prints a line elsewhere
-            self._bar.stop()
+@contextmanager
+def progress_bar(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances a bar on a terminal, and does nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda tokens: None
+        return
+    columns = TextColumn("calibrating"), BarColumn(bar_width=24), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("calibrate", total=tokens)
+        yield lambda tokens: bar.advance(task, tokens)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ class Sensitivity:
     """Means over tokens for one layer, [D, D] fp64, of rows in units of their token's size r, the
     root mean square of h + a.
 
-    covariance: C = E a a' / r^2. to_attention: S = E s s' r^2, s the gradient at a of the
-    log-likelihood, summed over the tokens, of what is drawn from the teacher's own predictions. So
     S is a block of the Fisher information: half of e'S e / r^2 is the KL that an error e of a
     costs, to second order.
 
@@ -38,6 +36,11 @@ class Sensitivity:
     language models", 2024). With plain means an error there counts as if it were one of the others;
     but as all others attend to such a token, its gradients do not fall with 1 / r, and in units of
     r it would make S alone. So r counts LARGEST medians at most in S.
+
+    Attributes:
+        covariance: C = E a a' / r^2.
+        to_attention: S = E s s' r^2, s the gradient at a of the log-likelihood, summed over the
+            tokens, of what is drawn from the teacher's own predictions.
     """
 
     def __init__(self, width: int, device: torch.device):
@@ -69,13 +72,11 @@ def measure(
 ) -> dict[int, Sensitivity]:
     """Return the sensitivities of every converted layer, by its index; the model does not change.
 
-    seed: of the draws from the predictions. tick: called after every batch. sums_on: device of the
-    matrices.
+    `seed`: of the draws from the predictions; `sums_on`: device of the matrices; `tick` is called
+    after every batch.
     """
-    converted = npt_layers(model)
-    layers = decoder_layers(model)
-    width = model.config.hidden_size
-    sums_by_layer = {index: Sensitivity(width, sums_on) for index, _ in converted}
+    converted, layers = npt_layers(model), decoder_layers(model)
+    sums = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
@@ -96,23 +97,24 @@ def measure(
                 for index in range(first, len(layers)):
                     hidden = stream.clean(layers[index](hidden, **stream.context_of(layers[index])))
                 states = stream.rows(model.model.norm(hidden))
-            for index in sums_by_layer:
-                for key, name in (("attention", "attention output"), ("stream", "stream")):
-                    check_finite(index, name, stream.rows(seen[index, key].detach()))
+            for index in sums:
+                for name in ("attention output", "stream"):
+                    check_finite(index, name, stream.rows(seen[index, name].detach()))
             states.backward(_score(model, states.detach(), generator))
-        for index, sums in sums_by_layer.items():
+        for index, of_layer in sums.items():
             gradient = seen[index, "stream"].grad
             assert gradient is not None
-            read, attention = (
-                stream.rows(seen[index, key].detach()) for key in ("stream", "attention")
-            )
             at_attention = stream.rows(gradient)
             check_finite(index, "gradient at the attention output", at_attention)
-            sums.add(read, attention, at_attention)
+            of_layer.add(
+                stream.rows(seen[index, "stream"].detach()),
+                stream.rows(seen[index, "attention output"].detach()),
+                at_attention,
+            )
         tick(host_batch)
-    for sums in sums_by_layer.values():
-        sums.divide()
-    return sums_by_layer
+    for of_layer in sums.values():
+        of_layer.divide()
+    return sums
 
 
 def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> ExitStack:
@@ -121,7 +123,7 @@ def _watched(layer: Any, index: int, seen: dict[tuple[int, str], Tensor]) -> Exi
     """
 
     def attention(module: Any, inputs: Any, output: Any) -> None:
-        seen[index, "attention"] = output[0]
+        seen[index, "attention output"] = output[0]
 
     def stream(module: Any, inputs: Any) -> None:
         inputs[0].retain_grad()
@@ -174,11 +176,9 @@ def _moved(gram: Tensor, device: torch.device) -> Tensor:
     return gram.to(device)
 
 
-def check_finite(index: int, name: str, rows: Tensor) -> Tensor:
-    """Return the rows, or raise NumericalError if one of them is not finite."""
+def check_finite(index: int, name: str, rows: Tensor) -> None:
     if not bool(torch.isfinite(rows).all()):
         raise NumericalError(
             f"calibration: the {name} of layer {index} is not finite; find its cause with npt"
             " trace, nothing was changed"
         )
-    return rows

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from npt.config import INT_MAX, BaseConfig, DataConfig, NPTConfig, TrainConfig
 from npt.console import make_console, put
+from npt.errors import ConfigError
 from npt.files import to_json
 from npt.flags import add_settings, build
 
 _OF_TRAINING = {"num_samples", "replay_dataset", "replay_ratio", "teacher_precision", "shard_base"}
-"""Settings of base and data that mean nothing to a verb that does not train."""
+"""Settings of base and data without effect for a verb that does not train."""
 
 
 def natural(text: str, least: int = 0) -> int:
@@ -53,27 +54,17 @@ def add_switch(parser: Any, flag: str, help: str, default: Any = False) -> None:
     parser.add_argument(f"--{flag}", action="store_true", default=default, help=help)
 
 
-def add_adapter(
-    parser: argparse.ArgumentParser, *, required: bool = True, help: str = "a saved adapter"
-) -> None:
-    """Add --adapter."""
-    parser.add_argument(
-        "--adapter",
-        required=required,
-        metavar="PATH",
-        help=(
-            f"{help}: its folder, a run's folder (the best, else the last), a checkpoint, or"
-            " USER/NAME on the hub; it knows its base"
-        ),
+def add_adapter(parser: Any, help: str = "a saved adapter", **how: Any) -> None:
+    """Add --adapter; `how` goes to argparse."""
+    text = (
+        f"{help}: its folder, a run's folder (the best, else the last), a checkpoint, or"
+        " USER/NAME on the hub; it knows its base"
     )
+    parser.add_argument("--adapter", metavar="PATH", help=text, **{"required": True, **how})
 
 
 def add_student(
-    parser: argparse.ArgumentParser,
-    *,
-    data: bool = False,
-    leave_out: Iterable[str] = (),
-    **adapter: Any,
+    parser: Any, *, data: bool = False, leave_out: Iterable[str] = (), **adapter: Any
 ) -> None:
     """Add the flags by which a verb loads an adapter on its base, and with `data` a data set.
 
@@ -81,58 +72,84 @@ def add_student(
         adapter: passed to `add_adapter`.
     """
     add_adapter(parser, **adapter)
-    add_switch(
-        parser,
-        "any_base",
-        "use an adapter of another base too, if its shapes fit; a warning and what is written say"
-        " in what the two differ",
-    )
+    text = "accept another base whose shapes fit; a warning and the result name the differences"
+    add_switch(parser, "any_base", text)
     classes = (BaseConfig, DataConfig) if data else (BaseConfig,)
     add_settings(parser, *classes, leave_out={*_OF_TRAINING, *leave_out})
 
 
-def with_base(given: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
-    """Return the flags, with the adapter that they name as it was found, and the base. What flags
-    do not say about the base is taken from the adapter.
+def check_partners(flags: Mapping[str, Any], partners: Mapping[str, str]) -> None:
+    """Refuse flags that have no effect without another one, their partner."""
+    for name, partner in partners.items():
+        value = flags.get(name)
+        if value not in (None, False) and flags.get(partner) in (None, False, 0):
+            shown = f"--{name}" if value is True else f"--{name} {value}"
+            raise ConfigError(
+                f"{shown} has no effect without --{partner}: add --{partner}, or remove --{name}"
+            )
+
+
+def with_base(flags: Mapping[str, Any]) -> tuple[dict[str, Any], BaseConfig]:
+    """Return the flags with the adapter loaded from its path, and the base. What flags do not say
+    about the base is taken from the adapter.
     """
-    if given.get("adapter") is None:
-        return dict(given), build(BaseConfig, given)
+    if flags.get("adapter") is None:
+        return dict(flags), build(BaseConfig, flags)
     from npt.adapters.files.adapter_files import find_adapter
 
-    adapter = find_adapter(given["adapter"])
+    adapter = find_adapter(flags["adapter"])
     recipe, recorded = adapter.recipe, dict[str, Any]()
     name = adapter.record.get("base_model_name_or_path")
     if isinstance(name, str) and name != "unknown":
         recorded["model_name"] = name
     if recipe is not None:
         packed = recipe.flags["use_quantization"]
-        if given.get("use_quantization", packed) == packed:
+        if flags.get("use_quantization", packed) == packed:
             recorded |= recipe.flags
-    return {**given, "adapter": adapter}, build(BaseConfig, {**recorded, **given})
+    return {**flags, "adapter": adapter}, build(BaseConfig, {**recorded, **flags})
 
 
 class Task(NamedTuple):
     """The arguments of a verb that loads a student.
 
     Attributes:
-        given: the flags, with the adapter that was found.
-        console: for notes; standard output under --json is JSON alone.
+        flags: with the adapter in place of its path.
+        console: for notes; on standard error if standard output is for results alone.
     """
 
-    given: dict[str, Any]
+    flags: dict[str, Any]
     base: BaseConfig
     data: DataConfig
     console: Any
 
+    def load(self, device: Any = None) -> Student:
+        """Load the base and attach the adapter, if one is named."""
+        adapter = self.flags["adapter"]
+        model, tokenizer = load(self.base, self.console, device, adapter=adapter)
+        if adapter is None:
+            return Student(model, tokenizer)
+        any_base = self.flags["any_base"]
+        return Student(model, tokenizer, *load_adapter(model, adapter, any_base, self.console))
 
-def begin(given: Mapping[str, Any]) -> Task:
+    def heldout_samples(self, model: Any, tokenizer: Any) -> tuple[list[Any], bool]:
+        """Return --eval_samples samples to evaluate on, and whether training holds them out."""
+        from npt.data.source import open_source, own_heldout
+        from npt.evaluation.heldout import evaluation_samples
+
+        count, vocabulary = self.flags["eval_samples"], model.config.vocab_size
+        heldout = own_heldout(self.data)
+        records = open_source(self.data) if heldout is None else heldout
+        return evaluation_samples(records, tokenizer, self.data, count, vocabulary, heldout)
+
+
+def begin(flags: Mapping[str, Any], *, stderr: bool = False) -> Task:
     """Find the adapter of the flags, and check the settings of base and data."""
-    flags, base = with_base(given)
-    data = build(DataConfig, flags)
     from npt.data.source import check_source
 
+    flags, base = with_base(flags)
+    data = build(DataConfig, flags)
     check_source(data)
-    return Task(flags, base, data, make_console(stderr=flags["json"]))
+    return Task(flags, base, data, make_console(stderr=stderr or flags["json"]))
 
 
 def check_run(
@@ -169,8 +186,9 @@ def load(
     """Load the base of these settings and print a line about it.
 
     Args:
-        device, pack_on: as for `npt.load_base`.
-        adapter: that was found, on whose base the user may have decided what no flag does.
+        device: as for `npt.load_base`.
+        pack_on: likewise.
+        adapter: the saved adapter, whose record may hold how its base was stored.
     """
     import npt
     from npt.base.gguf.configuration import describe_origin
@@ -224,38 +242,34 @@ class Student(NamedTuple):
     """A base with its adapter attached.
 
     Attributes:
-        identity: of the base.
-        other: `other_base`, what the adapter's own base differs in; else nothing.
+        identity: of the base; None without an adapter.
+        other: `other_base`, in what the adapter's own base differs; empty if it does not.
     """
 
     model: Any
     tokenizer: Any
-    identity: Any
-    other: dict[str, str]
+    identity: Any = None
+    other: dict[str, str] = {}  # noqa: RUF012
 
 
-def load_adapter(model: Any, given: Mapping[str, Any], console: Any) -> tuple[Any, dict[str, str]]:
-    """Attach the adapter of the flags, which was found; warn if its base is another one. Return
-    `identity` and `other` of a `Student`.
+def load_adapter(
+    model: Any, stored: Any, any_base: bool, console: Any
+) -> tuple[Any, dict[str, str]]:
+    """Attach a saved adapter; warn if its base is another one. Return `identity` and `other` of a
+    `Student`.
     """
     import npt
     from npt.adapters.files.adapter_files import base_mismatch
 
-    base, stored = npt.base_identity(model), given["adapter"]
+    base = npt.base_identity(model)
     if stored.folder != Path(stored.name):
         console.say(f"adapter {stored.folder}")
-    other = base_mismatch(stored, base) if given["any_base"] else None
-    npt.load_adapter(model, stored, base=base, check_base=not given["any_base"])
+    other = base_mismatch(stored, base) if any_base else None
+    npt.load_adapter(model, stored, base=base, check_base=not any_base)
     if other is None:
         return base, {}
     console.say(f"warning: --any_base: {stored} was trained on another base: {other}")
     return base, {"other_base": other}
-
-
-def load_student(base: BaseConfig, given: Mapping[str, Any], console: Any) -> Student:
-    """Load the base and attach the adapter of the flags."""
-    model, tokenizer = load(base, console, adapter=given["adapter"])
-    return Student(model, tokenizer, *load_adapter(model, given, console))
 
 
 def print_json(value: Any) -> None:
@@ -263,9 +277,9 @@ def print_json(value: Any) -> None:
     put(to_json(value, indent=2))
 
 
-def tell(given: Mapping[str, Any], figures: Any, *lines: str) -> None:
+def tell(flags: Mapping[str, Any], figures: Any, *lines: str) -> None:
     """Print a verb's result: the figures under --json, else the lines."""
-    if given["json"]:
+    if flags["json"]:
         print_json(figures)
     else:
         make_console().say(*lines)

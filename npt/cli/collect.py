@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, begin, load_student, natural, tell
+from npt.cli.arguments import add_number, add_student, begin, natural, tell
 from npt.errors import DataError
 
 
-def collect(given: dict[str, Any]) -> int:
+def collect(flags: dict[str, Any]) -> int:
     """Write the prompts at which a student's greedy token leaves its teacher's, as data to train
     on.
     """
@@ -20,31 +20,32 @@ def collect(given: dict[str, Any]) -> int:
     from npt.tools.collect.collect import check_output, prompt_length
     from npt.tools.collect.collect import collect as run
 
-    given, base, data, console = begin(given)
-    check_output(Path(given["output"]))
-    prompt_length(data, given["max_new_tokens"])
-    check_length(data.max_length, read_config(base.model_name))
+    task = begin(flags)
+    data, output = task.data, flags["output"]
+    check_output(Path(output))
+    prompt_length(data, flags["max_new_tokens"])
+    check_length(data.max_length, read_config(task.base.model_name))
     if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
             " on; collect from 'train'"
         )
-    student = load_student(base, given, console)
+    student = task.load()
     names = ("max_new_tokens", "num_prompts", "batch_size", "seed")
-    with console.status("collecting") as status:
+    with task.console.status("collecting") as status:
         result = run(
             student.model,
             student.tokenizer,
             open_source(data),
-            given["output"],
+            output,
             data_config=data,
             base=student.identity,
             report=lambda count: status.update(f"{count:,} prompts"),
-            **{name: given[name] for name in names},
+            **{name: flags[name] for name in names},
         )
     figures = result.as_dict()
     tell(
-        given,
+        flags,
         {**figures, **student.other},
         f"{figures['prompts']:,} prompts: the student leaves its teacher in"
         f" {figures['disagreements']:,}; over {figures['tokens']:,} tokens top-1"
@@ -56,17 +57,11 @@ def collect(given: dict[str, Any]) -> int:
 
 def _jsonl(text: str) -> str:
     if not text.endswith(".jsonl"):
-        raise argparse.ArgumentTypeError(
-            f"{text} does not end in .jsonl, by which --dataset_name will know it"
-        )
+        raise argparse.ArgumentTypeError(f"{text} does not end in .jsonl")
     return text
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Exit status: 0 done, 2 wrong arguments, data or output, 5 adapter unusable, 128+n after"
-        " finishing the batch on signal n."
-    )
     where = {"metavar": "FILE.jsonl", "help": "file to write"}
     parser.add_argument("--output", required=True, type=_jsonl, **where)
     add_number(parser, "max_new_tokens", "tokens of a completion", 64)

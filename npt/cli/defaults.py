@@ -55,40 +55,40 @@ class Chosen(NamedTuple):
 
     Attributes:
         notes: lines to print about them.
-        fallback: a random start will do where one in closed form was chosen.
+        fallback: whether a random start may replace the calibrated one.
     """
 
-    given: dict[str, Any]
+    flags: dict[str, Any]
     notes: tuple[str, ...] = ()
     fallback: bool = False
 
 
-def with_config(given: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
+def with_config(flags: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the flags over the settings of the file in --config, without ignored ones."""
-    if "config" not in given:
-        return dict(given)
+    if "config" not in flags:
+        return dict(flags)
     extra = {"safe_mode": bool, "any_base": bool, "adapter": str}
-    written = read_yaml(given["config"], SETTINGS, extra)
-    return {**{name: value for name, value in written.items() if name not in ignored}, **given}
+    settings = read_yaml(flags["config"], SETTINGS, extra)
+    return {**{name: value for name, value in settings.items() if name not in ignored}, **flags}
 
 
 def with_defaults(
-    given: Mapping[str, Any],
+    flags: Mapping[str, Any],
     recorded: Mapping[str, Any] | None = None,
     *,
     model_name: str | None = None,
     solvable: bool = True,
 ) -> Chosen:
-    """Return the flags of a run with values for those that are not given.
+    """Return the flags of a run with values for those that are not set.
 
     Args:
-        given: by flag name; `init` may be `auto`, which is its default.
+        flags: by name; `init` may be `auto`, which is its default.
         recorded: those of the run that is resumed, if any, which come before any default.
         model_name: of the base, where flags do not say it: an adapter knows its own.
-        solvable: False if a start was found not to be solvable.
+        solvable: False if there is too little text for a calibrated start.
     """
-    asked, adapter = given.get("init", AUTO), given.get("adapter") is not None
-    flags = {n: v for n, v in given.items() if n != "init" or not (adapter or asked == AUTO)}
+    asked, adapter = flags.get("init", AUTO), flags.get("adapter") is not None
+    flags = {n: v for n, v in flags.items() if n != "init" or not (adapter or asked == AUTO)}
     notes: list[str] = []
     if adapter:
         chosen = _near(flags)
@@ -96,7 +96,7 @@ def with_defaults(
         against = _why_random(flags) if solvable else "too little text to solve one"
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
-        base = given.get("model_name", model_name or EMBEDDED)
+        base = flags.get("model_name", model_name or EMBEDDED)
         if (base, flags.get("dataset_name", BUILTIN)) == (EMBEDDED, BUILTIN):
             chosen |= _missing(EMBEDDED_DEFAULTS[init], flags)
         if asked == AUTO and init == "random":
@@ -114,9 +114,8 @@ def with_defaults(
         chosen |= {name: recorded[name] for name in form | chosen.keys() if name in recorded}
         return Chosen({**flags, **chosen})
     solves = asked == AUTO and chosen.get("init") == "calibrated"
-    return Chosen(
-        {**flags, **chosen}, tuple(notes), fallback=solves and "calibration_tokens" not in flags
-    )
+    fallback = solves and "calibration_tokens" not in flags
+    return Chosen({**flags, **chosen}, tuple(notes), fallback)
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,22 +153,22 @@ def _why_random(flags: Mapping[str, Any]) -> str | None:
     return None
 
 
-def with_data(given: Mapping[str, Any], model_name: str) -> Chosen:
+def with_data(flags: Mapping[str, Any], model_name: str) -> Chosen:
     """Return the flags with a data set: short names written out; if none is named, the embedded
     text for the embedded model alone.
     """
-    name = given.get("dataset_name")
+    name = flags.get("dataset_name")
     short = None if name is None else named(name)
     if short is not None:
-        return Chosen({**short, **{f: v for f, v in given.items() if f != "dataset_name"}})
+        return Chosen({**short, **{f: v for f, v in flags.items() if f != "dataset_name"}})
     if name is not None or model_name == EMBEDDED:
-        return Chosen(dict(given))
+        return Chosen(dict(flags))
     web_text = DATASETS["slimpajama"]
     note = (
         f"no --dataset_name: text is streamed from {web_text['dataset_name']}; name a file, a"
         " folder or another data set to use that"
     )
-    return Chosen({**web_text, **given}, (note,))
+    return Chosen({**web_text, **flags}, (note,))
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -182,16 +181,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_auto(parser: argparse.ArgumentParser) -> None:
-    """Let `--init` take `auto`, and show the defaults that a run without other flags has."""
-    flags = parser._option_string_actions
+    """Let `--init` take `auto`, and show the defaults of a run without other flags."""
+    flags, defaults = parser._option_string_actions, with_defaults({}).flags
     flags["--init"].choices = (AUTO, *INITS)
-    flags["--init"].help = (
-        "auto: calibrated if that is possible, else random; random: small normal start;"
-        " calibrated: closed form (default: auto)"
-    )
-    bare = with_defaults({}).given
-    for f in (f for cls in SETTINGS for f in fields(cls)):
-        name = flag_of(f)
-        if name in bare and name != "init":
-            default = shown_default(bare[name])
-            flags[f"--{name}"].help = f"{f.metadata['help']} (default: {default})"
+    texts = {flag_of(f): f.metadata["help"] for cls in SETTINGS for f in fields(cls)}
+    start = "auto: calibrated if that is possible, else random; random: small normal start;"
+    texts["init"], defaults["init"] = f"{start} calibrated: closed form", AUTO
+    for name, default in defaults.items():
+        flags[f"--{name}"].help = f"{texts[name]} (default: {shown_default(default)})"

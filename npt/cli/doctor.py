@@ -8,62 +8,59 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from npt.cli.arguments import add_number, add_switch, load, load_teacher, print_json, print_table
+from npt.cli.arguments import (
+    add_number,
+    add_switch,
+    check_partners,
+    load,
+    load_teacher,
+    print_json,
+    print_table,
+)
 from npt.cli.defaults import EMBEDDED, SETTINGS, add_config, with_config, with_data
-from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
+from npt.config import BaseConfig, DataConfig, flag_of
 from npt.console import make_console
 from npt.errors import ConfigError, DataError
 from npt.flags import add_settings, build, with_safe_mode
 
 
-def doctor(given: dict[str, Any]) -> int:
+def doctor(flags: dict[str, Any]) -> int:
     """Look at what a run would be made of, before it: --data for counts, ids and samples of a data
     set, --plan for memory."""
-    if given["data"] is None and not given["plan"]:
-        raise ConfigError(
-            "npt doctor looks at what it is asked to: --data [NAME] (counts, ids and three samples"
-            " of the data) or --plan (the memory that a run will take)"
-        )
-    _check_flags(given)
-    given = with_config(given, ignored=() if given["shape"] is None else ("model_name",))
-    given = with_safe_mode(given)
+    if flags["data"] is None and not flags["plan"]:
+        raise ConfigError("give --data [NAME] to look at the data, or --plan to predict the memory")
+    names = (flag_of(f) for cls in SETTINGS if cls is not DataConfig for f in fields(cls))
+    needing = {*names, "shape", "device", "measure", "safe_mode"} - {"model_name"}
+    check_partners(flags, dict.fromkeys(sorted(needing), "plan"))
+    flags = with_config(flags, ignored=() if flags["shape"] is None else ("model_name",))
+    flags = with_safe_mode(flags)
     from npt.doctor.data import print_report
 
-    console = make_console(stderr=given["json"])
-    reports = {} if given["data"] is None else _examine(given, console)
-    if not given["json"]:
+    console = make_console(stderr=flags["json"])
+    reports = {} if flags["data"] is None else _examine(flags, console)
+    if not flags["json"]:
         for report in reports.values():
             print_report(report, console)
     figures = {name: report.as_dict() for name, report in reports.items()}
     sound = not any(report.problems for report in reports.values())
-    if given["plan"]:
-        figures["plan"] = _plan(given, console)
+    if flags["plan"]:
+        figures["plan"] = _plan(flags, console)
         sound &= figures["plan"]["fits"]
-    if given["json"]:
+    if flags["json"]:
         print_json(figures)
     return 0 if sound else 2
 
 
-def _check_flags(given: dict[str, Any]) -> None:
-    """Refuse flags that would be ignored without --plan."""
-    settings = {flag_of(f) for cls in (BaseConfig, NPTConfig, TrainConfig) for f in fields(cls)}
-    unused = sorted((settings - {"model_name"}) & given.keys())
-    unused += [name for name in ("shape", "device", "measure", "safe_mode") if given.get(name)]
-    if unused and not given["plan"]:
-        raise ConfigError(f"--{unused[0]} means nothing without --plan; add it or drop the other")
-
-
-def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
+def _examine(flags: dict[str, Any], console: Any) -> dict[str, Any]:
     """Return reports on the data and, if any are, on those that are replayed."""
-    if given["data"] is not True:
-        if given.get("dataset_name", given["data"]) != given["data"]:
-            raise ConfigError(
-                f"--data is {given['data']}, --dataset_name {given['dataset_name']}; they mean the"
-                " same, give one of them"
-            )
-        given = {**given, "dataset_name": given["data"]}
-    given = with_data(given, EMBEDDED).given
-    base, data = build(BaseConfig, given), build(DataConfig, given)
+    name = flags["data"]
+    if name is not True:
+        if flags.get("dataset_name", name) != name:
+            other = flags["dataset_name"]
+            raise ConfigError(f"--data {name} and --dataset_name {other} differ; give one of them")
+        flags = {**flags, "dataset_name": name}
+    flags = with_data(flags, EMBEDDED).flags
+    base, data = build(BaseConfig, flags), build(DataConfig, flags)
     from npt.adapters.fit import check_length
     from npt.base.load import load_tokenizer, read_config
     from npt.data.source import open_source
@@ -80,24 +77,26 @@ def _examine(given: dict[str, Any], console: Any) -> dict[str, Any]:
             if part.label != FIRST:
                 with contextlib.suppress(DataError):  # the report says where
                     config = fitting_columns(config, open_source(config))
-            most, vocabulary = given["max_records"], model_config.vocab_size
+            most, vocabulary = flags["max_records"], model_config.vocab_size
             report = examine(config, tokenizer, vocabulary, max_records=most)
             reports["replay" if part.label == REPLAY else part.label] = report
     return reports
 
 
-def _plan(given: Mapping[str, Any], console: Any) -> dict[str, Any]:
+def _plan(flags: Mapping[str, Any], console: Any) -> dict[str, Any]:
     """Plan a run's memory, with --measure run windows of it, print the plan and return it."""
     from npt.doctor.measure import measured_windows
     from npt.doctor.plan import available
 
-    name, workload = _workload(given)
+    name, workload = _workload(flags)
     training, memory, limit = workload.training, workload.plan(), available(workload.device)
     measured: list[dict[str, Any]] = []
-    if given["measure"]:
+    if flags["measure"]:
         if limit is not None and workload.plan(1).of("micro-batch", "step") > limit:
             raise ConfigError("--measure runs what is planned, and not even one sample would fit")
-        model, teacher = _models(given, workload, console)
+        base = build(BaseConfig, flags)
+        model, _ = load(base, console, workload.device)
+        teacher = load_teacher(base, console, workload.device)
         with console.status("running windows"):
             measured = list(measured_windows(workload, model, teacher, limit))
     window = training.batch_size * training.gradient_accumulation_steps
@@ -108,61 +107,41 @@ def _plan(given: Mapping[str, Any], console: Any) -> dict[str, Any]:
         "ranks": list(workload.ranks.values()),
         "memory": memory.as_dict(),
         "limit_bytes": limit,
-        "fits": limit is None or max(memory.peak, memory.of("start")) <= limit,
+        "fits": limit is None or memory.peak <= limit,
         "measured": measured,
     }
-    if not given["json"]:
+    if not flags["json"]:
         _print(plan, workload, memory, console)
     return plan
 
 
-def _workload(given: Mapping[str, Any]) -> tuple[str, Any]:
+def _workload(flags: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the model's name and the workload to plan."""
     import torch
 
     from npt.adapters.fit import check_fit
     from npt.base.load import read_config
-    from npt.calibration.calibrate import check_calibration
     from npt.doctor.plan import Workload
     from npt.doctor.shape import llama_config, parse_shape
     from npt.train.run_setup import check_trainable
 
-    base, adapter, data, training = (build(cls, given) for cls in SETTINGS)
-    name, device = given["shape"] or base.model_name, given["device"]
-    if given["shape"] is None:
+    base, adapter, data, training = (build(cls, flags) for cls in SETTINGS)
+    name, device = flags["shape"] or base.model_name, flags["device"]
+    if flags["shape"] is None:
         config = read_config(base.model_name)
-    elif "model_name" in given:
-        raise ConfigError(f"--shape is {name} and --model_name {base.model_name}; give one of them")
+    elif "model_name" in flags:
+        raise ConfigError(f"--shape {name} replaces --model_name {base.model_name}; give one")
     else:
         config = llama_config(parse_shape(name), data.max_length)
         config.dtype = torch.bfloat16
     check_fit(adapter, config, data.max_length)
-    check_calibration(adapter)
     check_trainable(adapter, None, base.teacher_precision is not None)
-    if given["measure"] and device == "cuda" and not torch.cuda.is_available():
+    if flags["measure"] and flags["shape"] is not None:
+        raise ConfigError("--measure runs a model, and --shape has none; give --model_name")
+    if flags["measure"] and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but there is no GPU here to --measure on")
     device = None if device is None else torch.device(device)
     return name, Workload.of(base, config, adapter, training, data.max_length, device)
-
-
-def _models(given: Mapping[str, Any], workload: Any, console: Any) -> tuple[Any, Any]:
-    """Return the base and its own teacher; for --shape a base with random weights, and None."""
-    from npt.base.random_base import random_base
-
-    base = build(BaseConfig, given)
-    if given["shape"] is None:
-        model, _ = load(base, console, workload.device)
-        return model, load_teacher(base, console, workload.device)
-    if workload.teacher is not None:
-        raise ConfigError("--measure takes no --teacher_precision with --shape; give --model_name")
-    model = random_base(
-        workload.config,
-        quantization=base.quantization,
-        device=workload.device,
-        attn_implementation=base.attn_implementation,
-        compute_dtype=workload.compute_dtype,
-    )
-    return (model if base.quantization else model.to(workload.stored)), None
 
 
 def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> None:
@@ -177,16 +156,12 @@ def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> No
         f"rank {max(plan['ranks'])} on {len(plan['ranks'])} layers, {c.strategy}; a step of"
         f" {c.gradient_accumulation_steps} x {c.batch_size} samples of {workload.length:,} tokens",
     )
-    calibrated = workload.adapter.init == "calibrated"
-    if not calibrated:
-        console.say("from a random start; --init calibrated includes the closed-form start")
-    phases = PHASES if calibrated else PHASES[1:]
     rows = [
-        [term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in phases)]
+        [term.name, *(shown(term.bytes) if phase in term.phases else "" for phase in PHASES)]
         for term in memory.terms
     ]
-    rows.append(["together", *(shown(memory.of(phase)) for phase in phases)])
-    print_table(console, ["memory", *phases], rows)
+    rows.append(["together", *(shown(memory.of(phase)) for phase in PHASES)])
+    print_table(console, ["memory", *PHASES], rows)
     verdict = f"peak {shown(memory.peak)} in the {memory.phase}"
     if limit is not None:
         fits = "fits" if plan["fits"] else "does not fit"
@@ -194,27 +169,23 @@ def _print(plan: dict[str, Any], workload: Any, memory: Any, console: Any) -> No
     console.say(verdict)
     rows = []
     for window in plan["measured"]:
-        took = ["does not fit", ""]
+        result = ["does not fit", ""]
         if window["peak"] is not None:
-            took = [shown(window["peak"]), f"{window['seconds']:.3g}"]
-        rows.append([str(window["batch_size"]), shown(window["predicted"]), *took])
+            result = [shown(window["peak"]), f"{window['seconds']:.3g}"]
+        rows.append([str(window["batch_size"]), shown(window["predicted"]), *result])
     if rows:
         print_table(console, ["samples of a window", "predicted", "measured", "seconds"], rows)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Exit status: 0 nothing prevents training, 2 something does, or wrong arguments."
-    )
     add = parser.add_argument
     text = "look at the data; NAME as in --dataset_name, which it replaces"
     add("--data", nargs="?", const=True, metavar="NAME", help=text)
     add_number(parser, "max_records", "look at the first records only (default: all)")
-    text = "predict the memory of a run with these flags, by formula; no weights are read"
-    add_switch(parser, "plan", text)
+    add_switch(parser, "plan", "predict the memory of a training by formula; no weights are read")
     text = "plan for a named shape, or for D,F,L,heads,kv_heads,V, in place of --model_name"
     add("--shape", metavar="SHAPE", help=text)
-    text = "that is planned for, and need not be here, or measured on (default: the GPU, if any)"
+    text = "device to plan for, which need not be here, or to measure on (default: the GPU, if any)"
     add("--device", choices=("cpu", "cuda"), help=text)
     text = "run windows of 1, 2, 4, ... samples up to --batch_size: their peak and their time"
     add_switch(parser, "measure", text)

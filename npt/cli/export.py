@@ -9,18 +9,18 @@ from npt.cli.arguments import add_adapter, tell
 from npt.console import make_console
 
 
-def export(given: dict[str, Any]) -> int:
+def export(flags: dict[str, Any]) -> int:
     """Write a student as a folder that transformers loads without npt: base, adapter, tokenizer and
     the code that joins them.
     """
     import npt
 
-    with make_console(stderr=given["json"]).status("writing, and reading it back"):
-        done = npt.export(given["adapter"], given["output"], base_name=given["model_name"])
+    with make_console(stderr=flags["json"]).status("writing, and reading it back"):
+        done = npt.export(flags["adapter"], flags["output"], base_name=flags["model_name"])
     base = "4 bit" if done.packed else "16 bit or fp32"
     files = f"{done.files} file{'s' if done.files > 1 else ''} of weights"
     tell(
-        given,
+        flags,
         done.as_dict(),
         f"wrote {done.folder}: base in {base}, {files}, {done.size / 1e6:,.1f} MB",
         f"checked without npt: largest difference of a logit {done.largest:.3g} over {done.tokens}"
@@ -30,10 +30,6 @@ def export(given: dict[str, Any]) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Exit status: 0 done, 2 wrong arguments, or what was written is not the student (nothing is"
-        " left), 5 adapter unusable."
-    )
     add_adapter(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="a new or empty folder")
     name = "of the base, if it is not under the name that the adapter knows"

@@ -8,37 +8,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npt.cli.arguments import (
-    Student,
-    add_number,
-    add_student,
-    add_switch,
-    load_student,
-    print_json,
-    with_base,
-)
+from npt.cli.arguments import Student, add_number, add_student, add_switch, begin, print_json
 from npt.console import make_console, put
-from npt.errors import ConfigError, DataError, printable
+from npt.errors import ConfigError, printable
 
 MODES = ("teacher", "student", "floor")
 """Who may write a text, in the order in which a page shows them."""
 
 
-def generate(given: dict[str, Any]) -> int:
+def generate(flags: dict[str, Any]) -> int:
     """Continue a prompt with a saved adapter: the student, its teacher, or both compared."""
     from npt.adapters.converted import adapter_mode
     from npt.evaluation.generate import Written, first_difference, prompt_ids, write
 
-    page = None if given["html"] is None else Path(given["html"])
+    page = None if flags["html"] is None else Path(flags["html"])
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise ConfigError(f"--html {page}: name a file in a folder that exists")
-    prompt, limit, compare = _prompt(given["prompt"]), given["max_new_tokens"], given["compare"]
-    given, base = with_base(given)
-    notes = make_console(stderr=True)  # so that stdout is text, or JSON, alone
-    student = load_student(base, given, notes)
+    prompt, limit, compare = flags["prompt"], flags["max_new_tokens"], flags["compare"]
+    task = begin(flags, stderr=True)  # so that stdout is text, or JSON, alone
+    notes, student = task.console, task.load()
     model, tokenizer = student.model, student.tokenizer
-    ids = prompt_ids(tokenizer, prompt, chat=not given["raw"])
-    modes: Any = MODES[:2] if compare else (given["mode"] or "student",)
+    ids = prompt_ids(tokenizer, prompt, chat=not flags["raw"])
+    modes: Any = MODES[:2] if compare else (flags["mode"] or "student",)
     texts: dict[str, Written] = {}
     for mode in modes:
         with adapter_mode(model, mode):
@@ -51,7 +42,7 @@ def generate(given: dict[str, Any]) -> int:
             for mode, text in texts.items():
                 token = text.ids[position : position + 1]
                 figures[f"{mode}_token"] = tokenizer.decode(list(token)) if token else None
-    if given["json"]:
+    if flags["json"]:
         about = {"prompt": prompt, "prompt_tokens": len(ids), "max_new_tokens": limit}
         print_json({**about, **figures, **student.other})
     elif compare:
@@ -59,24 +50,15 @@ def generate(given: dict[str, Any]) -> int:
     else:
         words = prompt + texts[modes[0]].text
         put(printable(words) if sys.stdout.isatty() else words)
-    notes.say("; ".join(_speed(mode, text) for mode, text in texts.items()))
+    for mode, text in texts.items():
+        speed = len(text.ids) / max(text.seconds, 1e-9)
+        ending = "ended" if text.ended else "cut at the limit"
+        notes.say(f"{mode}: {len(text.ids)} tokens, {speed:.1f} tokens/s, {ending}")
     if page is not None:
-        recipe = {"adapter": str(given["adapter"]), "base": base.model_name}
+        recipe = {"adapter": str(task.flags["adapter"]), "base": task.base.model_name}
         _write_page(page, student, ids, figures, {**recipe, "tokens": f"{limit:,} at most"})
         notes.say(f"page {page}")
     return 0
-
-
-def _prompt(given: str | None) -> str:
-    """Return the prompt of the flag, else what is piped in."""
-    if given is not None:
-        return given
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("there is no prompt; pass --prompt TEXT, or pipe the text in")
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt on standard input is not UTF-8: {error.reason}") from error
 
 
 def _print_texts(
@@ -134,22 +116,14 @@ def _write_page(
     write_text(page, generated_page(line[0].upper() + line[1:], facts, rows, passages))
 
 
-def _speed(name: str, written: Any) -> str:
-    count = len(written.ids)
-    speed = f"{count / written.seconds:.1f} tokens/s" if written.seconds > 0 else "no time"
-    return f"{name}: {count} tokens, {speed}, {'ended' if written.ended else 'cut at the limit'}"
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", metavar="TEXT", help="default: what is piped in")
+    text = "text to continue, or what the user says to a chat model"
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help=text)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--mode", choices=MODES, help="who writes (default: student)")
     add_switch(who, "compare", "teacher and student, and where they part")
     add_number(parser, "max_new_tokens", "tokens at most", 64)
-    page = (
-        "write a page, one file, with the text token by token, coloured by the modulation in each"
-        " converted layer"
-    )
+    page = "write a page with the text token by token, coloured by each layer's modulation"
     parser.add_argument("--html", metavar="FILE", help=page)
     add_switch(parser, "raw", "ignore the tokenizer's chat template, if it has one")
     add_student(parser)

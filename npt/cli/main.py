@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from npt.console import complain
 from npt.errors import NPTError, StoppedError, is_out_of_memory, printable
@@ -24,8 +21,14 @@ VERBS = (
 )  # fmt: skip
 """Modules of this package, in the order of `--help`."""
 
+STATUSES = (
+    "Exit status: 0 done, 1 trace found a fault, 2 wrong arguments or data, 3 stopped after too"
+    " many refusals, 4 smoke test failed, 5 adapter, checkpoint or bundle unusable, 6 another"
+    " process was lost, 128+n after signal n."
+)
+
 _NAMED = {"import": "import_base"}
-"""Verbs that no module and no function can be called by."""
+"""Verbs whose name no module and no function can have."""
 
 CROWDED = 0.4
 """Load per core over the last minute from which on others are taken to be computing here."""
@@ -39,20 +42,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "npt") -> int:
         prog: name shown in messages.
 
     Returns:
-        The exit status: 0 done, 2 wrong arguments or data, 3 stopped after too many refusals, 4
-        smoke test failed, 5 adapter, checkpoint or bundle unusable, 6 another process of the run
-        was lost (if it failed: its status), 128+n after signal n.
+        The exit status; if another process of the run failed, that one's.
     """
     _share_cores()
-    given = vars(make_parser(prog).parse_args(argv))
-    debug, verb = given.pop("debug"), given.pop("verb")
+    flags = vars(make_parser(prog).parse_args(argv))
+    debug, verb = flags.pop("debug"), flags.pop("verb")
     speaker = prog
     if os.environ.get("WORLD_SIZE", "1") != "1":  # several processes share the terminal
         speaker += f": process {os.environ.get('RANK')}"
     try:
-        with warnings.catch_warnings(), _kept_matmul_precision():
+        with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return verb(given)
+            return verb(flags)
     except KeyboardInterrupt:
         complain(f"{speaker}: interrupted")
         return 130
@@ -84,25 +85,14 @@ def make_parser(prog: str = "npt") -> argparse.ArgumentParser:
         called = _NAMED.get(name, name)
         module = import_module(f"npt.cli.{called}")
         run = getattr(module, called)
-        sub = verbs.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
+        texts = {"help": run.__doc__, "description": run.__doc__, "epilog": STATUSES}
+        sub = verbs.add_parser(name, **texts, allow_abbrev=False)
         sub.set_defaults(verb=run)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name != "pretrain":
             sub.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add_flags(sub)
     return parser
-
-
-@contextmanager
-def _kept_matmul_precision() -> Iterator[None]:
-    """Restore torch's precision of fp32 products, a setting of the whole process."""
-    torch: Any = sys.modules.get("torch")
-    before = "highest" if torch is None else torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        if (torch := sys.modules.get("torch")) is not None:  # it may have been loaded since
-            torch.set_float32_matmul_precision(before)
 
 
 def _share_cores() -> None:

@@ -9,7 +9,15 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npt.cli.arguments import add_switch, check_run, load, load_adapter, load_teacher, with_base
+from npt.cli.arguments import (
+    add_adapter,
+    add_switch,
+    check_run,
+    load,
+    load_adapter,
+    load_teacher,
+    with_base,
+)
 from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
@@ -20,12 +28,12 @@ REFUSED_SHARE_WORTH_SAYING = 0.01
 
 
 class _Settings(NamedTuple):
-    """Settings of a run, and what is known of it before its base is loaded.
+    """Settings of a run, and what its folder holds.
 
     Attributes:
         start: the saved adapter to train from, if any.
-        any_base: its base may be another one.
-        resumes: a checkpoint.
+        any_base: whether its base may be another one.
+        resumes: whether a checkpoint is resumed.
         folder: the run's.
         resume_at: the step of the run in it.
     """
@@ -41,32 +49,27 @@ class _Settings(NamedTuple):
     resume_at: int | None = None
 
     @classmethod
-    def of(cls, base: BaseConfig, given: dict[str, Any], any_base: bool) -> _Settings:
-        start = given.get("adapter")
-        adapter = build(NPTConfig, given) if start is None else _form_of(start, given)
+    def of(cls, base: BaseConfig, flags: dict[str, Any], any_base: bool) -> _Settings:
+        start = flags.get("adapter")
+        adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
         return cls(
-            base, adapter, build(DataConfig, given), build(TrainConfig, given), start, any_base
+            base, adapter, build(DataConfig, flags), build(TrainConfig, flags), start, any_base
         )
 
 
-def pretrain(given: dict[str, Any]) -> int:
+def pretrain(flags: dict[str, Any]) -> int:
     """Distil adapters from a base: load, convert, train, evaluate."""
-    tokens = given.get("calibration_tokens")
-    given, base = with_base(with_safe_mode(with_config(given)))
-    any_base = given.pop("any_base", False)
-    given, notes, _ = with_data(given, base.model_name)
-    chosen = with_defaults(given, _resumed_flags(given), model_name=base.model_name)
-    settings = _Settings.of(base, chosen.given, any_base)
+    tokens = flags.get("calibration_tokens")
+    flags, base = with_base(with_safe_mode(with_config(flags)))
+    any_base = flags.pop("any_base", False)
+    flags, notes, _ = with_data(flags, base.model_name)
+    chosen = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
+    settings = _Settings.of(base, chosen.flags, any_base)
     training, start = settings.training, settings.start
-    if tokens is not None and start is not None:
+    if tokens is not None and (start is not None or settings.adapter.init != "calibrated"):
         raise ConfigError(
-            f"--calibration_tokens is about a calibrated start, but --adapter {start} is the start;"
-            " drop one of the two"
-        )
-    if tokens is not None and settings.adapter.init != "calibrated":
-        raise ConfigError(
-            f"--calibration_tokens {tokens} has no effect without --init calibrated: add it, or"
-            " remove --calibration_tokens"
+            f"--calibration_tokens {tokens} has no effect without a calibrated start: add --init"
+            " calibrated and give no --adapter, or remove it"
         )
     if any_base and training.resume is None and start is None:
         raise ConfigError(
@@ -93,19 +96,19 @@ def pretrain(given: dict[str, Any]) -> int:
                     if processes.size > 1 or not chosen.fallback:
                         raise
                     # only the trackers have started
-                    chosen = with_defaults(given, model_name=base.model_name, solvable=False)
+                    chosen = with_defaults(flags, model_name=base.model_name, solvable=False)
                     console.say(*chosen.notes)
-                    settings = _check(processes, _Settings.of(base, chosen.given, any_base))
+                    settings = _check(processes, _Settings.of(base, chosen.flags, any_base))
                     return _train(processes, console, settings, trackers)
     finally:
         processes.close()
 
 
-def _resumed_flags(given: dict[str, Any]) -> dict[str, Any]:
+def _resumed_flags(flags: dict[str, Any]) -> dict[str, Any]:
     """Return settings, by flag, of the run that `--resume` names, as far as they can be read;
     whether it can be resumed is checked later.
     """
-    resume, output = given.get("resume"), given.get("output_dir")
+    resume, output = flags.get("resume"), flags.get("output_dir")
     if resume is None:
         return {}
     folders = [Path(resume), Path(resume).parent.parent]
@@ -115,15 +118,15 @@ def _resumed_flags(given: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             record = json.loads(path.read_text(encoding="utf-8"))
             settings = record.get("settings", {})
-            flags = {f.name: flag_of(f) for cls in SETTINGS for f in fields(cls)}
-            return {flags[name]: value for name, value in settings.items() if name in flags}
+            names = {f.name: flag_of(f) for cls in SETTINGS for f in fields(cls)}
+            return {names[name]: value for name, value in settings.items() if name in names}
     return {}
 
 
-def _form_of(start: Any, given: dict[str, Any]) -> NPTConfig:
+def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
     """Return the form of a saved adapter; ConfigError for a flag that says something else."""
     form = start.config
-    asked = build(NPTConfig, {flag_of(f): getattr(form, f.name) for f in fields(form)} | given)
+    asked = build(NPTConfig, {flag_of(f): getattr(form, f.name) for f in fields(form)} | flags)
     for f in fields(form):
         was, wanted = getattr(form, f.name), getattr(asked, f.name)
         if wanted != was:
@@ -141,17 +144,15 @@ def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -
             f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
             " started; take --shard_base"
         )
-    teacher, why = base.teacher_precision, None
-    if processes == 1:
-        why = "there is one process; start several with torchrun, or take --device_map"
-    elif init == "calibrated":
-        why = "--init calibrated needs the whole base in one process; use --init random"
-    elif teacher is not None:
-        why = f"--teacher_precision {teacher} loads a whole unquantised model"
-    elif strategy != "local":
-        why = f"--strategy {strategy} does not support a sharded base; take --strategy local"
-    if base.shard_base and why is not None:
-        raise ConfigError(f"--shard_base shares the base out, but {why}")
+    teacher = base.teacher_precision
+    for refused, why in (
+        (processes == 1, "there is one process; start several with torchrun, or take --device_map"),
+        (init == "calibrated", "--init calibrated needs all of it; use --init random"),
+        (teacher is not None, f"--teacher_precision {teacher} loads a whole unquantised model"),
+        (strategy != "local", f"--strategy {strategy} does not support it; take --strategy local"),
+    ):
+        if base.shard_base and refused:
+            raise ConfigError(f"--shard_base shares the base out, but {why}")
 
 
 def _check(processes: Any, settings: _Settings) -> _Settings:
@@ -206,7 +207,7 @@ def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> 
         if start is None or resumes:
             console.say(str(npt.attach(model, adapter, seed=training.seed)))
         else:
-            load_adapter(model, {"adapter": start, "any_base": any_base}, console)
+            load_adapter(model, start, any_base, console)
             console.say(f"training starts from {start}: {AttachReport.of(model)}")
         if base.shard_base:
             npt.shard_base(model, processes)
@@ -247,16 +248,9 @@ def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     unset = argparse.SUPPRESS
-    text = (
-        "with --resume or --adapter: another base than theirs too, if its shapes fit; a warning,"
-        " events.jsonl and run.json tell"
-    )
+    text = "with --resume or --adapter: accept another base whose shapes fit, with a warning"
     add_switch(parser, "any_base", text, unset)
-    text = (
-        "start from a saved adapter (its folder, a run's, a checkpoint, or USER/NAME on the hub),"
-        " on its base and in its form, as a new run with moments and schedule of its own; --resume"
-        " takes those up"
-    )
-    parser.add_argument("--adapter", metavar="PATH", default=unset, help=text)
+    text = "a saved adapter to start a new run from, on its base and in its form"
+    add_adapter(parser, text, required=False, default=unset)
     add_settings(parser, *SETTINGS)
     offer_auto(parser)

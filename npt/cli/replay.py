@@ -5,35 +5,25 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from npt.cli.arguments import add_number, print_json
-from npt.console import make_console
+from npt.cli.arguments import add_number, tell
 
 
-def replay(given: dict[str, Any]) -> int:
-    """Take the last window of a run that gave up again: does the fault recur, where does it arise,
-    is it the data or the state?
+def replay(flags: dict[str, Any]) -> int:
+    """Re-run the last window of a failed run and report whether the fault recurs, which operation
+    causes it, and whether data or state is to blame.
     """
     from npt.forensics.student import replay_student
 
-    result = replay_student(
-        given["bundle"],
-        model_name=given["model_name"],
-        device=given["device"],
-        micro_batch=given["micro_batch"],
-    )
-    if given["json"]:
-        print_json(result.as_dict())
-    else:
-        make_console().say(*str(result).split("\n"))
+    options = {name: flags[name] for name in ("model_name", "device", "micro_batch")}
+    result = replay_student(flags["bundle"], **options)
+    tell(flags, result.as_dict(), *str(result).split("\n"))
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", help="folder RUN/postmortem/step-XXXXXXXX")
-    parser.add_argument(
-        "--model_name", help="the run's base, if it is not found under the recorded name"
-    )
+    text = "the run's base, if it is not found under the recorded name"
+    parser.add_argument("--model_name", help=text)
     parser.add_argument("--device", help="default: the kind that the run was on, if available")
-    add_number(
-        parser, "micro_batch", "trace this micro-batch of the window, refused or not", kind=int
-    )
+    text = "trace this micro-batch of the window, refused or not"
+    add_number(parser, "micro_batch", text, kind=int)

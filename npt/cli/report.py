@@ -11,19 +11,15 @@ from npt.errors import ConfigError
 from npt.extras import require
 
 
-def report(given: dict[str, Any]) -> int:
-    """Make report.html of a run or a study anew from its folder: a finished, stopped or killed one,
-    or one that is under way.
-    """
+def report(flags: dict[str, Any]) -> int:
+    """Write report.html of a run or a study anew from its folder, whether it has ended or not."""
     from npt.report.page import summary
     from npt.runs.run_folder import REPORT, is_run
     from npt.tools.sweep.study import is_study
     from npt.train.run_report import write_report
 
-    folder = Path(given["folder"])
-    output = folder / REPORT if given["output"] is None else Path(given["output"])
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; name the one that a run wrote")
+    folder = Path(flags["folder"])
+    output = Path(flags["output"] or folder / REPORT)
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; name a file")
     if is_study(folder):
@@ -41,12 +37,11 @@ def report(given: dict[str, Any]) -> int:
             f"{folder} holds no run and no study; name a folder with run.json, metrics.jsonl,"
             " checkpoints or study.json"
         )
-    tell(given, figures, *lines, f"written to {output}")
+    tell(flags, figures, *lines, f"written to {output}")
     return 0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="the folder of a run or a study")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where to write the page (default: FOLDER/report.html)"
-    )
+    text = "where to write the page (default: FOLDER/report.html)"
+    parser.add_argument("--output", metavar="FILE", help=text)

@@ -14,7 +14,7 @@ from npt.errors import NPTError
 from npt.presets import studies, study_file
 
 
-def sweep(given: dict[str, Any]) -> int:
+def sweep(flags: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
@@ -30,23 +30,23 @@ def sweep(given: dict[str, Any]) -> int:
     )
     from npt.versions import versions
 
-    console = silent_console() if given["json"] else make_console()
-    if given["parent"] is not None:
-        _work(given, console)
+    console = silent_console() if flags["json"] else make_console()
+    if flags["parent"] is not None:
+        _work(flags, console)
         return 0
-    spec = study_file(given["spec"])
+    spec = study_file(flags["spec"])
     design = read_design(str(spec))
     check_design(design)
-    if given["dry_run"]:
+    if flags["dry_run"]:
         console.say(
             *(f"{trial.key}  {trial}" for trial in design.trials),
             f"{len(design.trials)} trials in {len(design.parts)} parts, settings in order",
         )
         return 0
-    folder = Path(given["study"]) if given["study"] is not None else Path("outputs") / design.name
+    folder = Path(flags["study"]) if flags["study"] is not None else Path("outputs") / design.name
     check_folder(folder, spec, design)
-    storage = Storage(storage_url(folder, given["storage"]), design.name)
-    open_folder(folder, spec, design, given["storage"], versions())
+    storage = Storage(storage_url(folder, flags["storage"]), design.name)
+    open_folder(folder, spec, design, flags["storage"], versions())
     lines = [""]
 
     def look() -> None:
@@ -63,18 +63,18 @@ def sweep(given: dict[str, Any]) -> int:
             f" {folder}"
         )
         update_table(storage, design, folder)
-        count = given["workers"]
+        count = flags["workers"]
         threads = max(1, (os.cpu_count() or 1) // count)
         command = [sys.executable, "-m", "npt", "sweep", str(spec), "--study", str(folder)]
         command += ["--parent", str(os.getpid())]
-        command += ["--storage", given["storage"]] if given["storage"] is not None else []
-        command += ["--json"] if given["json"] else []
+        command += ["--storage", flags["storage"]] if flags["storage"] is not None else []
+        command += ["--json"] if flags["json"] else []
         status = run_workers(command, count, threads, look)
         rows = update_table(storage, design, folder)
     outcomes = [row["outcome"] or "not run" for row in rows]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
     tell(
-        given,
+        flags,
         {"study": str(folder), "trials": rows},
         f"{counts}; the table is {folder / 'trials.csv'}; look at it with: npt report {folder}",
     )
@@ -93,7 +93,7 @@ def check_design(design: Any) -> None:
             raise type(error)(f"part {origin.part}{arm}: {error}") from error
 
 
-def _work(given: dict[str, Any], console: Any) -> None:
+def _work(flags: dict[str, Any], console: Any) -> None:
     """Run trials as a worker process, by the study that is in the folder: its specification may
     have been edited since.
     """
@@ -102,11 +102,11 @@ def _work(given: dict[str, Any], console: Any) -> None:
     from npt.tools.sweep.study import design_in, scratch_folder, storage_url
     from npt.tools.sweep.worker import Worker
 
-    folder = Path(given["study"])
+    folder = Path(flags["study"])
     design = design_in(folder)
-    storage = Storage(storage_url(folder, given["storage"]), design.name)
+    storage = Storage(storage_url(folder, flags["storage"]), design.name)
     with storage.reached(), scratch_folder(folder) as scratch:
-        Worker(design, storage, Bases(scratch), console.say, given["parent"]).work()
+        Worker(design, storage, Bases(scratch), console.say, flags["parent"]).work()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,22 +8,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from npt.cli.arguments import add_number, add_student, begin, limit, load, load_adapter, tell
+from npt.cli.arguments import add_number, add_student, begin, check_partners, limit, tell
 from npt.config import STRATEGIES, TrainConfig
-from npt.errors import ConfigError
 
 
-def trace(given: dict[str, Any]) -> int:
+def trace(flags: dict[str, Any]) -> int:
     """Look for the operation that first makes a bad number, in the model's own pass or in an
     adapter's training step.
     """
-    for flag in ("strategy", "any_base"):
-        if given[flag] and given["adapter"] is None:
-            shown = f"--{flag} {given[flag]}" if flag == "strategy" else f"--{flag}"
-            raise ConfigError(
-                f"{shown} has no effect without --adapter: add --adapter, or remove --{flag}"
-            )
-    given, base, data, console = begin(given)
+    check_partners(flags, dict.fromkeys(("strategy", "any_base"), "adapter"))
+    task = begin(flags)
     import npt
     from npt.data.batch import batches
     from npt.data.report import no_sample
@@ -32,36 +26,32 @@ def trace(given: dict[str, Any]) -> int:
     from npt.distill.step import forward_backward
     from npt.distill.strategies import drive
 
-    model, tokenizer = load(base, console, adapter=given["adapter"])
+    student = task.load()
     run, traced = None, "the model's own pass"
-    other: dict[str, str] = {}
-    if given["adapter"] is not None:
-        _, other = load_adapter(model, given, console)
-        training = TrainConfig(strategy=given["strategy"] or TrainConfig.strategy)
-        run = partial(forward_backward, model, drive)
+    if flags["adapter"] is not None:
+        training = TrainConfig(strategy=flags["strategy"] or TrainConfig.strategy)
+        run = partial(forward_backward, student.model, drive)
         traced = f"a training step ({training.strategy})"
-    samples = Samples(open_source(data), tokenizer, data, seed=0, hold_out=False)
+    data = open_source(task.data)
+    samples = Samples(data, student.tokenizer, task.data, seed=0, hold_out=False)
     verdict, count = None, 0
-    for batch in islice(batches(samples.epoch(0), given["batch_size"]), given["batches"]):
+    for batch in islice(batches(samples.epoch(0), flags["batch_size"]), flags["batches"]):
         step = None if run is None else partial(run, batch, training)
-        verdict, count = npt.trace(model, batch, run=step, limit=given["limit"]), count + 1
+        verdict, count = npt.trace(student.model, batch, run=step, limit=flags["limit"]), count + 1
         if verdict is not None:
             break
     if not count:
         raise no_sample(samples.counts)
-    lines = [f"no fault in {count} {'batch' if count == 1 else 'batches'} of {traced}"]
+    lines, fault = [f"no fault in {count} batch{'es' if count > 1 else ''} of {traced}"], None
     if verdict is not None:
         lines = [f"batch {count - 1} of {traced}:", *str(verdict).split("\n")]
-    fault = None if verdict is None else verdict.as_dict()
-    tell(given, {"fault": fault, "batches": count, "traced": traced, **other}, *lines)
+        fault = verdict.as_dict()
+    figures = {"fault": fault, "batches": count, "traced": traced, **student.other}
+    tell(flags, figures, *lines)
     return 0 if verdict is None else 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Exit status: 0 no fault, 1 a fault was found, 2 wrong arguments or data, 5 adapter"
-        " unusable."
-    )
     parser.add_argument(
         "--strategy", choices=STRATEGIES, help="of the adapter's training step (default: local)"
     )

@@ -50,7 +50,7 @@ class BaseConfig(SettingsGroup):
     )
     matmul_precision: str = _base(
         "auto",
-        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high where a GPU has it",
+        "fp32 products: highest (fp32), high (TF32 on CUDA) or auto, high on a GPU if errors allow",
         choices=("auto", "highest", "high"),
     )
     attn_implementation: str = _base(

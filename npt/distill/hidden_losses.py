@@ -12,16 +12,12 @@ Pure functions of the valid tokens' rows, [N, D] each, that return one value per
                  0 to 4/D. Blind to the length of o: it sees the angle alone
     mse          mean over D of (o - t)^2
                  in the states' own units. A few tokens of huge norm drown the others
-    cosine       (1 - w) NMSE + w (1 - cos(o, t))
-                 1 - w/2 for o = 0. As nmse, with more weight on the angle
 
-`direction` is the unit-vector MSE that NPT was first trained with. A student can bring it to 0 with
-states of any length, and the next layer, which adds to them, then mixes at the wrong ratio. It is
-here for comparison.
+`direction` is the unit-vector MSE that NPT was first trained with, here for comparison: a student
+can bring it to 0 with states of any length, which the next layer then mixes at the wrong ratio.
 
 All compute in fp32 (in fp64 if a row is), and no gradient reaches the teacher. A divisor that
-overflows gives NaN, so that the micro-batch is refused instead of reported as agreement. Rows are
-gathered before a loss is taken, never masked by multiplication: 0 * NaN is NaN.
+overflows gives NaN, so that the micro-batch is refused instead of reported as agreement.
 """
 
 from __future__ import annotations
@@ -63,27 +59,13 @@ def mse(student: Tensor, teacher: Tensor) -> Tensor:
     return error.square().mean(dim=-1)
 
 
-def cosine(student: Tensor, teacher: Tensor, weight: float = 0.5) -> Tensor:
-    """Return (1 - w) NMSE + w (1 - cos(o, t)), w being `weight`.
-
-    1 - cos is taken as ||o/||o|| - t/||t||||^2 / 2, which does not cancel near agreement. An o of
-    zeros has no direction and counts as half.
-    """
-    angle = 0.5 * (_unit(student) - _unit(teacher.detach())).square().sum(dim=-1)
-    return (1.0 - weight) * nmse_per_token(student, teacher) + weight * angle
-
-
-HiddenLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""[N] of o, t, and h (None unless the loss reads it)."""
-
-HIDDEN_LOSSES: dict[str, HiddenLoss] = {
+HIDDEN_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "nmse": lambda o, t, h: nmse_per_token(o, t),
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
     "mse": lambda o, t, h: mse(o, t),
-    "cosine": lambda o, t, h: cosine(o, t),
 }
-"""The losses that `--loss` names."""
+"""The losses that `--loss` names: [N] of o, t, and h (None unless the loss reads it)."""
 
 READS_INPUT = {"nmse_update"}
 """Losses that read h, the teacher's input to the layer."""
@@ -95,13 +77,10 @@ def register_loss(
     """Add a loss, which `--loss` and `TrainConfig` then accept.
 
     Args:
-        name: of the loss.
+        name: of the loss; one that exists is a ValueError.
         per_token: [N] from o and t, [N, D] each, and from h [N, D] if it reads the input. No
             gradient may reach t or h.
         reads_input: give it h, the teacher's input to the layer.
-
-    Raises:
-        ValueError: there is a loss of this name.
     """
     if name in HIDDEN_LOSSES:
         raise ValueError(f"the loss {name!r} exists; choose another name")
@@ -114,13 +93,8 @@ def register_loss(
 def hidden_loss(
     config: TrainConfig, student: Tensor, teacher: Tensor, hidden: Tensor | None
 ) -> Tensor:
-    """Return the loss that `config.loss` names, summed over the tokens.
-
-    Args:
-        config: names the loss.
-        student: o, [N, D].
-        teacher: t, [N, D].
-        hidden: h, [N, D], only for losses in `READS_INPUT`.
+    """Return the loss that `config.loss` names of o, t and (for `READS_INPUT`) h, [N, D] each,
+    summed over the tokens.
     """
     return HIDDEN_LOSSES[config.loss](student, teacher, hidden).sum()
 

@@ -1,25 +1,22 @@
-"""The strategy `local`: each converted layer learns from the teacher's input, by itself.
+"""The strategies `local` and `propagated`, whose gradients stay inside each converted layer.
 
 A strategy is a function of (model, batch, config, teacher) that runs forward and backward, adds the
 gradient of the *summed* loss to the adapters' `.grad` and returns the sums. It divides by nothing
 and steps nothing. The teacher is the student's own base with its adapters off, or a model that is
 not quantised, which runs on a stream of its own: its masks and rotary positions are those of its
 own configuration.
-
-The loss of a layer is computed here, in `layer_sums`, from its output o and the teacher's t;
-`stacked_outputs` and `trained_output` (npt/adapters/trained.py) compute these.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from npt.adapters.converted import adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.converted import adapters_disabled, decoder_layers, is_sharded, npt_layers
 from npt.adapters.layer import NPTLayer, attention_output, device_of, whole
 from npt.adapters.stream import Stream, open_stream
 from npt.adapters.trained import Workspace, stacked_outputs, trained_output
@@ -27,6 +24,7 @@ from npt.base.hooks import call_around, may_change
 from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill.hidden_losses import hidden_loss, nmse_per_token
+from npt.errors import NotSupportedError
 
 REPORTED = ("loss", "nmse", "reg", "logit", "scored")
 """The sums that a report begins with."""
@@ -64,17 +62,33 @@ class BatchSums:
 
 
 class LayerSums(NamedTuple):
-    """Sums over the valid tokens of one converted layer: scalars.
-
-    Attributes:
-        loss: the layer's share of the loss, with its graph.
-        nmse: without graph.
-        reg: the unweighted energy, without graph.
+    """Sums over the valid tokens of one converted layer: its share of the loss, with its graph, and
+    without one the NMSE and the unweighted energy.
     """
 
     loss: Tensor
     nmse: Tensor
     reg: Tensor
+
+
+@dataclass(frozen=True)
+class Side:
+    """Student or teacher on its way through the layers.
+
+    Attributes:
+        model: its own, or the base that both share.
+        stream: of that model.
+        hidden: [B, T, D], its states now.
+    """
+
+    model: PreTrainedModel
+    stream: Stream
+    hidden: Tensor
+
+    def after(self, start: int, stop: int) -> Side:
+        """Return the side after the layers from `start` up to `stop`."""
+        layers = decoder_layers(self.model)
+        return replace(self, hidden=run_layers(self.stream, layers, self.hidden, start, stop))
 
 
 def local(
@@ -90,43 +104,100 @@ def local(
     Padding never enters an MLP: valid rows are gathered before it and scattered after it. With a
     `teacher` of its own the student's base shares nothing but h.
     """
+    return _layer_by_layer(model, batch, config, teacher, own_stream=False)
+
+
+def propagated(
+    model: PreTrainedModel,
+    batch: Batch,
+    config: TrainConfig,
+    teacher: PreTrainedModel | None = None,
+) -> BatchSums:
+    """Feed each converted layer the student's own h, and teach it the teacher's output there.
+
+    So a layer learns to make good what the converted layers below it got wrong, at the memory of
+    one layer's graph.
+
+    Raises:
+        NotSupportedError: the base is sharded.
+    """
+    refuse_sharded(model)
+    return _layer_by_layer(model, batch, config, teacher, own_stream=True)
+
+
+def _layer_by_layer(
+    model: PreTrainedModel,
+    batch: Batch,
+    config: TrainConfig,
+    teacher: PreTrainedModel | None,
+    own_stream: bool,
+) -> BatchSums:
     layers, converted = decoder_layers(model), npt_layers(model)
     regularised, space = config.regularization_lambda > 0, Workspace()
     sums: list[LayerSums] = []
     with torch.no_grad(), adapters_disabled(model):
-        stream = open_stream(model, batch)
-        guide = stream if teacher is None else open_stream(teacher, batch)
-        hidden = guide.hidden
-        taught_layers = layers if teacher is None else decoder_layers(teacher)
-        for index, layer in enumerate(layers[: converted[-1][0] + 1]):
-            taught = None
-            if teacher is not None:
-                taught = run_layers(guide, taught_layers, hidden, index, index + 1)
-            here, hidden = stream_at(stream, layer, hidden.to(stream.hidden.dtype))
-            # A layer that hooks may change is run as it is for the teacher, too.
-            if taught is None and (not isinstance(layer, NPTLayer) or may_change(layer)):
-                taught = run_layers(stream, layers, hidden, index, index + 1)
+        student, guide, first = begin(model, teacher, batch)
+        stream, hidden = student.stream, student.hidden
+        for index, layer in enumerate(layers[first : converted[-1][0] + 1], first):
+            taught_input = guide.hidden
+            if not own_stream:
+                hidden = taught_input.to(stream.hidden.dtype)
+            # one attention for both; a layer that hooks may change is run for the teacher as it is
+            shared = isinstance(layer, NPTLayer) and not own_stream and teacher is None
+            shared = shared and not may_change(layer)
+            if not shared:
+                guide = guide.after(index, index + 1)
             if not isinstance(layer, NPTLayer):
-                assert taught is not None
-                hidden = taught
+                if own_stream:
+                    hidden = run_layers(stream, layers, hidden, index, index + 1)
                 continue
-            h = here.rows(hidden)
+            here, hidden = stream_at(stream, layer, hidden)
+            h = here.rows(taught_input.to(hidden.device) if own_stream else hidden)
             with whole(layer):
-                if taught is None:
+                if shared:
                     attention = here.rows(attention_output(layer, hidden, **here.context_of(layer)))
                 with torch.enable_grad():
-                    if taught is None:
+                    if shared:
                         outputs = stacked_outputs(layer, h, attention, regularised, space)
-                        target, student, energy = outputs
+                        target, output, energy = outputs
                     else:
-                        target = here.rows(taught.to(h.device))
-                        student, energy = student_rows(
+                        target = here.rows(guide.hidden.to(h.device))
+                        output, energy = student_rows(
                             layer, here, hidden, regularised, space, graph=False
                         )
-                    of_layer = layer_sums(config, len(converted), student, target, h, energy)
-                    sums.append(backpropagated(of_layer))
-            hidden = taught if taught is not None else here.scatter(target)
+                    of_layer = layer_sums(config, len(converted), output, target, h, energy)
+                    of_layer.loss.backward()
+            sums.append(of_layer._replace(loss=of_layer.loss.detach()))
+            if shared:
+                guide = replace(guide, hidden=here.scatter(target))
+            elif own_stream:
+                hidden = here.scatter(output.detach())
     return batch_sums(config, batch, sums)
+
+
+def refuse_sharded(model: PreTrainedModel) -> None:
+    """Raise NotSupportedError for a sharded base, which the student's own stream cannot use."""
+    if is_sharded(model):
+        raise NotSupportedError(
+            "--strategy propagated and end_to_end do not support a sharded base; use --strategy"
+            " local"
+        )
+
+
+def begin(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Batch
+) -> tuple[Side, Side, int]:
+    """Return student and teacher before the first layer at which they part, with its index: the
+    first converted one, up to which both run once, or 0 for a `teacher` that is a model of its own.
+    """
+    stream = open_stream(model, batch)
+    side = Side(model, stream, stream.hidden)
+    if teacher is None:
+        first = npt_layers(model)[0][0]
+        side = side.after(0, first)
+        return side, side, first
+    guide = open_stream(teacher, batch)
+    return side, Side(teacher, guide, guide.hidden), 0
 
 
 def student_rows(
@@ -138,15 +209,11 @@ def student_rows(
     *,
     graph: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a layer's student output [N, D] and the energy of its modulation [N].
+    """Return a layer's student output [N, D] and the energy of its modulation [N], from the
+    student's h [B, T, D] and its stream on the layer's device.
 
-    Args:
-        layer: a converted layer.
-        here: the student's stream, on the layer's device.
-        hidden: [B, T, D], the student's h.
-        regularised: the energy is differentiated.
-        space: as of `stacked_outputs`.
-        graph: gradients go through the attention into h; else no further than the adapter.
+    `graph`: gradients go through the attention into h, else no further than the adapter. The other
+    arguments are those of `trained_output`.
     """
 
     def student(hidden: Tensor, **context: Any) -> tuple[Tensor, Tensor | None]:
@@ -175,15 +242,10 @@ def layer_sums(
     hidden: Tensor | None,
     energy: Tensor | None,
 ) -> LayerSums:
-    """Return the sums of one of `count` converted layers.
+    """Return the sums of one of `count` converted layers, which share the loss evenly.
 
-    Args:
-        config: names the loss and its weights.
-        count: converted layers share the loss evenly.
-        student: o, [N, D].
-        target: t, [N, D]; None if hidden states have no weight.
-        hidden: [N, D], the teacher's h, for the loss that needs it.
-        energy: [N], of the modulation; None if nothing is modulated.
+    `student`, `target` and `hidden` are o, t and the teacher's h, [N, D]; without a target the loss
+    is the energy [N] alone, and without an energy nothing is modulated.
     """
     if target is None:
         dtype = torch.promote_types(student.dtype, torch.float32)
@@ -199,18 +261,10 @@ def layer_sums(
     return LayerSums(loss, nmse, reg.detach())
 
 
-def backpropagated(sums: LayerSums) -> LayerSums:
-    """Run a layer's backward; return its sums without graph."""
-    sums.loss.backward()
-    return sums._replace(loss=sums.loss.detach())
-
-
 def batch_sums(
     config: TrainConfig, batch: Batch, layers: list[LayerSums], logit: Tensor | None = None
 ) -> BatchSums:
-    """Return the sums of a micro-batch from those of its converted layers, in their order, and the
-    unweighted loss on the logits.
-    """
+    """Return the sums of a micro-batch from those of its layers and the loss on the logits."""
     # the layers of a model spread over several devices report from each of them
     home = layers[-1].loss.device
     losses, nmses, regs = (
@@ -218,11 +272,10 @@ def batch_sums(
         for parts in zip(*layers, strict=True)
     )
     loss, scored = losses.sum(), 0
-    if logit is None:
-        logit = torch.zeros_like(losses[0])
-    else:
+    if logit is not None:
         logit, scored = logit.detach().to(home), batch.scored
         loss = loss + config.logit_kl_weight * logit
+    logit = torch.zeros_like(loss) if logit is None else logit
     return BatchSums(loss, nmses.mean(), regs.mean(), logit, nmses, batch.tokens, scored)
 
 

@@ -1,6 +1,6 @@
 """Losses of next-token distributions, from logits or from the states that lm_head makes them of.
 
-With p the teacher's and q the student's distribution, softmax(logits), per token in nats:
+With p the teacher's and q the student's distribution, per token in nats:
 
     forward KL       sum p (log p - log q)
                      q must cover all that p does
@@ -35,10 +35,9 @@ LOGIT_CHUNK = 1 << 26
 """Logits that an evaluation computes at a time (256 MiB in fp32), so that [N, V] never exists."""
 
 CHUNK, CUDA_CHUNK = 1 << 24, 1 << 25
-"""Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32. In its backward
-some seven such tensors are alive at once. A product of r rows reads V D
-weights for 2 r V D operations, r / 2 for each byte in fp32: at V 128k, 261 rows keep a card busy
-that computes 120 operations (TF32 on an H100, by its data sheet) in the time that it reads a byte.
+"""Logits of a chunk in training, elsewhere and on CUDA: 64 MiB and 128 MiB in fp32, of which
+backward has some seven alive at once. At V 128k a chunk has 261 rows, enough to keep a card busy
+that computes 120 operations (TF32 on an H100) in the time that it reads a byte of weights.
 """
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
@@ -48,8 +47,8 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return sum_v p (log p - log q), in nats, with 0 log 0 = 0: [N, V] twice -> [N].
 
-    Infinite if q is 0 and p is not. The difference is put to 0 *before* it is multiplied by a p of
-    0: after the product `where` would keep 0 * Inf out of the value and not out of the gradient.
+    Infinite if q is 0 and p is not. The difference is put to 0 *before* the product: after it
+    `where` would keep 0 * Inf out of the value and not out of the gradient.
     """
     p = log_p.exp()
     return (p * torch.where(p == 0, 0.0, log_p - log_q)).sum(dim=-1)
@@ -57,16 +56,12 @@ def kl_of_logs(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """Return KL(teacher || student) from logits, [N, V] twice."""
-    return kl_of_logs(_log_softmax(teacher.detach()), _log_softmax(student))
+    return kl_of_logs(_log_probabilities(teacher.detach()), _log_probabilities(student))
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """Return KL(student || teacher) from logits, [N, V] twice."""
-    return kl_of_logs(_log_softmax(student), _log_softmax(teacher.detach()))
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(at_least_fp32(logits), dim=-1)
+    return kl_of_logs(_log_probabilities(student), _log_probabilities(teacher.detach()))
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -85,11 +80,9 @@ def through_head(
 ) -> Tensor:
     """Return the summed loss of the logits that `head` makes of states, chunk by chunk.
 
-    Only chunks of CHUNK values are alive at a time, whatever N is; from thirteen chunks on they are
-    together less than [N, V]. The gradient of a sum needs no later factor but one, so with a frozen
-    head it is taken on the way and no logit is computed a second time; a head that is trained
-    itself is computed again in backward. A head stored in 16 bit is cast to fp32 once for all
-    chunks.
+    The gradient of a sum needs no later factor but one, so with a frozen head it is taken on the
+    way and no logit is computed a second time; a head that is trained itself is computed again in
+    backward. A head stored in 16 bit is cast to fp32 once for all chunks.
 
     Args:
         head: lm_head.
@@ -138,8 +131,7 @@ class _ChunkedSum(torch.autograd.Function):
             here = slice(start, start + rows)
             part = student[here].detach().requires_grad_(wanted)
             with torch.set_grad_enabled(wanted):
-                # A view, because torch's own observers of modules (its counter of operations is
-                # one) cannot hook a leaf in here.
+                # a view: torch's counter of operations cannot hook a leaf in here
                 value = chunk_sum(part.view_as(part), teacher[here])
             if grad is not None:
                 (grad[here],) = torch.autograd.grad(value, part)
@@ -156,9 +148,9 @@ class _ChunkedSum(torch.autograd.Function):
 
 def row_loss(config: TrainConfig) -> RowLoss:
     """Return the loss that `config.logit_loss` names."""
-    losses: dict[str, RowLoss] = {
-        "kl": forward_kl,
-        "reverse_kl": reverse_kl,
-        "cross_entropy": token_cross_entropy,
-    }
+    losses = {"kl": forward_kl, "reverse_kl": reverse_kl, "cross_entropy": token_cross_entropy}
     return losses[config.logit_loss]
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return torch.log_softmax(at_least_fp32(logits), dim=-1)

@@ -10,12 +10,21 @@
 A base may draw random numbers (dropout, noise). For each micro-batch torch's generators are seeded
 by the run's seed, the place of its samples in the data and their ids, and restored afterwards: it
 draws the same numbers whatever was refused before, on any process, after a resume, and in a replay.
+
+A micro-batch that memory does not hold at once is computed in parts, each padded to its own longest
+sample. Their gradients go to the same scratch and their sums are added, so to the window they are
+one micro-batch, and only the order of a sum changes.
 """
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -26,10 +35,9 @@ from npt.adapters.converted import adapter_parameters
 from npt.config import TrainConfig
 from npt.data.batch import Batch, find_fault
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter, added
 from npt.distill.strategies import Strategy
 from npt.distributed.processes import ProcessGroup
-from npt.errors import ConfigError
+from npt.errors import ConfigError, NoMemoryError, is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.spikes import SIGMAS
 from npt.guard.traces import Seeded
@@ -50,15 +58,12 @@ def student_guard(
     """Return a guard that steps a student's adapters by AdamW.
 
     Args:
-        model: with adapters attached.
+        model: with adapters attached; ConfigError if one is frozen.
         config: of the run.
         rates: learning rate of each applied step; the last one stays.
         processes: share each window; default this one alone.
         late: as in `Guard`.
         settings: more of `GuardSettings`; refusals in a row end nothing unless `max_refused` says.
-
-    Raises:
-        ConfigError: an adapter is frozen.
     """
     parameters = adapter_parameters(model)
     check_unfrozen(parameters)
@@ -69,12 +74,9 @@ def student_guard(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    spikes = SIGMAS if config.skip_spikes else None
-    defaults = {
-        "max_grad_norm": config.max_grad_norm,
-        "spike_sigmas": spikes,
-        "max_refused": float("inf"),
-    }
+    settings.setdefault("max_grad_norm", config.max_grad_norm)
+    settings.setdefault("spike_sigmas", SIGMAS if config.skip_spikes else None)
+    settings.setdefault("max_refused", float("inf"))
     return Guard(
         model,
         optimizer,
@@ -82,8 +84,19 @@ def student_guard(
         rates=rates,
         draws=Seeded(config.seed),
         late=late,
-        **{**defaults, **settings},
+        **settings,
     )
+
+
+def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse frozen adapters, which an optimizer would move by its weight decay alone."""
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"{frozen[0]} is frozen (requires_grad is False, {len(frozen)} of {len(parameters)}"
+            " tensors), and a run trains every tensor of its adapters; call requires_grad_(True)"
+            " on it first"
+        )
 
 
 def add_batch(
@@ -112,6 +125,46 @@ def add_batch(
         micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
 
 
+class MicroBatchSplitter:
+    """Splits micro-batches into parts of at most `samples` rows.
+
+    Attributes:
+        samples: at once.
+        shrunk_to: samples that `shrink` has come down to; None if it was never called.
+    """
+
+    def __init__(self, samples: int):
+        self.samples = samples
+        self.shrunk_to: int | None = None
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """Return the batch in parts of `samples` rows, or itself if it has no more."""
+        count, size = len(batch.input_ids), self.samples
+        if count <= size:
+            return [batch]
+        return [_rows(batch, slice(start, start + size)) for start in range(0, count, size)]
+
+    def samples_of(self, batch: Batch) -> int:
+        """Return how many samples of this batch are computed at once."""
+        return min(len(batch.input_ids), self.samples)
+
+    def shrink(self, batch: Batch, message: str) -> int:
+        """Halve the parts of a batch after memory ran out; return the samples at once until then.
+
+        Raises:
+            NoMemoryError: it was one sample.
+        """
+        at_once, length = self.samples_of(batch), batch.input_ids.shape[1]
+        if at_once == 1:
+            raise NoMemoryError(
+                f"out of memory with one sample of {length} tokens at once ({message}); lower"
+                " --max_length or --adapter_rank, convert fewer --layers, or take --strategy local"
+                " (or end_to_end with --gradient_checkpointing) and --use_quantization"
+            )
+        self.samples = self.shrunk_to = (at_once + 1) // 2
+        return at_once
+
+
 def forward_backward(
     model: PreTrainedModel,
     strategy: Strategy,
@@ -138,21 +191,44 @@ def summed(
     context around each.
     """
     device = next(model.parameters()).device
-    parts = [batch] if splitter is None else splitter.parts(batch)
     sums = []
     with torch.autocast(device.type, enabled=False):
-        for part in parts:
+        for part in [batch] if splitter is None else splitter.parts(batch):
             with nullcontext() if observe is None else observe(part):
                 sums.append(strategy(model, part.to(device), config))
-    return sums[0] if len(sums) == 1 else added(sums)
+    return added(sums)
 
 
-def check_unfrozen(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse frozen adapters, which an optimizer would move by its weight decay alone."""
-    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"{frozen[0]} is frozen (requires_grad is False, {len(frozen)} of {len(parameters)}"
-            " tensors), and a run trains every tensor of its adapters; call requires_grad_(True)"
-            " on it first"
-        )
+def added(parts: Sequence[BatchSums]) -> BatchSums:
+    """Return the sums of a micro-batch from those of its parts."""
+    names = [field.name for field in fields(BatchSums)]
+    return BatchSums(**{name: reduce(add, [getattr(p, name) for p in parts]) for name in names})
+
+
+def oom_message(error: RuntimeError | MemoryError) -> str | None:
+    """Return what was asked for when memory ran out; None for any other error."""
+    if not is_out_of_memory(error):
+        return None
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", str(error))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return f"it asked for {asked[1]} more" if asked else first[:200]
+
+
+def free_memory() -> None:
+    """Free what a caught error has held; call it after the handler, in which the error is alive."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    """Return some rows of a batch, without the columns that are padding in all of them."""
+    filled = batch.attention_mask[rows].any(dim=0).nonzero()
+    columns = slice(int(filled[0]), int(filled[-1]) + 1) if len(filled) else slice(None)
+    tensors = {name: tensor[rows, columns].clone() for name, tensor in batch.row_tensors.items()}
+    if "documents" in tensors and not bool(tensors["documents"].any()):
+        del tensors["documents"]
+    part = batch.with_rows(tensors, batch.sample_ids[rows])
+    # so that it is on its way to the device while the host continues
+    return part.pinned() if batch.input_ids.is_pinned() else part

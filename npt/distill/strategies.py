@@ -1,20 +1,102 @@
-"""The strategies by name: how the student is run through one micro-batch, and where its gradients
-flow.
+"""The strategies by name, and `end_to_end`: the student on its own stream, with gradients through
+the whole of it, from hidden states and, optionally, from the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from npt.adapters.converted import adapter_mode, adapters_disabled, decoder_layers, npt_layers
+from npt.adapters.layer import NPTLayer
+from npt.adapters.recompute import recomputed
+from npt.adapters.stream import Stream
 from npt.config import STRATEGIES as STRATEGY_NAMES
 from npt.config import TrainConfig
 from npt.data.batch import Batch
-from npt.distill.local import BatchSums, local
-from npt.distill.own_stream import end_to_end, propagated
+from npt.distill.hidden_losses import READS_INPUT
+from npt.distill.local import (
+    BatchSums,
+    LayerSums,
+    Side,
+    batch_sums,
+    begin,
+    layer_sums,
+    local,
+    propagated,
+    refuse_sharded,
+    run_layers,
+    stream_at,
+    student_rows,
+)
+from npt.distill.logit_losses import row_loss, through_head
 
 Strategy = Callable[[PreTrainedModel, Batch, TrainConfig], BatchSums]
+
+
+def end_to_end(
+    model: PreTrainedModel,
+    batch: Batch,
+    config: TrainConfig,
+    teacher: PreTrainedModel | None = None,
+) -> BatchSums:
+    """Run the student on its own stream; a loss per converted layer, optionally on the logits.
+
+    Without a loss on the logits nothing is computed after the last converted layer; without one on
+    hidden states none of the teacher's is kept, and if the text is the only target the teacher is
+    not run. The loss on the logits is summed over the S scored positions and divided, as the rest
+    is, by the valid tokens. With `config.gradient_checkpointing` the graph keeps of each layer its
+    input and the teacher's output, and the rest is computed again in backward: to the same bits.
+
+    Raises:
+        NotSupportedError: the base is sharded.
+    """
+    refuse_sharded(model)
+    layers, converted = decoder_layers(model), npt_layers(model)
+    above_last = converted[-1][0] + 1
+    depth = len(layers) if config.logit_kl_weight else above_last
+    taught_depth = above_last if config.hidden_weight else 0
+    if _teacher_has_logits(config):
+        taught_depth = depth
+    with torch.no_grad(), adapters_disabled(model):
+        student, guide, first = begin(model, teacher, batch)
+        inputs, targets = {}, {}
+        for index in range(first, taught_depth):
+            if isinstance(layers[index], NPTLayer) and config.loss in READS_INPUT:
+                inputs[index] = guide.hidden
+            guide = guide.after(index, index + 1)
+            if isinstance(layers[index], NPTLayer) and config.hidden_weight:
+                targets[index] = guide.hidden
+    stream, hidden = student.stream, student.hidden
+    sums: list[LayerSums] = []
+    compute: Callable[..., Any] = recomputed if config.gradient_checkpointing else _computed
+    with adapter_mode(model, "student"):
+        for index, layer in enumerate(layers[first:depth], first):
+            here, hidden = stream_at(stream, layer, hidden)
+            if not isinstance(layer, NPTLayer):
+                plain = partial(run_layers, stream, layers, start=index, stop=index + 1)
+                hidden = compute(plain, hidden)
+                continue
+            taught = [
+                None if states is None else states.to(hidden.device)
+                for states in (targets.pop(index, None), inputs.pop(index, None))
+            ]
+            converted_layer = partial(_converted, layer, here, config, len(converted))
+            hidden, of_layer = compute(converted_layer, hidden, *taught)
+            sums.append(of_layer)
+        loss = torch.stack([part.loss.to(hidden.device) for part in sums]).sum()
+        logit = None
+        if config.logit_kl_weight:
+            logit = _logit_loss(config, Side(model, stream, hidden), guide)
+            loss = loss + config.logit_kl_weight * logit.to(loss.device)
+        loss.backward()
+    return batch_sums(config, batch, sums, logit)
+
 
 STRATEGIES: dict[str, Callable[..., BatchSums]] = {
     "local": local,
@@ -42,3 +124,52 @@ def drive(
 ) -> BatchSums:
     """Run the strategy that `config` names; without a `teacher` the student's own base teaches."""
     return STRATEGIES[config.strategy](model, batch, config, teacher)
+
+
+def _computed(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _converted(
+    layer: NPTLayer,
+    here: Stream,
+    config: TrainConfig,
+    count: int,
+    hidden: Tensor,
+    target: Tensor | None,
+    taught_input: Tensor | None,
+) -> tuple[Tensor, LayerSums]:
+    """Return the student's states after one of `count` converted layers, and the layer's sums, from
+    the student's h, the teacher's output and the teacher's h: all [B, T, D].
+    """
+    student, energy = student_rows(layer, here, hidden, config.regularization_lambda > 0)
+    t, h = (None if states is None else here.rows(states) for states in (target, taught_input))
+    return here.scatter(student), layer_sums(config, count, student, t, h, energy)
+
+
+def _logit_loss(config: TrainConfig, student: Side, teacher: Side) -> Tensor:
+    """Return the loss on the logits, summed over the scored positions, on the device of lm_head.
+
+    The teacher's states, after its last layer, are read only if `_teacher_has_logits`.
+    """
+    rows = _scored_states(student.model, student.hidden, student.stream)
+    batch = student.stream.at(rows.device).batch
+    if _teacher_has_logits(config):
+        taught = _scored_states(teacher.model, teacher.hidden, student.stream)
+    else:
+        taught = batch.labels.flatten().index_select(0, batch.scored_index + 1)
+    head, vocab_size = student.model.lm_head, student.model.config.vocab_size
+    guide = teacher.model.lm_head
+    return through_head(head, row_loss(config), rows, taught, vocab_size, teacher_head=guide)
+
+
+def _scored_states(model: PreTrainedModel, states: Tensor, stream: Stream) -> Tensor:
+    """Return lm_head's input at the scored positions, on its device: [S, D] of [B, T, D] states."""
+    norm = model.model.norm
+    rows = states.flatten(0, 1).index_select(0, stream.at(states.device).batch.scored_index)
+    return norm(rows.to(norm.weight.device)).to(model.lm_head.weight.device)
+
+
+def _teacher_has_logits(config: TrainConfig) -> bool:
+    """Return whether the loss on the logits, if there is one, reads the teacher's last states."""
+    return config.logit_kl_weight > 0 and config.logit_loss != "cross_entropy"

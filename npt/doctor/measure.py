@@ -19,8 +19,7 @@ from npt.adapters.attach import attach
 from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
-from npt.distill.splitting import free_memory
-from npt.distill.step import add_batch, student_guard, summed
+from npt.distill.step import add_batch, free_memory, student_guard, summed
 from npt.distill.strategies import drive
 from npt.doctor.plan import Workload
 from npt.errors import is_out_of_memory
@@ -35,9 +34,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
     """Run `call` once and return by how many bytes the live tensor memory of a device rises.
 
-    On a GPU the caching allocator counts. On the CPU the profiler follows torch's allocations, in
-    backward and inside operations too; there, memory that the call frees but did not allocate is
-    not subtracted, so the figure may be too high, never too low.
+    On a GPU the caching allocator counts. On the CPU the profiler does, in backward and inside
+    operations too; there, memory that the call frees but did not allocate is not subtracted, so the
+    figure may be too high, never too low.
     """
     device = torch.device(device)
     gc.collect()  # what only a cycle keeps alive would be freed at any moment
@@ -50,21 +49,19 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
         return torch.cuda.max_memory_allocated(device) - baseline
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
-    events, waiting = [], list(profiler.kineto_results.experimental_event_tree())
+    totals, waiting = [], list(profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting += event.children
         tag, details = event.typed
         if tag == _EventType.Allocation and details.device.type == device.type:
-            events.append((event.start_time_ns, event.id, details.ptr, details.alloc_size))
-    live: dict[int, int] = {}
-    total = highest = 0
-    for *_, address, size in sorted(events):
-        if size > 0:
-            live[address] = size
-        total += size if size > 0 else -live.pop(address, 0)
-        highest = max(highest, total)
-    return highest
+            totals.append(
+                (event.start_time_ns, event.id, details.total_allocated, details.alloc_size)
+            )
+    if not totals:
+        return 0
+    *_, first, size = min(totals)
+    return max(0, max(total for *_, total, _ in totals) - (first - size))
 
 
 def measure_window(

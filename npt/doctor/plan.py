@@ -1,10 +1,10 @@
-"""The peak memory of a run, by formulas of its shape.
+"""The peak memory of a training, by formulas of its shape.
 
-It is at one of four moments: in the closed-form start, in a micro-batch, whose graph is alive, at
-an optimizer step, while the state before it is kept until the new one is verified, or in an
-evaluation. The factors count tensors that are alive together: they were read off the code and
-fitted to runs of many shapes. All rows are taken to be full. Loading a base and the process itself
-are left out.
+It is at one of three moments: in a micro-batch, whose graph is alive, at an optimizer step, while
+the state before it is kept until the new one is verified, or in an evaluation. The factors count
+tensors that are alive together: they were read off the code and fitted to runs of many shapes. All
+rows are taken to be full. Loading a base, the closed-form start, which announces its own memory
+(npt/calibration/plan.py), and the process itself are left out.
 
 Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
 """
@@ -21,15 +21,13 @@ from transformers import PreTrainedConfig
 from npt.adapters.fused import BLOCK
 from npt.base.device import default_device
 from npt.base.load import COMPUTE
-from npt.calibration.plan import plan as plan_start
 from npt.config import STREAM, BaseConfig, NPTConfig, TrainConfig
 from npt.distill.logit_losses import LOGIT_CHUNK, chunk_rows
 from npt.doctor.shape import Shape
 from npt.errors import ConfigError
 from npt.guard.window import IN_FLIGHT
 
-TRAINING = ("micro-batch", "step", "evaluation")
-PHASES = ("start", *TRAINING)
+PHASES = ("micro-batch", "step", "evaluation")
 """Moments of the peak."""
 
 FP32 = 4
@@ -71,7 +69,7 @@ class Term:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a run, term by term."""
+    """The memory of a training, term by term."""
 
     terms: tuple[Term, ...]
 
@@ -81,18 +79,18 @@ class MemoryPlan:
 
     @property
     def phase(self) -> str:
-        """The phase of the training with the peak; the start comes before it."""
-        return max(TRAINING, key=self.of)
+        """The phase with the peak."""
+        return max(PHASES, key=self.of)
 
     @property
     def peak(self) -> int:
-        """Bytes of the training."""
+        """Bytes of the phase with the peak."""
         return self.of(self.phase)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        more = {"peak_bytes": self.peak, "phase": self.phase}
-        return asdict(self) | more | {"phases": {phase: self.of(phase) for phase in PHASES}}
+        peak = {"peak_bytes": self.peak, "phase": self.phase}
+        return asdict(self) | peak | {"phases": {phase: self.of(phase) for phase in PHASES}}
 
 
 @dataclass(frozen=True)
@@ -159,11 +157,6 @@ class Workload:
         evaluated = min(samples, self.training.eval_samples)
         terms = [*self._held(), *self._micro_batch(self.training, samples)]
         terms.append(self._evaluation(evaluated))
-        if self.adapter.init == "calibrated":  # on a GPU the least of it
-            rows = (self.training.batch_size, self.length)
-            work = plan_start(self.config, tuple(self.ranks), batch=rows)
-            size = work.peak(self.device, work.place(self.device, 0))
-            terms.append(Term("matrices and graph", size, ("start",)))
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
         for phase, rows_at_once in (("micro-batch", samples), ("evaluation", evaluated)):
             terms.append(Term("mask of padded rows", 5 * rows_at_once * self.length**2, (phase,)))
@@ -184,11 +177,11 @@ class Workload:
             Term(name, base_bytes(s, kind, self.stored)),
             Term("teacher of its own", teacher),
             Term("adapters", size),
-            Term("AdamW's two moments", 2 * size, TRAINING),
-            Term("micro-batch's gradients", size, TRAINING),
-            Term("window's gradients", size, TRAINING),
+            Term("AdamW's two moments", 2 * size),
+            Term("micro-batch's gradients", size),
+            Term("window's gradients", size),
             Term("state before the step", 3 * size, ("step",)),
-            Term("states of steps in flight", late * 3 * size, TRAINING),
+            Term("states of steps in flight", late * 3 * size),
         ]
 
     def _micro_batch(self, config: TrainConfig, samples: int) -> list[Term]:

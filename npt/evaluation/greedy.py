@@ -174,13 +174,11 @@ def compare_prompts(
     head, size = model.lm_head, model.config.vocab_size
     with cast_once(head):
         figures = compare_tokens(hidden["student"], hidden["teacher"], tokens, head, size)
-        written = {
-            mode: most_likely(states, head, size).to(tokens.device)
-            for mode, states in hidden.items()
-        }
-    leaves = ((written["student"] != tokens) & (written["teacher"] == tokens)).cpu()
+        written = {mode: most_likely(states, head, size).cpu() for mode, states in hidden.items()}
+    expected = tokens.cpu()
+    leaves = (written["student"] != expected) & (written["teacher"] == expected)
     lengths = [len(new) for new in added]
-    by_prompt = (figures, leaves, written["student"].cpu())
+    by_prompt = (figures, leaves, written["student"])
     comparisons = []
     for prompt, new, per_token, leaving, of_student in zip(
         prompts, added, *(each.split(lengths) for each in by_prompt), strict=True

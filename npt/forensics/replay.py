@@ -27,7 +27,7 @@ from npt.guard.finding import Finding, traced
 from npt.guard.forensics import Kept
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
-from npt.guard.parallel import plain_name
+from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.random_state import kept_random_state, set_random_state
 from npt.versions import versions

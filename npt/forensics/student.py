@@ -29,8 +29,7 @@ from npt.base.load import load_base, load_teacher
 from npt.base.precision import declared_dtype, quantization_of
 from npt.config import ATTENTIONS, QUANT_TYPES, TrainConfig
 from npt.data.batch import IGNORE_INDEX, ROW_TENSORS, Batch, batch_from_tensors, find_fault
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import add_batch, forward_backward, student_guard, summed
+from npt.distill.step import MicroBatchSplitter, add_batch, forward_backward, student_guard, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.forensics.bundle import Postmortem, StoredMicroBatch, StudentPart, read_postmortem

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from npt.guard.finding import Finding, recorded, traced
 from npt.guard.outcome import MicroBatchRecord, Refusal
-from npt.guard.parallel import unsynchronised, whole
+from npt.guard.parameters import unsynchronised, whole
 from npt.guard.traces import States
 from npt.random_state import random_state
 

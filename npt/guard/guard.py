@@ -27,16 +27,24 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.finding import Finding, weights_of
 from npt.guard.forensics import Forensics, Kept
-from npt.guard.holdings import Holdings
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
-from npt.guard.parallel import is_parallel, share_buffers, unsynchronised, whole
-from npt.guard.parameters import Guarded, Trainable, all_processes, stepped_blindly, unwrapped
+from npt.guard.parameters import (
+    Guarded,
+    Trainable,
+    all_processes,
+    is_parallel,
+    share_buffers,
+    stepped_blindly,
+    unsynchronised,
+    unwrapped,
+    whole,
+)
 from npt.guard.settings import GuardSettings
 from npt.guard.shared import gathered
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
-from npt.guard.update import GuardedUpdate
+from npt.guard.update import GuardedUpdate, Holdings
 from npt.guard.window import GradientWindow
 
 REMEMBERED = 256
@@ -125,8 +133,7 @@ class Guard:
             processes=processes,
             divisor=processes.size if share else None,
         )
-        self.window.gradients.clipped = tuple(self._guarded.clipped)
-        self._guarded.follow(self.window)
+        self.window.hold(self._guarded.held, self._guarded.clipped)
         self._scale = LossScale(scaler, optimizer)
         if scaler is not None:
             self.window.unscale = self._scale.unscale
@@ -226,7 +233,7 @@ class Guard:
                 and a loop that continues counts anew.
             ProcessError: another process is lost, or its state differs.
         """
-        self._follow()
+        self._follow(at_the_end=True)
         if self.forensics.left and not self.update.late:
             self._trace(self.window.committed, self.window.open_refusals())
         with self._window_or_nothing():
@@ -319,10 +326,19 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _follow(self) -> None:
-        """Guard parameters too that have joined; with rates they stay what they are."""
-        if not self.lists:
-            self._guarded.follow(self.window)
+    def _follow(self, at_the_end: bool = False) -> None:
+        """Guard parameters too that have joined, from a window's beginning on; with rates none do.
+
+        At its end what nothing has looked at is not stepped.
+        """
+        joined = set() if self.lists else self._guarded.joined()
+        if joined and not at_the_end and not self.window.place:
+            self._guarded.look()
+            self.update.guard(self._guarded.stepped)
+            self.window.hold(self._guarded.held, self._guarded.clipped)
+        elif at_the_end:
+            for parameter in joined:
+                parameter.grad = None
 
     @contextmanager
     def _at(self, place: int | None) -> Iterator[None]:

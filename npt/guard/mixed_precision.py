@@ -13,12 +13,11 @@ from npt.guard.refusal import Refusal
 class LossScale:
     """The scale of fp16 losses under a guard.
 
-    A scaler alone drops every window with one overflow and halves its scale. Here only the
-    micro-batches are lost that overflowed, and a bad one looks the same as a scale that is too
-    high. So a window with a refused gradient costs the scale nothing if it is the only one within
-    the scaler's `growth_interval` of windows. If they recur, the scale falls as a scaler alone
-    lowers it: else it would grow until the micro-batches with large gradients are refused always.
-    The scale never grows on a window with a refused gradient.
+    A scaler alone drops every window with one overflow and halves its scale. Here micro-batches
+    alone are lost, and a bad one looks the same as a scale that is too high. So a window with a
+    refused gradient costs the scale nothing if it is the only one within the scaler's
+    `growth_interval`; if they recur, the scale falls as a scaler alone lowers it. It never grows on
+    one.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -131,24 +131,16 @@ class RunCounts:
         """Count a window; return the longest run of refusals up to its end."""
         longest = 0
         if outcome.refused:  # the same on all processes, whose numbers of micro-batches may differ
-            survivors = chain(*processes.gather_json(outcome.places))
-            longest = self._count_in_a_row(outcome, survivors)
+            refused = [r.micro_batch for r in outcome.refused]
+            order = [*chain(*processes.gather_json(outcome.places)), *refused]
+            # of a window that was refused as a whole no survivor ends a run of refusals
+            for index in sorted(order) if outcome.applied else refused:
+                self.in_a_row = self.in_a_row + 1 if index in refused else 0
+                longest = max(longest, self.in_a_row)
         elif outcome.applied:
             self.in_a_row = 0
         self.windows, self.steps = self.windows + 1, outcome.steps
         self.refused += len(outcome.refused)
-        return longest
-
-    def _count_in_a_row(self, outcome: Outcome, survivors: Iterable[int]) -> int:
-        """Each survivor ends a run of refusals; in a window refused as a whole there is none."""
-        if not outcome.applied:
-            self.in_a_row += len(outcome.refused)
-            return self.in_a_row
-        bad = {r.micro_batch for r in outcome.refused if r.micro_batch is not None}
-        longest = self.in_a_row
-        for index in sorted({*survivors, *bad}):
-            self.in_a_row = self.in_a_row + 1 if index in bad else 0
-            longest = max(longest, self.in_a_row)
         return longest
 
 
@@ -166,7 +158,7 @@ class LaunchedWindow:
         scalars: figures over its survivors, on the device.
         parts: flags, losses, norms and reports of `ran`, and figures over all processes.
         update: of the optimizer.
-        norms: [P] of the window's gradient, if it was not applied or flags are late.
+        norms: [P] of the window's gradient, if it may be refused or flags are late.
         record: scalars and parts on the host, in parts of `sizes`, valid once `arrived`.
     """
 

@@ -5,17 +5,17 @@ and the scheduler, which must be such that it can guard them, and the processes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError
-from npt.guard.parallel import plain_name, whole
-from npt.guard.window import GradientWindow
 
 Trainable = nn.Module | Mapping[str, nn.Parameter] | Iterable[Any]
 """A model, parameters by name, pairs of names and parameters, or parameters."""
@@ -35,6 +35,7 @@ class Guarded:
 
     Attributes:
         stepped: by name.
+        held: by name, those whose gradients are the window's.
         clipped: whose norm is taken and clipped, in this order.
 
     Raises:
@@ -57,33 +58,24 @@ class Guarded:
                 "none of the optimizer's parameters is among the guard's; give the guard the model"
                 " that the optimizer was made for"
             )
-        self._look(frozenset())
+        self.look()
 
-    def follow(self, window: GradientWindow) -> None:
-        """Guard parameters too that have come to require a gradient, or to be stepped."""
-        held = frozenset(window.gradients.parameters)
-        joined = self._stepped_now().difference(window.update.parameters)
-        if not joined and held.issuperset(p for p in self._watched if p.requires_grad):
-            return
-        named = self._look(held)
-        window.update.extend({name: p for name, p in self.stepped.items() if p in joined})
-        window.gradients.extend({name: p for name, p in named.items() if p not in held})
-        window.gradients.clipped = tuple(self.clipped)
+    def joined(self) -> set[nn.Parameter]:
+        """Return the parameters that have come to require a gradient, or to be stepped."""
+        now = self._stepped_now() | {p for p in self._watched if p.requires_grad}
+        return now.difference(self.held.values())
 
-    def _look(self, held: Set[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Take in the parameters as they are now; return all whose gradients are held, by name.
-
-        Those that were held stay, though they may be frozen at the moment.
-        """
+    def look(self) -> None:
+        """Take in the parameters as they are now."""
         stepped, named = self._stepped_now(), list(_named(self._trainable))
         names: dict[nn.Parameter, str] = {}  # in the order of clipping; tied weights are one
         for name, p in named:
-            if p in stepped or p in held or (self._whole_norm and p.requires_grad):
+            if p in stepped or (self._whole_norm and p.requires_grad):
                 names.setdefault(p, name)
         clipped = list(names)
         for group, settings in enumerate(self._optimizer.param_groups):
             for place, p in enumerate(settings["params"]):
-                if p in stepped or p in held:
+                if p in stepped:
                     names.setdefault(p, f"parameter {place} of the optimizer's group {group}")
         sharded = next((name for p, name in names.items() if _is_sharded(p)), None)
         if sharded is not None:
@@ -91,11 +83,11 @@ class Guarded:
                 f"{sharded} is sharded over processes, and a guard needs whole tensors; train with"
                 " DDP or in one process"
             )
-        self.stepped = {name: p for p, name in names.items() if p in stepped}
-        self.clipped = clipped if self._whole_norm else list(names)
+        self.held = {name: p for p, name in names.items()}
+        self.stepped = {name: p for name, p in self.held.items() if p in stepped}
+        self.clipped = tuple(clipped if self._whole_norm else names)
         # a large model's modules take longer to walk than a micro-batch's guard
         self._watched = [p for _, p in named] if self._whole_norm else []
-        return {name: p for p, name in names.items()}
 
     def _stepped_now(self) -> set[nn.Parameter]:
         return {p for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad}
@@ -141,6 +133,46 @@ def all_processes(device: torch.device) -> ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ProcessGroup()
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), device)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def whole(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, or the model."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_parallel(model: nn.Module | None) -> bool:
+    """Return whether a model, compiled or not, is in DistributedDataParallel."""
+    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
+
+
+def unsynchronised(model: nn.Module | None) -> AbstractContextManager[None]:
+    """Return a context in which processes compute apart.
+
+    One process's NaN is not spread over all in a backward, and none waits in its forward, where
+    buffers would be sent, for one whose micro-batch was refused before that.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    model.require_forward_param_sync = False
+    return model.no_sync()
+
+
+def share_buffers(model: nn.Module | None) -> None:
+    """Send process 0's buffers to all, as DistributedDataParallel does in a window's first forward.
+
+    Every process must call it.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, DistributedDataParallel) or not model.broadcast_buffers:
+        return
+    if model.modules_buffers:
+        model._sync_buffers()
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

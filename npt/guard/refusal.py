@@ -89,16 +89,7 @@ def window_refusal(
         return Refusal("spike", f"{detail}; the largest gradient is {largest}'s", tensor=largest)
     bad = window.update.first_bad()
     detail = f"{bad} was not finite after the step; the state before it was restored"
-    parameter = bad.rpartition(" of ")[2]
-    sizes = [
-        f"{name} up to {size:.3g}"
-        for name, size in window.update.before.items()
-        if name in (bad, parameter)
-    ]
-    if window.norms is not None:
-        norm = float(window.norms[names.index(parameter)])
-        sizes.insert(0, f"its gradient had norm {norm:.3g}")
-    return Refusal("update", f"{detail} ({', '.join(sizes)})" if sizes else detail, tensor=bad)
+    return Refusal("update", detail, tensor=bad)
 
 
 def worst(norms: Tensor, names: Sequence[str]) -> str:

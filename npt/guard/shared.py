@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -70,33 +71,27 @@ class AcrossProcesses:
         data, states = self._data, self._states
         other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
         if other is not None:
-            raise self._processes.everywhere(
-                ProcessError(
-                    f"process {other} reads other data than process 0 in window {window + 1}"
-                    f" (fingerprints {data[other]} and {data[0]}); give every process the same data"
-                    " in the same order",
-                    DataError.exit_status,
-                )
+            message = (
+                f"process {other} reads other data than process 0 in window {window + 1}"
+                f" (fingerprints {data[other]} and {data[0]}); give every process the same data in"
+                " the same order"
             )
+            raise self._processes.everywhere(ProcessError(message, DataError.exit_status))
         bad = [process for process, state in enumerate(states) if not state]
         wrong = bad or [process for process, state in enumerate(states) if state != states[0]]
         if wrong and len(bad) < len(states):
-            left = (
-                f"what it left on process {', '.join(map(str, wrong))}"
-                f" {'is not finite' if bad else 'differs'}"
+            where = ", ".join(map(str, wrong))
+            message = (
+                f"every process took step {steps + 1} alike, but what it left on process {where}"
+                f" {'is not finite' if bad else 'differs'}; it was taken back: look at the"
+                " hardware of these processes, then continue with --resume auto"
             )
-            raise self._processes.everywhere(
-                ProcessError(
-                    f"every process took step {steps + 1} alike, but {left}; it was taken back:"
-                    " look at the hardware of these processes, then continue with --resume auto"
-                )
-            )
+            raise self._processes.everywhere(ProcessError(message))
 
 
 def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> list[R]:
     """Return the records of all processes, those of each in their order; all must call it."""
-    everyone = processes.gather_json([asdict(record) for record in records])
-    entries = [entry for entries in everyone for entry in entries]
+    entries = chain(*processes.gather_json([asdict(record) for record in records]))
     return [
         kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
         for entry in entries

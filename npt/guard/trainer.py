@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
@@ -25,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from npt.errors import CheckpointError, ConfigError, DataError, TooManyRefusalsError
 from npt.files import write_json
 from npt.guard.guard import Guard
 from npt.guard.ids import IGNORED, refuse_bad_ids
-from npt.guard.order import Names, Order, note_order, skipped_by
 from npt.guard.outcome import Outcome
-from npt.guard.parallel import share_buffers, whole
+from npt.guard.parameters import share_buffers, whole
 from npt.guard.settings import GuardSettings, classes_of
 from npt.stored import read_json
 
@@ -70,13 +71,14 @@ class TrainerMixin(Trainer):
     # of the open window: its micro-batches and their names, by identity; the loss to be logged and
     # TRL's metrics before it; its norm, once it is closed
     _inputs: list[Any]
-    _names: Mapping[int, Names] = {}
+    _names: Mapping[int, tuple[object, ...]] = {}
     _logged: Tensor | None = None
     _counted: Mapping[str, Any] = {}
     _norm: float | None = None
     _resumed_from: str | None = None
     _guarded: Any = None  # the optimizer
-    _order: Order | None = None  # while it trains
+    _trains: bool = False
+    _epoch: Any = None  # the iterator of the present one
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -105,11 +107,11 @@ class TrainerMixin(Trainer):
         if self.guard is not None:
             self.guard.close()
         self.guard = self._resumed_from = None
-        self._order = Order()
+        self._trains, self._epoch = True, None
         try:
             result = super()._inner_training_loop(*arguments, **named)
         finally:
-            self._order, self._names = None, {}
+            self._trains, self._names = False, {}
             _give_back(self._guarded)
         if self.guard is not None:
             self.guard.close()  # its buffers are twice the gradients
@@ -118,22 +120,32 @@ class TrainerMixin(Trainer):
     def get_train_dataloader(self) -> Any:
         """Let the loader's sampler note its indices, so that refusals name them."""
         loader = super().get_train_dataloader()
-        note_order(loader)
+        _note_order(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
-        """Draw the micro-batches of a window, and keep their names."""
+        """Draw the micro-batches of a window, and keep the indices of their rows, if noted."""
         drawn = super().get_batch_samples(epoch_iterator, *arguments, **named)
-        if self._order is not None:
+        if self._trains:
             loader = self.callback_handler.train_dataloader
-            skipped = skipped_by(self, loader)
-            names = self._order.names(epoch_iterator, len(drawn[0]), loader, skipped)
-            self._names = dict(zip(map(id, drawn[0]), names, strict=True))
+            sampler = getattr(loader, "batch_sampler", None)
+            noted: deque[list[Any]] = getattr(sampler, "noted", deque())
+            if noted and self._epoch is None:
+                for _ in range(self._skipped(loader)):
+                    noted.popleft()
+            self._epoch = epoch_iterator
+            self._names = {id(x): tuple(noted.popleft()) if noted else () for x in drawn[0]}
         return drawn
+
+    def _skipped(self, loader: Any) -> int:
+        """Return how many micro-batches of its epoch a run passes over that begins or resumes."""
+        size = self.args.gradient_accumulation_steps
+        steps = max(1, math.ceil(len(loader) / size))
+        return 0 if self.args.ignore_data_skip else self.state.global_step % steps * size
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute a micro-batch; with the last one of a window, settle what counts of it."""
-        if self._order is None:  # called by itself, not by `train`
+        if not self._trains:  # called by itself, not by `train`
             return super().training_step(model, inputs, num_items_in_batch)
         guard = self._guard_of(model)
         if not self._inputs:
@@ -302,7 +314,7 @@ class TrainerMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save only a state that is finite; older checkpoints go only if it was saved."""
         # a first checkpoint may come before the first window
-        guard = self.guard if self._order is None else self._guard_of(model)
+        guard = self._guard_of(model) if self._trains else self.guard
         bad = None if guard is None else guard.first_bad()
         if guard is not None and any(guard.window.processes.sums([float(bad is not None)])):
             _log.error(
@@ -371,6 +383,29 @@ def _give_back(optimizer: Any) -> None:
         step = attributes.pop("_before_guard")
         if step is not None:
             attributes["step"] = step
+
+
+def _note_order(loader: Any) -> None:
+    """Let the batch sampler note what it yields, if micro-batches come in that order."""
+    from accelerate.data_loader import DataLoaderDispatcher
+    from transformers.trainer_utils import has_length
+
+    sampler = getattr(loader, "batch_sampler", None)
+    indexed = sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    ordered = getattr(loader, "in_order", True) and not isinstance(loader, DataLoaderDispatcher)
+    if not (indexed and ordered and has_length(loader)) or hasattr(sampler, "noted"):
+        return
+    kind: Any = type(sampler)
+
+    def noting(self: Any) -> Iterator[list[Any]]:
+        noted = self.noted = deque()
+        for indices in kind.__iter__(self):
+            noted.append(indices)
+            yield indices
+
+    with suppress(TypeError):  # a sampler of slots, or of C
+        # of one base, since only that has the same layout
+        sampler.__class__ = type(f"Noting{kind.__name__}", (kind,), {"__iter__": noting})
 
 
 @contextmanager

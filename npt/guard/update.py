@@ -8,20 +8,111 @@ same arithmetic in the same order: their results are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.holdings import Holdings
 from npt.guard.outcome import Snapshot
+from npt.random_state import random_state, set_random_state
 
 EXACT = 2**24
 """Whole numbers below it are exact in fp32: token counts, data and state fingerprints."""
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device),
+    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
+)
+_TORCHS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+
+
+class Holdings:
+    """A copy of what objects hold and of torch's random state, put back into the same tensors and
+    containers, for whoever else holds them.
+
+    Followed are containers, torch's optimizers and schedulers, and whatever an optimizer keeps in
+    its state. Models are not, and parameters without a gradient are not copied: no step changes
+    them.
+
+    Args:
+        owners: objects that are followed first, such as an optimizer.
+        tensors: to be copied as well, such as its parameters.
+        without: objects and tensors that are left out.
+    """
+
+    def __init__(
+        self, owners: Iterable[Any], tensors: Iterable[Tensor] = (), without: Iterable[Any] = ()
+    ):
+        self._tensors = {id(tensor): tensor for tensor in tensors}
+        self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
+        self._generators: list[torch.Generator] = []
+        self._follow(list(owners), {id(each) for each in without})
+        self._copies = {key: t.detach().clone() for key, t in self._tensors.items()}
+        self._drawn = [generator.get_state() for generator in self._generators]
+        self._random = random_state()
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of a tensor that was copied, and any other value as it is."""
+        return self._copies.get(id(value), value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, into the same tensors and containers."""
+        for container, items in self._containers:
+            if isinstance(container, dict):
+                for key in [key for key in container if key not in items]:
+                    del container[key]
+                container.update(items)
+            elif isinstance(container, list):
+                container[:] = items
+            else:
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(items)
+        for key, tensor in self._tensors.items():
+            copy = self._copies[key]
+            if tensor.shape == copy.shape and tensor.dtype == copy.dtype:
+                tensor.copy_(copy)
+            else:
+                tensor.data = copy
+        for generator, state in zip(self._generators, self._drawn, strict=True):
+            generator.set_state(state)
+        set_random_state(self._random)
+
+    def _follow(self, owners: list[Any], seen: set[int]) -> None:
+        # what is to be followed, and whether it is part of a state, of which every object is
+        waiting: list[tuple[Any, bool]] = [(vars(owner), False) for owner in owners]
+        while waiting:
+            holder, in_state = waiting.pop()
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            if not isinstance(holder, tuple):
+                self._containers.append((holder, holder.copy()))
+            values, state = holder, None
+            if isinstance(holder, dict):
+                values, state = holder.values(), holder.get("state")
+                # hooks are others' to add and remove
+                seen.update(id(v) for k, v in holder.items() if str(k).endswith("_hooks"))
+            for value in values:
+                inside = in_state or value is state
+                if id(value) in seen or isinstance(value, _PLAIN):
+                    pass
+                elif isinstance(value, Tensor):
+                    if _can_change(value):
+                        self._tensors.setdefault(id(value), value)
+                elif isinstance(value, dict | list | tuple | set | deque):
+                    waiting.append((value, inside))
+                elif isinstance(value, torch.Generator):
+                    self._generators.append(value)
+                elif isinstance(value, _TORCHS) or (inside and _is_plain_object(value)):
+                    waiting.append((vars(value), inside))
 
 
 @dataclass
@@ -36,8 +127,6 @@ class Update:
         finite: their flags.
         fingerprints: [processes] of the state that the step left on each process, 0 if it is not
             finite.
-        before: of a step that was taken back, if flags are read at once, the largest number of each
-            tensor of the state.
     """
 
     applied: Tensor
@@ -46,7 +135,6 @@ class Update:
     names: Sequence[str] = ()
     finite: Tensor | None = None
     fingerprints: Tensor | None = None
-    before: Mapping[str, float] = field(default_factory=dict)
 
     def first_bad(self) -> str:
         """Return the name of the first tensor that was not finite after the step."""
@@ -72,8 +160,7 @@ class GuardedUpdate:
         late: bool | None = None,
         undo: bool = True,
     ):
-        self.names = tuple(parameters)
-        self.parameters = tuple(parameters.values())
+        self.guard(parameters)
         self.optimizer, self.undo = optimizer, undo
         self.home = self.parameters[0].device
         fused = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam) and all(
@@ -88,10 +175,9 @@ class GuardedUpdate:
         if self.late and not optimizer.state:
             self.make_moments()
 
-    def extend(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Verify and restore further parameters too, which the optimizer has come to step."""
-        self.names += tuple(parameters)
-        self.parameters += tuple(parameters.values())
+    def guard(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Verify and restore these parameters from now on."""
+        self.names, self.parameters = tuple(parameters), tuple(parameters.values())
 
     @contextmanager
     def step(self, go: Tensor, rate: Tensor | None, processes: ProcessGroup) -> Iterator[Update]:
@@ -191,8 +277,6 @@ class GuardedUpdate:
             self._select(good, update.snapshot or {})
         elif not bool(good):
             self.take_back(update)
-            names, largest = self._largest()
-            update.before = dict(zip(names, largest.tolist(), strict=True))
 
     def _select(self, good: Tensor, snapshot: Snapshot) -> None:
         """Keep the new state if `good`, else the snapshot, without reading the flag."""
@@ -233,3 +317,14 @@ def norms_of(tensors: list[Tensor], order: float = 2.0) -> Tensor:
     return torch.stack(
         [norm.to(device=home, dtype=torch.float32) for norm in torch._foreach_norm(tensors, order)]
     )
+
+
+def _is_plain_object(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+
+
+def _can_change(tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        return False
+    strided = tensor.layout == torch.strided
+    return not (strided and torch._debug_has_internal_overlap(tensor) == 1)  # expanded

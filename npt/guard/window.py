@@ -4,7 +4,7 @@ The promise: a window with a bad micro-batch leaves weights, moments and counts 
 micro-batch had never existed, bit for bit. A window without survivors, or whose step is not finite,
 changes nothing at all.
 
-Each micro-batch writes into scratch gradients (`gradients.py`). One flag says whether its loss
+Each micro-batch writes into scratch gradients. One flag says whether its loss
 and gradients are finite, and the scratch is added to the window's gradient through `torch.where` on
 that flag, never by multiplying, since 0 * NaN is NaN. The window is divided once, by the tokens of
 its survivors. Its norm is checked before clipping, because clipping spreads one NaN over every
@@ -23,14 +23,14 @@ left, and a step that differs or is not finite on one of them is taken back on a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from npt.distributed.processes import ProcessGroup
-from npt.guard.gradients import FlatGradients
 from npt.guard.outcome import (
     NO_LIMITS,
     LaunchedWindow,
@@ -54,6 +54,111 @@ IN_FLIGHT = 3
 
 FAILED = 1000
 """The code of a process that stops because of an error; other codes are signal numbers."""
+
+
+class FlatGradients:
+    """The gradients of a window, and scratch for those of one micro-batch.
+
+    Scratch and sums are flat, one buffer per device and dtype, so that a micro-batch is judged and
+    added in a few operations. A parameter's `.grad` is a view of them.
+
+    Args:
+        parameters: by name; their `.grad` belongs to this object from now on.
+        track: notice which parameters take part in a backward, so that the others keep the `.grad`
+            None that makes an optimizer leave them alone.
+
+    Attributes:
+        scratch_views: of each parameter, in scratch; `.grad` is a fresh view of the same numbers.
+        sum_views: likewise in the sums.
+        reached: places of the parameters that the micro-batch's backward reached; None: not
+            tracked.
+        clipped: the parameters whose norm is a window's, in the order of summation.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
+        self.names, self.parameters = tuple(parameters), tuple(parameters.values())
+        self.clipped = self.parameters
+        self.scratch, self.scratch_views = _flat_like(self.parameters)
+        self.sums, self.sum_views = _flat_like(self.parameters)
+        self.reached: set[int] | None = set() if track else None
+        self._stale = False
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(_note, self.reached, i))
+            for i, p in enumerate(self.parameters if self.reached is not None else ())
+        ]
+
+    def begin(self) -> None:
+        """Point every `.grad` at empty scratch, for one forward and backward."""
+        for flat in self.scratch:
+            flat.zero_()
+        if self.reached is not None:
+            self.reached.clear()
+        self._point(self.scratch_views)
+
+    def collect(self) -> None:
+        """Take gradients into scratch that were made elsewhere: `.grad` was replaced, or None.
+
+        What was assigned counts as reached, though no hook saw it; what was dropped does not.
+        """
+        reached = set() if self.reached is None else self.reached
+        for place, (p, view) in enumerate(zip(self.parameters, self.scratch_views, strict=True)):
+            if p.grad is None:
+                view.zero_()
+                reached.discard(place)
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad)
+                reached.add(place)
+
+    def withdraw(self) -> None:
+        """Leave the parameters without gradients; the window keeps its sums."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def scale(self, factor: float) -> None:
+        """Multiply the micro-batch's gradients."""
+        for flat in self.scratch:
+            flat.mul_(factor)
+
+    def add(self, flag: Tensor) -> None:
+        """Add the scratch to the sums if the scalar bool `flag` is set, without reading it.
+
+        In place, for a third tensor of this size would be the guard's largest.
+        """
+        self._renew()
+        for total, scratch in zip(self.sums, self.scratch, strict=True):
+            nothing = torch.zeros((), dtype=scratch.dtype, device=scratch.device)
+            torch.where(flag.to(scratch.device), scratch, nothing, out=scratch)
+            total += scratch
+
+    def expose(self, unreached: Sequence[int] = ()) -> None:
+        """Point `.grad` at the window's sums, but leave those parameters without one."""
+        self._renew()
+        self._point(self.sum_views)
+        for place in unreached:
+            self.parameters[place].grad = None
+
+    def clear(self) -> None:
+        """Forget the window, by nothing that could fail: its step may be made already."""
+        self._stale = True
+        self.withdraw()
+
+    def close(self) -> None:
+        """Leave the parameters as they were found, without a gradient, and free the buffers."""
+        self.withdraw()
+        for handle in self._handles:
+            handle.remove()
+        self.scratch, self.scratch_views, self.sums, self.sum_views = [], [], [], []
+
+    def _point(self, views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.grad = view.detach()  # fresh: somebody may move it by `p.grad.data = ...`
+
+    def _renew(self) -> None:
+        """Let the sums be zero if they are still a forgotten window's."""
+        if self._stale:
+            for flat in self.sums:
+                flat.zero_()
+            self._stale = False
 
 
 class GradientWindow:
@@ -100,8 +205,9 @@ class GradientWindow:
         if rates is not None:
             self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
+        self.gradients = FlatGradients({})
         named = dict(zip(update.names, update.parameters, strict=True))
-        self.gradients = FlatGradients(named, track=rates is None)
+        self.hold(named, update.parameters)
         self._divisor = divisor
         self._ran: list[MicroBatch] = []
         self._refusals: list[Refusal] = []
@@ -117,6 +223,12 @@ class GradientWindow:
     def applied_steps(self) -> int:
         """Applied steps by the device's own count, for which this waits."""
         return int(self._steps)
+
+    def hold(self, parameters: Mapping[str, nn.Parameter], clipped: Sequence[nn.Parameter]) -> None:
+        """Hold the gradients of these parameters from now on; no micro-batch has run."""
+        self.gradients.close()
+        self.gradients = FlatGradients(parameters, track=self._rates is None)
+        self.gradients.clipped = tuple(clipped)
 
     def begin(self) -> None:
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
@@ -287,7 +399,7 @@ class GradientWindow:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
             reached = [p for p in self.gradients.clipped if p.grad is not None]
             norm = get_total_norm([p.grad for p in reached if p.grad is not None])
-            if not bool(torch.isfinite(norm)):
+            if self.spikes is not None or not bool(torch.isfinite(norm)):
                 window.norms = norms_of(self.gradients.sum_views)
             clip_grads_with_norm_(reached, self.max_grad_norm, norm)
             return norm.to(self._home, torch.float32)
@@ -308,10 +420,6 @@ class GradientWindow:
         with self.update.step(go, rate, self.processes) as update:
             window.update = update
             steps = self._steps + update.applied
-            if window.norms is None and not self.update.late and not bool(update.applied):
-                # norms are from before it
-                scale = clip_scale(scalars["norm"], self.max_grad_norm)
-                window.norms = norms_of(self.gradients.sum_views) / scale
             scalars |= {"applied": update.applied, "steps": steps}
             send_record(window)
         self._steps, self.applied = steps, update.applied
@@ -374,3 +482,27 @@ def sent(numbers: Sequence[int], home: torch.device) -> Tensor:
     """Return numbers of the host in fp32 on the device, without waiting for it."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return values.pin_memory().to(home, non_blocking=True) if home.type == "cuda" else values
+
+
+def _note(reached: set[int] | None, place: int, _parameter: Tensor) -> None:
+    if reached is not None:
+        reached.add(place)
+
+
+def _flat_like(parameters: tuple[nn.Parameter, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a flat buffer of zeros per device and dtype, and each parameter's view of one.
+
+    A view has its parameter's strides, as a gradient of autograd's has: a norm adds in that order.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, p in enumerate(parameters):
+        groups.setdefault((p.device, p.dtype), []).append(i)
+    flats: list[Tensor] = []
+    views: dict[int, Tensor] = {}
+    for (device, dtype), members in groups.items():
+        sizes = [parameters[i].numel() for i in members]
+        flats.append(torch.zeros(sum(sizes), device=device, dtype=dtype))
+        for i, part in zip(members, flats[-1].split(sizes), strict=True):
+            like = torch.empty_like(parameters[i], device="meta")
+            views[i] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+    return flats, [views[i] for i in range(len(parameters))]

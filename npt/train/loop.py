@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from npt.adapters.converted import is_sharded
 from npt.data.batch import Batch, find_fault
 from npt.data.loader import Position
-from npt.distill.splitting import free_memory, oom_message
-from npt.distill.step import forward_backward, summed
+from npt.distill.step import forward_backward, free_memory, oom_message, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard

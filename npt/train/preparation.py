@@ -19,7 +19,7 @@ from npt.base.precision import audit_precision, policy_dtype
 from npt.config import TrainConfig
 from npt.data.batch import Batch, batches, find_fault
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter, free_memory, oom_message
+from npt.distill.step import MicroBatchSplitter, free_memory, oom_message
 from npt.distill.strategies import Strategy
 from npt.errors import SmokeTestError
 from npt.random_state import kept_random_state, micro_batch_draws

@@ -21,8 +21,7 @@ from npt.base.precision import audit_precision, declared_dtype, policy_dtype, qu
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.console import say
 from npt.data.source import OWN_HELDOUT
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import check_unfrozen
+from npt.distill.step import MicroBatchSplitter, check_unfrozen
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, DataError
 from npt.guard.update import EXACT

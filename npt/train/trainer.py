@@ -21,8 +21,7 @@ from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
 from npt.data.report import no_sample
 from npt.data.source import Record
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import check_unfrozen, student_guard
+from npt.distill.step import MicroBatchSplitter, check_unfrozen, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy
 from npt.distributed.join import join_processes, processes_of
 from npt.distributed.processes import ProcessGroup

@@ -19,7 +19,7 @@ from npt.config import TrainConfig
 from npt.data.batch import Batch
 from npt.distill import logit_losses
 from npt.distill.logit_losses import row_loss, through_head
-from npt.distill.own_stream import end_to_end
+from npt.distill.strategies import end_to_end
 from npt.evaluation import metrics
 from npt.evaluation.greedy import continue_greedily
 from npt.evaluation.metrics import compare_tokens

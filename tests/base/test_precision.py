@@ -1,4 +1,5 @@
 import json
+import math
 from copy import deepcopy
 from operator import attrgetter
 
@@ -8,11 +9,13 @@ from torch import nn
 from torch.testing import assert_close
 
 import npt
+from npt.base import precision
 from npt.base.linear import UpcastEmbedding, UpcastLinear, quantized_linears
 from npt.base.precision import (
     audit_precision,
     enforce_policy,
     policy_dtype,
+    product_error,
     quantization_of,
     set_matmul_precision,
 )
@@ -184,3 +187,28 @@ def test_auto_changes_nothing_on_the_cpu(load_model):
             assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("exact", "fast", "expected"),
+    [
+        (1e-7, 3e-4, "high"),
+        (1e-7, 2e-3, "highest"),
+        (1e-7, 1e-7, "highest"),
+        (1e-7, math.nan, "highest"),
+    ],
+)
+def test_auto_is_chosen_by_the_measured_error(load_model, monkeypatch, exact, fast, expected):
+    model, errors = load_model(), {"highest": exact, "high": fast}
+    monkeypatch.setattr(precision, "product_error", lambda _, asked: errors[asked])
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    try:
+        set_matmul_precision("auto", model)
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_products_in_fp32_are_exact_to_its_rounding(load_model):
+    """Sums of at most 128 products in fp32: its 24 bits leave 6e-8 each."""
+    assert 0 < product_error(load_model(), "highest") < 1e-6

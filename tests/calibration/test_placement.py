@@ -19,8 +19,7 @@ from npt.base.precision import fp32_products
 from npt.base.random_base import random_base
 from npt.calibration import calibrate as module
 from npt.calibration import cut, sensitivity
-from npt.calibration.placement import HOST, Placement, free_bytes, or_on_host
-from npt.calibration.plan import Plan, plan
+from npt.calibration.placement import HOST, Placement, Plan, free_bytes, or_on_host, plan
 from npt.data.batch import batch_from_tensors
 from npt.doctor.measure import peak_bytes
 from npt.doctor.shape import llama_config, parse_shape

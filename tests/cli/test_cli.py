@@ -206,7 +206,7 @@ def test_one_of_several_processes_that_no_launcher_started_is_refused(
     ("settings", "strategy", "init", "said"),
     [
         ({"device_map": "auto"}, "local", "random", "--device_map auto gives all GPUs to one"),
-        ({"shard_base": True}, "local", "calibrated", "--init calibrated needs the whole base"),
+        ({"shard_base": True}, "local", "calibrated", "--init calibrated needs all of it"),
         ({"shard_base": True}, "end_to_end", "random", "--strategy end_to_end does not support"),
         (
             {"shard_base": True, "use_quantization": True, "teacher_precision": "bf16"},

@@ -51,7 +51,7 @@ CHOSEN: dict[str, tuple[dict, dict, str]] = {
 @pytest.mark.parametrize("case", CHOSEN)
 def test_defaults_suit_the_start_and_what_is_given_stays(case):
     given, expected, absent = CHOSEN[case]
-    found = with_defaults(given).given
+    found = with_defaults(given).flags
     assert {**given, **expected}.items() <= found.items()
     assert not found.keys() & set(absent.split())
 
@@ -79,8 +79,8 @@ def test_a_start_that_was_chosen_is_said_and_may_fall_back():
 )
 def test_a_start_is_random_where_none_can_be_solved_and_says_why(flags, reason):
     found = with_defaults({**flags, "init": "auto"})
-    assert found.given["init"] == "random" and not found.fallback
-    assert "learning_rate" not in found.given
+    assert found.flags["init"] == "random" and not found.fallback
+    assert "learning_rate" not in found.flags
     assert "a random start" in found.notes[0] and reason in found.notes[0]
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_taken_up_keeps_what_it_began_with():
     before = {"init": "random", "additive_scale": 0.1, "strategy": "local", "adapter_rank": 16}
     found = with_defaults({"learning_rate": 0.02}, {**before, "learning_rate": 0.01})
     kept = {"init": "random", "additive_scale": 0.1, "strategy": "local", "learning_rate": 0.02}
-    assert kept.items() <= found.given.items()
+    assert kept.items() <= found.flags.items()
 
 
 def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatch):
@@ -97,7 +97,7 @@ def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatc
         main(["pretrain", "--help_all"])
     words = " ".join(capsys.readouterr().out.split())
     shown = dict(re.findall(r" --(\w+) (?:(?! --\w+ ).)*?\(default: ([^)]*)\)", words))
-    for name, value in with_defaults({}).given.items():
+    for name, value in with_defaults({}).flags.items():
         assert shown[name] == ("auto" if name == "init" else str(value)), name
     assert shown["strategy"] == "end_to_end" and shown["learning_rate"] == "5e-05"
     assert shown["save_steps"] == "500" and shown["seed"] == "0"
@@ -106,19 +106,19 @@ def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatc
 def test_the_embedded_text_is_of_the_embedded_model_alone():
     assert with_data({}, "tiny") == ({}, (), False)
     found = with_data({}, "some/llama")
-    assert found.given == {"dataset_name": WEB_TEXT, "streaming": True}
+    assert found.flags == {"dataset_name": WEB_TEXT, "streaming": True}
     assert "no --dataset_name" in found.notes[0]
 
 
 def test_short_names_are_written_out_and_flags_win(tmp_path, monkeypatch):
     for name, named in DATASETS.items():
-        assert with_data({"dataset_name": name}, "tiny").given == named
+        assert with_data({"dataset_name": name}, "tiny").flags == named
     given = {"dataset_name": "wikitext", "dataset_config": "wikitext-2-raw-v1"}
     expected = {**given, "dataset_name": "Salesforce/wikitext"}
-    assert with_data(given, "tiny").given == expected
+    assert with_data(given, "tiny").flags == expected
     monkeypatch.chdir(tmp_path)
     Path("wikitext").mkdir()
-    assert with_data({"dataset_name": "wikitext"}, "tiny").given == {"dataset_name": "wikitext"}
+    assert with_data({"dataset_name": "wikitext"}, "tiny").flags == {"dataset_name": "wikitext"}
 
 
 def test_no_data_and_no_hub_for_another_base_names_the_flag(tmp_path, capsys, monkeypatch):

@@ -5,9 +5,7 @@ the page of what was written.
 from __future__ import annotations
 
 import functools
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,11 +49,10 @@ def written(adapter, base, monkeypatch, capsys):
     """
     monkeypatch.setattr(npt, "load_base", lambda *_, **__: base)
 
-    def call(line: str = "", *more: object, prompt: str | None = PROMPT, status: int = 0):
-        given = flags("--max_new_tokens 6 --adapter", adapter)
-        given += [] if prompt is None else ["--prompt", prompt]
+    def call(line: str = "", *more: object, status: int = 0):
+        common = [*flags("--max_new_tokens 6 --adapter", adapter), "--prompt", PROMPT]
         arguments = flags(line, *more)
-        assert main(["generate", *given, *arguments]) == status
+        assert main(["generate", *common, *arguments]) == status
         npt.detach(base[0])
         out, err = capsys.readouterr()
         return (json.loads(out) if "--json" in arguments else out), err
@@ -79,19 +76,6 @@ def test_standard_output_is_the_prompt_and_the_text(written, student, mode) -> N
     out, err = written("" if mode is None else f"--mode {mode}")
     assert out == PROMPT + own_text(student, mode or "student") + "\n"
     assert f"{mode or 'student'}: {NEW} tokens" in err and "NF4" in err
-
-
-def test_a_piped_prompt_is_taken_and_anything_else_is_said(written, student, monkeypatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    assert written(prompt=None)[0] == PROMPT + own_text(student, "student") + "\n"
-    no_text = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8")
-    for stream, words in ((Terminal(), "pass --prompt TEXT"), (no_text, "is not UTF-8")):
-        monkeypatch.setattr(sys, "stdin", stream)
-        assert words in written(prompt=None, status=2)[1]
 
 
 def test_the_json_holds_text_and_settings(written, student) -> None:

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from npt.config import LOSSES, TrainConfig
-from npt.distill.hidden_losses import cosine, direction, hidden_loss, mse, nmse_per_token
+from npt.distill.hidden_losses import direction, hidden_loss, mse, nmse_per_token
 
 N, D = 5, 7
-WEIGHT = 0.25
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "nmse": lambda o, t, h: nmse_per_token(o, t),
     "nmse_update": nmse_per_token,
     "direction": lambda o, t, h: direction(o, t),
     "mse": lambda o, t, h: mse(o, t),
-    "cosine": lambda o, t, h: cosine(o, t, WEIGHT),
 }
 every = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -50,7 +48,6 @@ def reference(name: str, o: list[float], t: list[float], h: list[float]) -> floa
         "nmse_update": squared / sum((b - c) ** 2 for b, c in zip(t, h, strict=True)),
         "direction": 2 * (1 - cos) / D,
         "mse": squared / D,
-        "cosine": (1 - WEIGHT) * squared / length[1] ** 2 + WEIGHT * (1 - cos),
     }[name]
 
 
@@ -71,20 +68,20 @@ def gradient_of(name: str, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_the_formulas_in_fp32_whatever_the_input(name, scale, dtype) -> None:
     o, t, h = states(scale=scale, dtype=dtype)
-    found = FUNCTIONS[name](o, t, h)
-    assert (found.dtype, found.shape) == (torch.float32, (N,))
+    losses = FUNCTIONS[name](o, t, h)
+    assert (losses.dtype, losses.shape) == (torch.float32, (N,))
     # fp32 sums of 7 terms; squares of 300 and more overflow fp16, so a computation in the input's
     # dtype would show.
-    assert found.tolist() == pytest.approx(expected(name, o, t, h), rel=1e-5)
+    assert losses.tolist() == pytest.approx(expected(name, o, t, h), rel=1e-5)
     assert torch.isfinite(gradient_of(name, o, t, h)).all()
 
 
 @every
 def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name) -> None:
     o, t, h = states(dtype=torch.float64)
-    found = FUNCTIONS[name](o, t, h)
-    assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx(expected(name, o, t, h), rel=1e-12)
+    losses = FUNCTIONS[name](o, t, h)
+    assert losses.dtype == torch.float64
+    assert losses.tolist() == pytest.approx(expected(name, o, t, h), rel=1e-12)
     assert torch.autograd.gradcheck(lambda o: FUNCTIONS[name](o, t, h), o)
 
 
@@ -92,8 +89,8 @@ def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name) -> None:
 def test_the_setting_names_the_function(name) -> None:
     assert set(LOSSES) == set(FUNCTIONS)
     o, t, h = states()
-    per_token = cosine(o, t) if name == "cosine" else FUNCTIONS[name](o, t, h)
-    assert torch.equal(hidden_loss(TrainConfig(loss=name), o, t, h), per_token.sum())
+    total = FUNCTIONS[name](o, t, h).sum()
+    assert torch.equal(hidden_loss(TrainConfig(loss=name), o, t, h), total)
 
 
 @every

@@ -73,19 +73,19 @@ def gradient_of(name: str, s: Tensor, t: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_the_formulas_in_fp32_whatever_the_input(name, dtype) -> None:
     s, t = logits(dtype=dtype)
-    found = DIVERGENCES[name](s, t)
-    assert (found.dtype, found.shape) == (torch.float32, (N,))
+    losses = DIVERGENCES[name](s, t)
+    assert (losses.dtype, losses.shape) == (torch.float32, (N,))
     expected = reference(name, s.detach(), t).item()
-    assert value(found) == pytest.approx(expected, rel=1e-5, abs=LEFT_OVER)
+    assert value(losses) == pytest.approx(expected, rel=1e-5, abs=LEFT_OVER)
     assert torch.isfinite(gradient_of(name, s, t)).all()
 
 
 @every
 def test_fp64_stays_fp64_and_gradients_equal_finite_differences(name) -> None:
     s, t = logits(dtype=torch.float64)
-    found = DIVERGENCES[name](s, t)
-    assert found.dtype == torch.float64
-    assert value(found) == pytest.approx(reference(name, s.detach(), t).item(), rel=1e-12)
+    losses = DIVERGENCES[name](s, t)
+    assert losses.dtype == torch.float64
+    assert value(losses) == pytest.approx(reference(name, s.detach(), t).item(), rel=1e-12)
     assert torch.autograd.gradcheck(lambda s: DIVERGENCES[name](s, t), s)
 
 
@@ -105,14 +105,14 @@ def test_a_kl_goes_from_its_first_distribution_to_its_second() -> None:
 @settings(deadline=None, max_examples=30, derandomize=True)
 def test_never_negative_zero_at_equality_and_blind_to_a_shift(name, seed, scale, shift) -> None:
     s, t = logits(seed, scale=scale)
-    found = value(DIVERGENCES[name](s, t))
-    assert found >= -N * LEFT_OVER
+    losses = value(DIVERGENCES[name](s, t))
+    assert losses >= -N * LEFT_OVER
     same = t.clone().requires_grad_()
     assert abs(value(DIVERGENCES[name](same, t))) <= N * LEFT_OVER
     assert float(gradient_of(name, same, t).abs().max()) <= LEFT_OVER
     # Logits of 50 and more in fp32: known to 4e-6 each.
     assert value(DIVERGENCES[name](s + shift, t - shift)) == pytest.approx(
-        found, rel=1e-4, abs=1e-4
+        losses, rel=1e-4, abs=1e-4
     )
 
 
@@ -133,10 +133,10 @@ def test_where_the_value_is_finite_the_gradient_is(name, seed, power, masked) ->
             for which, tensor in ((0, s), (1, t)):
                 if side in (which, 2):
                     tensor[:, column] = -math.inf
-    found = DIVERGENCES[name](s, t).sum()
-    assert not found.isnan()
-    if torch.isfinite(found):
-        assert torch.isfinite(torch.autograd.grad(found, s)[0]).all()
+    losses = DIVERGENCES[name](s, t).sum()
+    assert not losses.isnan()
+    if torch.isfinite(losses):
+        assert torch.isfinite(torch.autograd.grad(losses, s)[0]).all()
 
 
 @every
@@ -250,12 +250,12 @@ def test_a_head_that_is_trained_has_its_gradient(monkeypatch, name) -> None:
     head = nn.Linear(D, V)
     student, other = head_states(name)
     given_ = [*head.parameters(), student]
-    found = torch.autograd.grad(
+    losses = torch.autograd.grad(
         through_head(head, row_loss(config_for(name)), student, other, V), given_
     )
     taught = other if name == "cross_entropy" else head(other).detach()
     expected = torch.autograd.grad(plain(name, head(student), taught), given_)
-    for one, another in zip(found, expected, strict=True):
+    for one, another in zip(losses, expected, strict=True):
         torch.testing.assert_close(one, another)  # the default fp32 tolerances, as above
 
 

@@ -46,7 +46,6 @@ HIDDEN_LOSSES: dict[str, dict[str, Any]] = {
     "nmse_update": {"loss": "nmse_update"},
     "direction": {"loss": "direction"},
     "mse": {"loss": "mse"},
-    "cosine": {"loss": "cosine"},
 }
 LOGIT_LOSSES: dict[str, dict[str, Any]] = {
     "kl": {},
@@ -212,8 +211,6 @@ def token_loss(config: TrainConfig, o: Tensor, t: Tensor, h: Tensor) -> Tensor:
         return 2 * (1 - cos) / len(o)
     if config.loss == "mse":
         return (o - t).pow(2).mean()
-    if config.loss == "cosine":
-        return 0.5 * nmse + 0.5 * (1 - cos)
     return nmse
 
 

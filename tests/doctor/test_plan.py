@@ -90,18 +90,6 @@ def test_an_evaluation_is_within_15_percent(case: str) -> None:
     assert planned.plan().of("evaluation") == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("shape", ["embedded", "256,768,4,4,2,512"])
-def test_a_calibrated_start_is_within_15_percent(shape: str) -> None:
-    planned = workload(shape, length=64)
-    planned = replace(planned, adapter=NPTConfig(layers="2-3", init="calibrated"))
-    model = student(planned)
-    ids = torch.randint(3, 500, (16, 64)).tolist()
-    samples = [Sample(str(number), tuple(row)) for number, row in enumerate(ids)]
-    taken = peak_bytes(lambda: npt.calibrate(model, None, samples, 1000, batch_size=4), "cpu")
-    measured = storage_bytes(tensors_of(model)) + taken
-    assert planned.plan().of("start") == pytest.approx(measured, rel=0.15)
-
-
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_the_bytes_of_a_base_are_those_of_its_tensors(quantization: str | None) -> None:
     stored = torch.float32 if quantization is None else torch.bfloat16

@@ -22,7 +22,7 @@ from faults.patterns import Case
 from npt.adapters import trained
 from npt.base import linear
 from npt.data import encoding
-from npt.distill import local, own_stream
+from npt.distill import local
 from npt.distill import step as train_step
 from npt.evaluation import greedy
 from npt.guard import refusal
@@ -193,8 +193,7 @@ def test_a_teacher_that_is_handed_the_students_masks_is_harm(monkeypatch) -> Non
         first.append(stream.masks)
         return replace(stream, masks=first[0])
 
-    for module in (local, own_stream):
-        monkeypatch.setattr(module, "open_stream", shared)
+    monkeypatch.setattr(local, "open_stream", shared)
     verdict = judged(at_once("sight-attention")).verdict
     assert not verdict.passed and "from an eager teacher" in verdict.detail
 

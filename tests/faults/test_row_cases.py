@@ -11,10 +11,10 @@ import inject_fault
 from faults.row_cases import CASES, cases_of
 from faults.row_runs import judged
 from faults.row_trainers import TRAINERS
-from npt.guard.gradients import FlatGradients
 from npt.guard.guard import Guard
 from npt.guard.traces import Draws
 from npt.guard.update import GuardedUpdate
+from npt.guard.window import FlatGradients
 
 
 def case(name: str):

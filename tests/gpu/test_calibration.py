@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import npt
-from npt.calibration.placement import HOST, Placement, free_bytes
-from npt.calibration.plan import Plan
+from npt.calibration.placement import HOST, Placement, Plan, free_bytes
 from npt.data.batch import Sample
 
 pytestmark = pytest.mark.gpu

@@ -15,9 +15,8 @@ from several import several, values
 
 from clean_runs import EXAMPLES
 from clean_runs.watched import Example, compared
-from npt.guard.gradients import FlatGradients
 from npt.guard.trainer import TrainerGuard, TrainerMixin
-from npt.guard.window import GradientWindow
+from npt.guard.window import FlatGradients, GradientWindow
 
 ROOT = Path(__file__).parents[2]
 BY_ID = {example.id: example for example in EXAMPLES}

@@ -209,9 +209,7 @@ def test_of_a_spike_tensor_and_micro_batch_are_named() -> None:
     assert finding.why.startswith("micro-batch 1 has the largest gradient, of norm 1.41e+04")
 
 
-@pytest.mark.parametrize(("max_grad_norm", "moment"), [(1e9, "0.009"), (1e-3, "4.5e-10")])
-def test_a_step_that_spoils_a_moment_names_it_and_what_went_in(max_grad_norm, moment) -> None:
-    """The gradient's norm is that from before clipping."""
+def test_a_step_that_spoils_a_moment_names_it() -> None:
     model = Grown()
 
     class Spoiling(torch.optim.AdamW):
@@ -220,7 +218,7 @@ def test_a_step_that_spoils_a_moment_names_it_and_what_went_in(max_grad_norm, mo
             if len(guard.findings) == 0 and guard.counts.steps == 1:
                 self.state[model.large.weight]["exp_avg_sq"][0, 0] = math.inf
 
-    guard = Guard(model, Spoiling(model.parameters()), trace=1, max_grad_norm=max_grad_norm)
+    guard = Guard(model, Spoiling(model.parameters()), trace=1)
     for _ in range(2):
         with guard.micro_batch() as micro:
             micro.loss = loss = model(torch.full((1, 2), 3.0))["loss"]
@@ -229,11 +227,8 @@ def test_a_step_that_spoils_a_moment_names_it_and_what_went_in(max_grad_norm, mo
     (refusal,) = outcome.refused
     assert (refusal.kind, refusal.tensor) == ("update", "exp_avg_sq of large.weight")
     assert not outcome.findings
-    weight = float(model.large.weight.abs().max())
     assert refusal.detail == (
         "exp_avg_sq of large.weight was not finite after the step; the state before it was restored"
-        f" (its gradient had norm 4.24, exp_avg_sq of large.weight up to {moment}, large.weight up"
-        f" to {weight:.3g})"
     )
 
 

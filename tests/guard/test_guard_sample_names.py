@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from accelerate.data_loader import prepare_data_loader
 from guarded_loops import assert_equal
 from guarded_trainers import small_llama, state_of, trainer_of
 from several import several, values
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from faults.row_faults import plant, row
 from npt.guard import Guard, protect
-from npt.guard.order import Order, note_order
 
 ROWS = 12
 BAD = 7
@@ -57,8 +55,10 @@ def test_a_refusal_names_the_rows_of_the_data_set(workers, tmp_path, monkeypatch
 def test_a_resumed_run_is_stock_and_names_the_same_rows(tmp_path, monkeypatch) -> None:
     named: list[Any] = []
     whole: list[Any] = []
-    names = Order.names
-    monkeypatch.setattr(Order, "names", lambda *given: named.extend(made := names(*given)) or made)
+    step = Guard.micro_batch
+    monkeypatch.setattr(
+        Guard, "micro_batch", lambda *a, ids, **k: named.append(ids) or step(*a, ids=ids, **k)
+    )
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
     stock = shuffled(tmp_path, None, **saving)
     stock.train()
@@ -72,31 +72,14 @@ def test_a_resumed_run_is_stock_and_names_the_same_rows(tmp_path, monkeypatch) -
     assert sorted(sum(whole[:6], ())) == list(range(ROWS))
 
 
-def test_a_stream_gives_the_place_in_the_epoch(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("data", [Stream(), None], ids=["stream", "out of order"])
+def test_rows_whose_order_is_not_known_have_no_names(data, tmp_path, monkeypatch) -> None:
     names = refused_in(monkeypatch)
-    trainer = protect(shuffled(tmp_path, max_steps=3))
-    trainer.train_dataset = Stream()
+    order = {} if data else {"dataloader_in_order": False, "dataloader_num_workers": 1}
+    trainer = protect(shuffled(tmp_path, max_steps=3, **order))
+    trainer.train_dataset = data or trainer.train_dataset
     trainer.train()
-    assert names == [(f"batch {BAD // 2} of the epoch",)]
-
-
-def test_a_loader_out_of_order_gives_the_place() -> None:
-    loader = DataLoader(range(6), batch_size=2, num_workers=0, in_order=False)
-    note_order(loader)
-    drawn = iter(loader)
-    next(drawn)
-    assert Order().names(drawn, 1, loader, 0) == [("batch 0 of the epoch",)]
-
-
-def test_each_process_names_its_own_rows() -> None:
-    loader = DataLoader(range(8), batch_size=2)
-    loader = prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False)
-    note_order(loader)
-    drawn, order = iter(loader), Order()
-    for _ in range(2):
-        rows = next(drawn).tolist()
-        assert order.names(drawn, 1, loader, 0) == [tuple(rows)]
-    assert rows == [6, 7]
+    assert names == [()]
 
 
 def test_batches_drawn_outside_of_a_training_pass(tmp_path) -> None:

@@ -32,8 +32,7 @@ from npt.base.identity import BaseIdentity
 from npt.config import DataConfig, NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter
-from npt.distill.step import student_guard
+from npt.distill.step import MicroBatchSplitter, student_guard
 from npt.distill.strategies import STRATEGIES
 from npt.distributed.processes import ProcessGroup
 from npt.guard.outcome import MicroBatch as Sums

@@ -30,8 +30,7 @@ from npt.cli.main import main
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Batch, Sample, batches, collate
 from npt.distill.local import BatchSums
-from npt.distill.splitting import MicroBatchSplitter, added, oom_message
-from npt.distill.step import forward_backward
+from npt.distill.step import MicroBatchSplitter, added, forward_backward, oom_message
 from npt.distill.strategies import drive
 from npt.errors import NoMemoryError, is_out_of_memory
 from npt.train.trainer import Trainer
@@ -177,7 +176,7 @@ def test_a_library_without_room_for_itself_lacks_memory(said, monkeypatch, capsy
         raise RuntimeError(said)
 
     assert oom_message(RuntimeError(said)) is not None
-    monkeypatch.setattr("npt.cli.doctor._check_flags", fail)
+    monkeypatch.setattr("npt.cli.doctor.with_config", fail)
     assert main(["doctor", "--plan"]) == 2
     err = capsys.readouterr().err
     assert "error: out of memory" in err and len(err.splitlines()) == 1

@@ -309,7 +309,7 @@ def test_the_loss_is_a_mean_per_token_whatever_the_accumulation(build) -> None:
         {"loss": "nmse_update"},
         {"loss": "mse"},
         *[
-            {"loss": "cosine", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
+            {"loss": "mse", "strategy": "end_to_end", "logit_kl_weight": 0.5, "logit_loss": loss}
             for loss in LOGIT_LOSSES
         ],
     ],

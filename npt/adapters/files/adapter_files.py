@@ -249,9 +249,12 @@ def from_pretrained(
             " npt.load_base cannot load one like it; load the base as it was and give it to"
             f" npt.load_adapter(model, {str(stored.folder)!r})"
         )
-    where: dict[str, Any] = {"device": device, "device_map": device_map}
     model, tokenizer = load_base(
-        name, attn_implementation=attn_implementation, **where, **recipe.arguments
+        name,
+        device=device,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        **recipe.arguments,
     )
     load_adapter(model, stored, check_base=check_base)
     return model, tokenizer

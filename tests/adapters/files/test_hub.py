@@ -138,11 +138,7 @@ class TestRefused:
         ("how", "load", "message"),
         [
             ("no repository", True, r"no folder me/adapter, and .* RepositoryNotFoundError: "),
-            (
-                "no right",
-                False,
-                "me/adapter is not pushed to: HfHubHTTPError: .*403.*auth login",
-            ),
+            ("no right", False, "me/adapter is not pushed to: HfHubHTTPError: .*403.*auth login"),
             ("offline", True, "me/adapter.*; check the name, the revision, the network"),
             ("offline", False, "me/adapter is not pushed to: .*the network"),
             ("no network", True, "me/adapter.*; check the name, the revision, the network"),
