@@ -110,23 +110,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    config = getattr(items[0], "config", None) if items else None
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["deselected"] = config.workeroutput.get("deselected", 0) + len(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Count what the workers of pytest-xdist deselected, each of them the same, in the closing line
-    of the process that prints it.
-    """
-    count = getattr(node, "workeroutput", {}).get("deselected", 0)
-    if count and not hasattr(node.config, "_deselected"):
-        node.config._deselected = True
-        node.config.hook.pytest_deselected(items=[SimpleNamespace() for _ in range(count)])
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Choose the device of a test before its fixtures run, those of its module included: a GPU only

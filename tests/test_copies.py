@@ -80,9 +80,7 @@ def test_is_what_another_load_would_be(
     }
     if quantization:
         arguments["quantization_config"] = loading.packing_config(quantization)
-    first, second = (
-        loading._read_weights(name, loading._locate(name), arguments) for _ in range(2)
-    )
+    first, second = (loading._read_weights(name, loading._find(name), arguments) for _ in range(2))
     copy = copied(first)
     assert described(copy) == described(second)
     assert all(map(torch.equal, tensors(copy), tensors(second)))

@@ -54,7 +54,7 @@ def level(unit: str) -> int:
 
 
 def unit_of(path: str) -> str:
-    """'distill/losses.py' -> 'distill', 'errors.py' -> 'errors'."""
+    """'distill/local.py' -> 'distill', 'errors.py' -> 'errors'."""
     return path.split("/", 1)[0].removesuffix(".py")
 
 

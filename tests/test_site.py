@@ -161,7 +161,8 @@ class TestReference:
         assert statuses <= names["Exit statuses"]
         folder = ROOT / "tests" / "assets" / "before"
         files = {name.partition("/")[0] for name in names["The run folder"]}
-        assert {path.name for path in (folder / "run").iterdir()} <= files
+        written = {path.name for path in (folder / "run").iterdir()}
+        assert written - {"modulation.json"} <= files  # which an earlier version wrote
         checkpoint = {name.partition("/")[0] for name in names["A checkpoint"]}
         assert {path.name for path in (folder / "step-00000002").iterdir()} == checkpoint
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tiers import listed, slow
@@ -124,23 +123,3 @@ class TestTiers:
         assert not names, (
             f"slow.txt lists whole files: {', '.join(sorted(names))}; list their slow tests"
         )
-
-    def test_deselected_tests_are_counted_with_workers_too(
-        self, pytestconfig: pytest.Config
-    ) -> None:
-        """Each worker deselects the same tests, of which the process that prints the closing line
-        sees none.
-        """
-        own = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
-        assert own is not None
-        counted: list[int] = []
-        config = SimpleNamespace(
-            hook=SimpleNamespace(pytest_deselected=lambda items: counted.append(len(items)))
-        )
-        worker = SimpleNamespace(workeroutput={})
-        for count in (2, 3):  # by a rule of the suite, and by -k
-            own.pytest_deselected([SimpleNamespace(config=worker)] * count)
-        node = SimpleNamespace(config=config, workeroutput=worker.workeroutput)
-        for _ in range(2):
-            own.pytest_testnodedown(node)
-        assert counted == [5]

@@ -43,16 +43,8 @@ def sdpa_attention(
 ) -> tuple[Tensor, None]:
     """Compute transformers' "sdpa", by the memory-efficient kernel for fp32 on CUDA.
 
-    Args:
-        module: the attention layer.
-        query: [B, H, T, d].
-        key, value: [B, H / groups, S, d].
-        attention_mask: [B, 1 or H, T, S], bool (True: may attend) or added to the scores; None for
-            causal attention alone.
-        dropout, scaling, is_causal, others: as transformers' function takes them.
-
-    Returns:
-        ([B, T, H, d], None).
+    query: [B, H, T, d]; key and value: [B, H / groups, S, d]; attention_mask: [B, 1 or H, T, S],
+    bool (True: may attend) or added to the scores. Returns ([B, T, H, d], None).
     """
     length = query.shape[2]
     square = attention_mask is not None or key.shape[2] == length
@@ -98,10 +90,8 @@ def attention_name(model: PreTrainedModel) -> str:
 
 
 def repeats_exactly(model: PreTrainedModel) -> bool:
-    """Return whether a backward through the model's attention gives the same bits every time.
-
-    On one device with the same versions, by torch's sources. Not known of flex_attention and of the
-    flash kernels that "sdpa" reaches in fp16.
+    """Return whether a backward through the model's attention repeats its bits, by torch's sources:
+    not known of flex_attention and of the flash kernels that "sdpa" reaches in fp16.
     """
     name = model.config._attn_implementation
     if name == "eager" or all(parameter.device.type == "cpu" for parameter in model.parameters()):

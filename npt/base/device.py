@@ -13,21 +13,14 @@ VARIABLE = "NPT_DEVICE"
 
 
 def default_device() -> torch.device:
-    """Return the first GPU that this process sees, else the CPU, unless `NPT_DEVICE` names one.
-
-    Raises:
-        ConfigError: NPT_DEVICE names another device, or a GPU that cannot be used.
-    """
-    named = os.environ.get(VARIABLE, "")
-    if named not in ("", "cpu", "cuda"):
-        raise ConfigError(f"{VARIABLE} is {named!r}; set it to cpu or cuda, or unset it")
-    if named == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if named == "cuda":
+    """Return the first GPU that this process sees, else the CPU, unless `NPT_DEVICE` names one."""
+    has_gpu = torch.cuda.is_available()
+    name = os.environ.get(VARIABLE) or ("cuda" if has_gpu else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"{VARIABLE} is {name!r}; set it to cpu or cuda, or unset it")
+    if name == "cuda" and not has_gpu:
         raise ConfigError(f"{VARIABLE} is cuda, but torch sees no GPU; set it to cpu, or unset it")
-    return torch.device("cpu")
+    return torch.device(name)
 
 
 def wait_for(device: torch.device) -> None:

@@ -59,7 +59,7 @@ class ExactAttention(torch.autograd.Function):
             x.transpose(1, 2)
             for x in (gradient, query, repeat_kv(key, heads), repeat_kv(value, heads), output)
         ]
-        given = {} if ctx.scale is None else {"scale": ctx.scale}
+        scaling = {} if ctx.scale is None else {"scale": ctx.scale}
         of_query, of_key, of_value, _ = torch.ops.aten._efficient_attention_backward(
             *by_token[:4],
             _bias(mask, query, key),
@@ -75,7 +75,7 @@ class ExactAttention(torch.autograd.Function):
             int(ctx.causal),  # 1: causal from the top left, 0: no mask of the kernel's own
             False,
             num_splits_key=1,
-            **given,
+            **scaling,
         )
         grads = of_query.transpose(1, 2), _summed(of_key, heads), _summed(of_value, heads)
         return *grads, None, None, None

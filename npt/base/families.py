@@ -60,9 +60,6 @@ def register_family(model_type: str, layer: type[nn.Module], sight: Sight = "ful
     """Add a family of bases, by its configuration's `model_type`; define its NPT layer as well
     (npt/adapters/layer.py). Its decoder layer computes t = (h + a) + MLP(RMSNorm2(h + a)) from
     LAYER_PARTS, exactly so.
-
-    Raises:
-        ModelError: the family is known already.
     """
     if model_type in FAMILIES:
         raise ModelError(f"the family {model_type!r} is known already")

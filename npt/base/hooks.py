@@ -81,10 +81,7 @@ def call_around(
     module: nn.Module, name: str, compute: Callable[..., Tensor], x: Tensor, **context: Any
 ) -> Tensor:
     """Return `compute(x, **context)`, in place of the module's forward, with its hooks called
-    around it, which may change the arguments.
-
-    Raises:
-        ModelError: the module, which the message calls `name`, has another forward than its class.
+    around it; refuse a module, which the message calls `name`, whose forward was replaced.
     """
     if is_replaced(module):
         raise ModelError(

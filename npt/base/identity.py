@@ -9,27 +9,21 @@ not care for the last bit of a scale; it belongs to parts that are the same on e
     dense    every tensor that is not packed
 
 Codes of NF4 packed from bf16 are the same on every device. Those packed from fp32 and fp16, and
-those of FP4, may differ where value / scale is near the border of two codes. So if codes differ and
-the bases were packed on different kinds of device, the checkpoint that both were packed from
-decides, told by samples of its tensors: reading all of it would take longer than loading it.
+those of FP4, may differ where value / scale is near the border of two codes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from npt.base.linear import quantized_linears
 from npt.stored import shown
@@ -50,7 +44,6 @@ _IN_SOME_FAMILIES = ("sliding_window", "layer_types", "no_rope_layers")
 _WHOLE_NUMBERS = (*_SIZES, *_IN_SOME_FAMILIES)
 
 _KEPT = "_npt_base_identity"
-_PACKED = "_npt_packed_from"
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,6 @@ class BaseIdentity:
         config: of the settings that decide what is computed.
         codes: of the packed bytes of 4-bit weights.
         dense: of every tensor that is not packed.
-        source: of the checkpoint that `load_base` packed it from; None if it did not.
-        packed_on: the kind of device that packed it, `cpu` or `cuda`; None if it was not packed.
         strict: `base_hash`, over every byte.
         written: `config` as earlier versions have it, of settings as the checkpoint writes them.
     """
@@ -70,14 +61,12 @@ class BaseIdentity:
     config: str
     codes: str
     dense: str
-    source: str | None
-    packed_on: str | None
     strict: str
     written: str = ""
 
     def as_record(self) -> dict[str, Any]:
         """Return the entries by which a file names its base, `base_hash` and `base_parts`."""
-        parts = {name: getattr(self, name) for name in (*PARTS, "source", "packed_on")}
+        parts = {name: getattr(self, name) for name in PARTS}
         return {"base_hash": self.strict, "base_parts": parts}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
@@ -90,17 +79,11 @@ class BaseIdentity:
             if strict == self.strict:
                 return None
             return f"base hash {_short(strict)} there, {_short(self.strict)} here"
-        differing = {name for name in PARTS if theirs.get(name) != getattr(self, name)}
-        if theirs.get("config") == self.written:
-            differing.discard("config")
-        source, packed_on = theirs.get("source"), theirs.get("packed_on")
-        complete = None not in (source, packed_on, self.packed_on)
-        if complete and source == self.source and packed_on != self.packed_on:
-            differing.discard("codes")  # packed from the same checkpoint on another kind of device
         described = [
             f"{what} {_short(theirs.get(name))} there, {_short(getattr(self, name))} here"
             for name, what in PARTS.items()
-            if name in differing
+            if theirs.get(name) != getattr(self, name)
+            and not (name == "config" and theirs.get(name) == self.written)
         ]
         return ", ".join(described) or None
 
@@ -110,7 +93,7 @@ def base_hash(model: PreTrainedModel) -> str:
 
     Packed bytes and quantisation statistics are included, adapters and consolidated updates not.
     Bases with the same hash compute the same, but for the rounding of packed products
-    (`compute_dtype`). It differs between kinds of device, see `base_identity`.
+    (`compute_dtype`). CPU and GPU may round statistics otherwise, see `base_identity`.
     """
     return base_identity(model).strict
 
@@ -154,13 +137,10 @@ def base_identity(model: PreTrainedModel) -> BaseIdentity:
                 hashed = second.submit(strict.update, chunk)
                 part.update(chunk)
                 hashed.result()
-    source, packed_on = getattr(model, _PACKED, (None, None))
     return BaseIdentity(
         config=hashlib.sha256(config).hexdigest(),
         codes=codes.hexdigest(),
         dense=dense.hexdigest(),
-        source=source,
-        packed_on=packed_on,
         strict=strict.hexdigest(),
         written=hashlib.sha256(written).hexdigest(),
     )
@@ -203,52 +183,6 @@ def _state(model: PreTrainedModel) -> dict[str, Any]:
 def keep_identity(model: PreTrainedModel) -> None:
     """Remember the identity of a base that is about to be sharded."""
     setattr(model, _KEPT, base_identity(model))
-
-
-def note_source(
-    model: PreTrainedModel,
-    checkpoint: str,
-    quantization: str,
-    packed_on: str | torch.device | None = None,
-) -> None:
-    """Remember the checkpoint, a folder or hub id, and the kind of device that a base was packed
-    from and on, which by default is the one that it is on.
-    """
-    if packed_on is None:
-        packed_on = next(module.weight.device for _, module in quantized_linears(model))
-    device = torch.device(packed_on)
-    setattr(model, _PACKED, (source_hash(checkpoint, quantization), device.type))
-
-
-def source_hash(checkpoint: str, quantization: str) -> str | None:
-    """Return a hash of a checkpoint's tensors and of its quantisation; None if they are not found.
-
-    Names, dtypes and shapes are hashed in full, of the numbers the first, middle and last row of
-    every tensor, in whatever files: another training, merge or conversion changes some of those.
-    """
-    digest = hashlib.sha256(quantization.encode())
-    try:
-        config = Path(str(cached_file(checkpoint, CONFIG_NAME, local_files_only=True)))
-        index = config.with_name(SAFE_WEIGHTS_INDEX_NAME)
-        files = {SAFE_WEIGHTS_NAME}
-        if not config.with_name(SAFE_WEIGHTS_NAME).exists():
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        opened = [safe_open(config.with_name(file), framework="pt") for file in files]
-        holders = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        for name, file in sorted(holders.items()):
-            part = file.get_slice(name)
-            shape = part.get_shape()
-            digest.update(f"{name} {part.get_dtype()} {shape};".encode())
-            if len(shape) > 1 and 0 not in shape:
-                rows = sorted({0, shape[0] // 2, shape[0] - 1})
-                sampled = [part[row : row + 1] for row in rows]
-            else:
-                sampled = [file.get_tensor(name)]
-            for chunk in itertools.chain.from_iterable(map(_chunks, sampled)):
-                digest.update(chunk)
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return None
-    return digest.hexdigest()
 
 
 def _form_of_codes(state: Any) -> str:

@@ -113,9 +113,6 @@ def dense_weight(module: Any) -> Tensor:
     """Return the weight [out, in] of a plain linear layer, without its rows (npt/base/rows.py).
 
     A 4-bit weight is dequantised to a fresh tensor, any other comes as stored.
-
-    Raises:
-        ModelError: the module's class is not known.
     """
     if not is_plain_linear(module):
         raise ModelError(

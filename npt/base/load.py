@@ -21,13 +21,11 @@ from transformers import (
 )
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from npt.base.attention import implementation_of
 from npt.base.device import default_device
 from npt.base.families import check_family
-from npt.base.identity import note_source
 from npt.base.linear import quantized_linears
 from npt.base.precision import audit_precision, enforce_policy, quantization_of
 from npt.base.recipe import STORED, note_dtype
@@ -63,35 +61,25 @@ def load_base(
     Weights are read from safetensors alone; no code or pickle of the checkpoint is run.
 
     Args:
-        name: `tiny` (embedded, nothing is downloaded), a folder, a GGUF file, or a hub id. A GGUF
-            file is unpacked to 16 bit in a temporary folder at every load; `npt.import_base` keeps
-            such a folder.
+        name: `tiny` (embedded), a folder, a GGUF file, or a hub id. A GGUF file is unpacked to 16
+            bit in a temporary folder at every load; `npt.import_base` keeps such a folder.
         quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
-        device_map: instead of a device, as transformers takes it: `auto` and the like spread the
-            layers over all GPUs of this process. A layer stays in one piece.
+        device_map: instead of a device, as transformers takes it; a layer stays in one piece.
         use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
             nevertheless, with a warning.
         pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
             takes seconds for what takes a CPU the better part of an hour.
-        attn_implementation: `sdpa`, `eager` or `flex_attention`. For `sdpa` the model's
-            configuration says `npt_sdpa` (npt/base/attention.py), which is never saved.
+        attn_implementation: `sdpa` (npt/base/attention.py), `eager` or `flex_attention`.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
         dtype: of storage, `fp32`, `bf16` or `fp16`; an unquantised base computes in it too.
             Default: fp32 (fp16 under `use_fp16`) if unquantised; under quantisation what is not
             packed stays as the checkpoint has it.
-        double_quant: quantise the scales of packed weights once more; transformers' own default is
-            not to.
-
-    Returns:
-        (model, tokenizer). Weights that the checkpoint keeps in 16 bit and that are not packed
-        (embedding, norms, lm_head) stay stored so.
+        double_quant: quantise the scales of packed weights once more.
 
     Raises:
-        ConfigError: unknown quantisation, attn_implementation, compute_dtype or dtype, both a
-            device and a device_map, compute_dtype bf16 for a base that is not packed, or use_fp16
-            with another dtype.
+        ConfigError: an unknown choice, or arguments that contradict each other.
         ModelError: no such model, an unknown family, weights missing or unreadable, or a layer on
             several devices, on disk, or on the host while others are on GPUs.
         PrecisionError: a module would compute in another dtype.
@@ -120,18 +108,16 @@ def load_base(
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
     arguments: dict[str, Any] = {
-        "device_map": device_map if device_map is not None else _whole_on(device),
+        "device_map": device_map or {"": torch.device(device or default_device())},
         "attn_implementation": implementation_of(attn_implementation),
         "dtype": "auto" if packed and dtype is None else stored,
     }
     packing = None if stored_packed else quantization
     if packing is not None:
         arguments["quantization_config"] = packing_config(packing, double_quant)
-    with _located(name) as source:
-        with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
-            model = _read_weights(name, source, arguments)
-        if packing is not None:
-            note_source(model, source, packing, pack_on)
+    packing_place = nullcontext() if pack_on is None else _packing_on(torch.device(pack_on))
+    with _located(name) as source, packing_place:
+        model = _read_weights(name, source, arguments)
     check_placement(name, model)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
@@ -170,19 +156,15 @@ def load_teacher(
     """Load an unquantised teacher, from which a student can learn what its quantisation lost.
 
     Args:
-        name: as in `load_base`; that of the student's base.
+        name: as in `load_base`; that of the student's base, which is not stored in 4 bit.
         precision: of storage, `bf16` (2 bytes a weight) or `fp32` (4). It computes in fp32 anyway.
         device: the student's.
         attn_implementation: as in `load_base`.
-
-    Raises:
-        ConfigError: unknown precision or attn_implementation.
-        ModelError: as `load_base`, or the checkpoint is itself stored in 4 bit.
     """
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
     arguments = {
-        "device_map": _whole_on(device),
+        "device_map": {"": torch.device(device or default_device())},
         "dtype": COMPUTE[precision],
         "attn_implementation": implementation_of(attn_implementation),
     }
@@ -209,9 +191,7 @@ def check_teacher(name: str, config: PreTrainedConfig) -> None:
 
 
 def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
-    """Return the configuration of a base model; ModelError if there is none, or its family is
-    unknown.
-    """
+    """Return the configuration of a base model of a known family."""
     source = _find(name)
     if not isinstance(source, str):
         from npt.base.gguf.configuration import configuration_of
@@ -223,7 +203,7 @@ def read_config(name: str = EMBEDDED) -> PreTrainedConfig:
 
 
 def load_tokenizer(name: str = EMBEDDED) -> Any:
-    """Return the tokenizer of a base model; ModelError if there is none."""
+    """Return the tokenizer of a base model."""
     source = _find(name)
     if not isinstance(source, str):
         from npt.base.gguf.tokenizer import tokenizer_of
@@ -261,9 +241,7 @@ def _packing_on(device: torch.device) -> Iterator[None]:
 
 
 def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
-    """Return a model, read from safetensors without running any code; ModelError if it is
-    unreadable, or a weight is missing or misshapen.
-    """
+    """Return a model read from safetensors, every weight in its shape; run no code."""
     arguments = {
         **arguments,
         **_NO_CODE,
@@ -297,10 +275,6 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
             f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
             " configuration"
         )
-
-
-def _whole_on(device: str | torch.device | None) -> dict[str, torch.device]:
-    return {"": torch.device(device) if device is not None else default_device()}
 
 
 def check_placement(name: str, model: torch.nn.Module) -> None:
@@ -340,11 +314,11 @@ def _find(name: str) -> Any:
             f"{name} holds {len(files)} GGUF files, {files[0].name} and {files[1].name} among them;"
             " name one of them"
         )
-    if path.exists() or path.suffix == ".gguf":
-        from npt.base.gguf.file import GGUFFile, is_gguf
+    if files and files[0].suffix == ".gguf":
+        from npt.base.gguf.file import GGUFFile
 
-        if files and is_gguf(files[0]):
-            return GGUFFile(files[0])
+        return GGUFFile(files[0])
+    if path.exists():
         raise ModelError(
             f"{name} holds no config.json; name a folder that a model was saved to, or a GGUF file"
         )
@@ -378,16 +352,9 @@ def _read(what: str, name: str, load: Callable[[], Any]) -> Any:
     # several libraries read a broken file, each with its own classes of errors
     except Exception as error:
         remedy = (
-            "a local folder, 'tiny', or a hub id with the network reachable and, for gated models,"
-            " a login"
+            "a local folder with safetensors, 'tiny', or a hub id with the network reachable and,"
+            " for gated models, a login"
         )
-        if f"file named {SAFE_WEIGHTS_NAME}" in str(error):
-            remedy = (
-                "weights are read from safetensors alone; a pickle that you trust, such as"
-                " pytorch_model.bin, is written so by"
-                f" AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER), the"
-                " tokenizer likewise"
-            )
         raise ModelError(
             f"cannot load the {what} of {name!r}: {first_line(error)[:300]} ({remedy})"
         ) from error

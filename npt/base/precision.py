@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -60,9 +60,6 @@ class PrecisionReport:
     stored_dtype: dict[str, int]
     adapter_dtype: dict[str, int]
     matmul_precision: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.float32) -> None:

@@ -1,7 +1,6 @@
 """A base of any size with random weights, to measure speed and memory.
 
-The dense model never exists: each weight is drawn, packed and dropped by itself, so that a shape of
-8 B parameters takes the 6 GB that it will keep, and one weight more.
+Each weight is drawn, packed and dropped by itself: 8 B parameters take the 6 GB that they keep.
 """
 
 from __future__ import annotations
@@ -39,13 +38,8 @@ def random_base(
 ) -> Any:
     """Return a model like one of `load_base`, but for its values, without a tokenizer.
 
-    Args:
-        config: of a known family, else a ModelError. It is copied.
-        quantization: as in `load_base`; what is not packed is stored in bf16 then.
-        device: as in `load_base`.
-        seed: fixes the values, on each kind of device its own.
-        attn_implementation: as in `load_base`.
-        compute_dtype: of products of packed weights.
+    Under quantisation what is not packed is stored in bf16. The seed fixes the values, on each kind
+    of device its own.
     """
     check_choice("quantization", quantization, (*QUANT_TYPES, None))
     check_attention(attn_implementation)

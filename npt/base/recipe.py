@@ -114,14 +114,9 @@ class Recipe:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `load_base`."""
-        return {**asdict(self), **self.storage}
-
-    @property
-    def changed(self) -> dict[str, Any]:
         """Arguments of `load_base` that are not its defaults."""
-        usual = Recipe().arguments
-        return {name: value for name, value in self.arguments.items() if value != usual[name]}
+        mine, usual = ({**asdict(recipe), **recipe.storage} for recipe in (self, Recipe()))
+        return {name: value for name, value in mine.items() if value != usual[name]}
 
 
 def origin_of(config: Any) -> dict[str, Any] | None:

@@ -35,10 +35,6 @@ class Placement:
     sums: torch.device = HOST
     factors: torch.device = HOST
 
-    @property
-    def all_on_host(self) -> bool:
-        return self == Placement()
-
     def __str__(self) -> str:
         """As `matrices on the host, factorisations on cuda:0`."""
         sums, factors = ("the host" if d == HOST else str(d) for d in (self.sums, self.factors))
@@ -126,7 +122,7 @@ def or_on_host(
         act(placement)
         return
     except (RuntimeError, MemoryError) as error:
-        if placement.all_on_host or not is_out_of_memory(error):
+        if placement == Placement() or not is_out_of_memory(error):
             raise
         lack = (str(error).strip() or type(error).__name__).splitlines()[0]
     # After the handler: until then the error keeps the frames alive, and these the tensors.

@@ -1,7 +1,5 @@
-"""The text of a calibration: samples up to a number of tokens.
-
-Tokens of one text resemble each other, its attention outputs most of all, so tokens taken from more
-texts say more of others: they are drawn from all over the beginning of the data.
+"""The text of a calibration. Tokens of one text resemble each other, its attention outputs most of
+all, so they are drawn from all over the beginning of the data.
 """
 
 from __future__ import annotations

@@ -122,10 +122,10 @@ class Task(NamedTuple):
     data: DataConfig
     console: Any
 
-    def load(self, device: Any = None) -> Student:
+    def load(self) -> Student:
         """Load the base and attach the adapter, if one is named."""
         adapter = self.flags["adapter"]
-        model, tokenizer = load(self.base, self.console, device, adapter=adapter)
+        model, tokenizer = load(self.base, self.console, adapter=adapter)
         if adapter is None:
             return Student(model, tokenizer)
         any_base = self.flags["any_base"]
@@ -187,7 +187,7 @@ def load(
 
     Args:
         device: as for `npt.load_base`.
-        pack_on: likewise.
+        pack_on: as for `npt.load_base`.
         adapter: the saved adapter, whose record may hold how its base was stored.
     """
     import npt

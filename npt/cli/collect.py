@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from npt.cli.arguments import add_number, add_student, begin, natural, tell
@@ -14,17 +13,11 @@ def collect(flags: dict[str, Any]) -> int:
     """Write the prompts at which a student's greedy token leaves its teacher's, as data to train
     on.
     """
-    from npt.adapters.fit import check_length
-    from npt.base.load import read_config
     from npt.data.source import OWN_HELDOUT, open_source
-    from npt.tools.collect.collect import check_output, prompt_length
     from npt.tools.collect.collect import collect as run
 
     task = begin(flags)
-    data, output = task.data, flags["output"]
-    check_output(Path(output))
-    prompt_length(data, flags["max_new_tokens"])
-    check_length(data.max_length, read_config(task.base.model_name))
+    data = task.data
     if data.dataset_name in OWN_HELDOUT and data.dataset_split != "train":
         raise DataError(
             f"--dataset_split {data.dataset_split} of the built-in text is what runs are evaluated"
@@ -37,7 +30,7 @@ def collect(flags: dict[str, Any]) -> int:
             student.model,
             student.tokenizer,
             open_source(data),
-            output,
+            flags["output"],
             data_config=data,
             base=student.identity,
             report=lambda count: status.update(f"{count:,} prompts"),

@@ -20,7 +20,7 @@ def trace(flags: dict[str, Any]) -> int:
     task = begin(flags)
     import npt
     from npt.data.batch import batches
-    from npt.data.report import no_sample
+    from npt.data.encoding import no_sample
     from npt.data.samples import Samples
     from npt.data.source import open_source
     from npt.distill.step import forward_backward

@@ -31,15 +31,14 @@ class Sample:
         input_ids: its tokens.
         labels: of each token; None if all are targets.
         lengths: of the documents packed into it; None for one.
-        said: what a conversation says, which is the same on the day after, as its tokens may not
-            be.
+        undated: what a conversation says, whose tokens may be others on another day.
     """
 
     id: str
     input_ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
-    said: str | None = field(default=None, compare=False, repr=False)
+    undated: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def document(self) -> str:
@@ -49,8 +48,9 @@ class Sample:
     @property
     def heldout(self) -> bool:
         """One sample in twenty, by a hash: the same on every machine and day."""
-        said = ",".join(map(str, self.input_ids)) if self.said is None else self.said
-        digest = hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
+        ids = ",".join(map(str, self.input_ids))
+        text = ids if self.undated is None else self.undated
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
         return int.from_bytes(digest[:4], "big") % _HELDOUT_ONE_IN == 0
 
 

@@ -14,9 +14,9 @@ import string
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from npt.data.encoding import check_characters
+from npt.data.encoding import Content, check_characters
 from npt.data.source import Record
 from npt.errors import DataError, first_line
 
@@ -43,10 +43,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, to_answer: bool) -> str:
-    """Return the messages as the template writes them; `to_answer` opens the assistant's turn.
-
-    Templates raise whatever their authors wrote into them.
-    """
+    """Return the messages as the template writes them; `to_answer` opens the assistant's turn."""
     dated: dict[str, Any] = {}
     if _CLOCK in str(tokenizer.chat_template):
         written = _MACRO + tokenizer.get_chat_template()
@@ -78,35 +75,14 @@ def fix_date(tokenizer: Any, date: str) -> None:
     setattr(tokenizer, _DATE, date)
 
 
-class Conversation(NamedTuple):
-    """The trained part of a conversation.
-
-    Attributes:
-        texts: prompt and answer as the template writes them, start and end tokens included.
-        said: what is said in it, which does not depend on the day.
-        after: number of messages after the answer.
-        skipped: why it is left out, if it is.
-    """
-
-    texts: tuple[str, ...] = ()
-    said: str | None = None
-    after: int = 0
-    skipped: str | None = None
-
-
 def read_conversation(
     name: str, tokenizer: Any, record: Record, column: str, answer_column: str | None
-) -> Conversation:
-    """Return the last answer to train and the messages before it, by the chat template.
-
-    Raises:
-        DataError: no list of messages, or the template is missing or cannot serve.
-    """
+) -> Content:
+    """Return the last answer to train and the messages before it, by the chat template."""
     prompt: list[Any] = list(record[column])
-    after, answer = 0, None
+    answer = None
     if answer_column is None:
         last = _last_answer(prompt)
-        after = max(0, len(prompt) - last - 1)
         prompt, answer = prompt[:last], prompt[last : last + 1]
     elif isinstance(record.get(answer_column), list):
         answer = list(record[answer_column])
@@ -117,8 +93,9 @@ def read_conversation(
             wanted = '{"role": "user", "content": ...}'
             raise DataError(f"record {name}: {where!r} is no list of messages like {wanted}")
     assert answer is not None
+    used = (column,) if answer_column is None else (column, answer_column)
     if (skipped := _why_skipped(prompt, answer)) is not None:
-        return Conversation(after=after, skipped=skipped)
+        return Content(used, skipped=skipped)
     if not has_template(tokenizer):
         raise DataError(
             f"record {name} is a conversation, but the tokenizer has no chat template; use prompt"
@@ -139,14 +116,12 @@ def read_conversation(
     texts = start, whole[len(start) :]
     for what, text in zip(("prompt", "answer"), texts, strict=True):
         check_characters(name, what, text)
-    said = json.dumps([prompt, answer], sort_keys=True, default=str)
-    return Conversation(texts, said, after)
+    undated = json.dumps([prompt, answer], sort_keys=True, default=str)
+    return Content(used, texts, opened=False, closed=False, undated=undated)
 
 
 def _last_answer(messages: list[Any]) -> int:
-    """Return the number of the last answer that is to be trained; else of the last answer, else of
-    the last message.
-    """
+    """Return the index of the last answer to train, else the last answer, else the last message."""
     answers = [
         number
         for number, message in enumerate(messages)

@@ -47,9 +47,7 @@ def bare_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that something is to follow: the start tokens and the text's own,
-    without the end token that some tokenizers put after every text.
-    """
+    """Return start tokens and a text's own, without the end token that some tokenizers add."""
     return [*opening_tokens(tokenizer), *bare_tokens(tokenizer, text)]
 
 

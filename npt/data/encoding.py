@@ -12,10 +12,12 @@ generation.
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Any, NamedTuple
 
 from npt.config import DataConfig
@@ -25,13 +27,11 @@ from npt.data.continuation import (
     continuation_tokens,
     opening_tokens,
 )
-from npt.data.given_ids import IDS, read_ids
 from npt.data.source import PIECE, Record
 from npt.errors import DataError, kind_of
 
 PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
-AFTER = "messages after the last answer left out"
-_COLUMNS_NAMED = 32
+IDS = ("input_ids", "labels", "attention_mask")
 
 TEXT_AT_ONCE = 1 << 20
 """Characters that a tokenizer is given at once, of several texts. It takes some 200 bytes each."""
@@ -48,7 +48,6 @@ class RecordCounts:
         cut_prompts: samples whose prompt lost tokens to `max_length`.
         cut_completions: samples whose completion did.
         skipped: records, or windows of given ids, by reason.
-        noted: messages by what became of them.
         unused: records by columns that nothing is made of.
     """
 
@@ -58,7 +57,6 @@ class RecordCounts:
     cut_prompts: int = 0
     cut_completions: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    noted: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,9 +67,31 @@ class RecordCounts:
         self.records += 1
         for column, value in record.items():
             if column not in (*used, "id", PIECE) and value not in (None, "", [], {}):
-                name = str(column)
-                named = name in self.unused or len(self.unused) < _COLUMNS_NAMED
-                self.unused[name if named else "others"] += 1
+                self.unused[str(column)] += 1
+
+
+def lost(counts: RecordCounts) -> str:
+    """Return what was cut or left out, in words; empty if nothing was."""
+    cut = {"prompts": counts.cut_prompts, "completions": counts.cut_completions}
+    parts = [f"{count:,} {what} cut to --max_length" for what, count in cut.items() if count]
+    parts += [f"{count:,} skipped ({why})" for why, count in sorted(counts.skipped.items())]
+    return ", ".join(parts)
+
+
+def listed_columns(unused: Mapping[str, int]) -> str:
+    """Return unused columns in words, each with the number of records that have it."""
+    return ", ".join(f"{name!r} of {count:,} records" for name, count in sorted(unused.items()))
+
+
+def no_sample(counts: RecordCounts) -> DataError:
+    """Return the error of data that gave nothing but `counts`."""
+    held = f"{counts.samples:,} held out" if counts.samples else ""
+    reasons = ", ".join(filter(None, (held, lost(counts))))
+    of = f" of {counts.records:,} records ({reasons})" if reasons else " of the data"
+    return DataError(
+        f"no sample to train on came{of}; check --dataset_name and the columns (--text_column,"
+        " --prompt_column)"
+    )
 
 
 class Encoded(NamedTuple):
@@ -82,38 +102,36 @@ class Encoded(NamedTuple):
         ids: of the tokens.
         prompt: how many leading ones are no targets; None for a text.
         labels: that came with given ids.
-        said: what a conversation says, if its tokens may be others tomorrow.
+        undated: what a conversation says, whose tokens may be others tomorrow.
     """
 
     name: str
     ids: list[int]
     prompt: int | None = None
     labels: list[int] | None = None
-    said: str | None = None
+    undated: str | None = None
 
 
-class _Content(NamedTuple):
+class Content(NamedTuple):
     """The trainable part of a record.
 
     Attributes:
         used: columns that it is made of.
         texts: one, or a prompt and its completion; none of given ids.
-        given: ids and labels.
+        ids: tokens and labels that came as such.
         opened: add a start token.
         closed: add an end token.
         skipped: why it is left out.
-        said: what a conversation says.
-        after: number of its messages that are left out.
+        undated: what a conversation says, which does not depend on the day.
     """
 
     used: tuple[str, ...]
     texts: tuple[str, ...] = ()
-    given: tuple[list[int], list[int] | None] | None = None
+    ids: tuple[list[int], list[int] | None] | None = None
     opened: bool = True
     closed: bool = True
     skipped: str | None = None
-    said: str | None = None
-    after: int = 0
+    undated: str | None = None
 
 
 class Encoder:
@@ -130,10 +148,8 @@ class Encoder:
         encoded = []
         for (_, record), (name, content) in zip(chunk, read, strict=True):
             counts.add(record, content.used)
-            if content.after:
-                counts.noted[AFTER] += content.after
-            if content.given is not None:
-                ids, labels = content.given
+            if content.ids is not None:
+                ids, labels = content.ids
                 encoded.append(Encoded(name, ids, labels=labels))
                 continue
             joined = self._join(name, content, [next(tokens) for _ in content.texts])
@@ -152,7 +168,7 @@ class Encoder:
         ids = self.tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"]
         return list(map(list, ids))
 
-    def _read(self, number: int, record: Record) -> tuple[str, _Content]:
+    def _read(self, number: int, record: Record) -> tuple[str, Content]:
         """Return a record's name and content."""
         config = self._config
         if not isinstance(record, Mapping):
@@ -161,7 +177,7 @@ class Encoder:
         name = str(number if record.get("id") is None else record["id"])
         columns = filled(record)
         if "input_ids" in columns:
-            return name, _Content(IDS, given=read_ids(name, columns))
+            return name, Content(IDS, ids=read_ids(name, columns))
         column = prompt_column(columns, config)
         answer = config.completion_column
         if config.prompt_column is None:
@@ -169,13 +185,11 @@ class Encoder:
         if column is None:
             text = text_of(name, record, config.text_column, "--text_column")
             first, last = record.get(PIECE, (True, True))
-            return name, _Content((config.text_column,), (text,), opened=first, closed=last)
+            return name, Content((config.text_column,), (text,), opened=first, closed=last)
         if isinstance(columns.get(column), list):
             from npt.data.chat import read_conversation
 
-            used = (column,) if answer is None else (column, answer)
-            chat = read_conversation(name, self.tokenizer, columns, column, answer)
-            return name, _Content(used, opened=False, closed=False, **chat._asdict())
+            return name, read_conversation(name, self.tokenizer, columns, column, answer)
         prompt = text_of(name, record, column, "--prompt_column")
         if answer is None:
             raise DataError(
@@ -183,9 +197,9 @@ class Encoder:
                 " --completion_column"
             )
         completion = text_of(name, record, answer, "--completion_column")
-        return name, _Content((column, answer), (prompt, completion))
+        return name, Content((column, answer), (prompt, completion))
 
-    def _join(self, name: str, content: _Content, tokens: list[list[int]]) -> Encoded | None:
+    def _join(self, name: str, content: Content, tokens: list[list[int]]) -> Encoded | None:
         """Return start token, prompt, completion or text, and end token; None if it is empty."""
         if content.skipped is not None:
             return None
@@ -200,7 +214,7 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         close = [end] if content.closed and end is not None and last[-1] != end else []
         masked = len(front) if prompt else None
-        return Encoded(name, front + last + close, masked, said=content.said)
+        return Encoded(name, front + last + close, masked, undated=content.undated)
 
     @cached_property
     def _begins_with_space(self) -> bool:
@@ -247,3 +261,39 @@ def check_characters(name: str, what: str, text: str) -> None:
     except UnicodeEncodeError as error:
         where = f"character {error.start} ({error.reason})"
         raise DataError(f"record {name}: {what} is broken at {where}; mend it there") from error
+
+
+def read_ids(name: str, record: Record) -> tuple[list[int], list[int] | None]:
+    """Return a record's token ids, and its labels if it has any, without padding."""
+    ids = _integers(name, "input_ids", record["input_ids"])
+    labels, mask = (
+        None if record.get(key) is None else _integers(name, key, record[key]) for key in IDS[1:]
+    )
+    for what, values in (("an attention_mask", mask), ("labels", labels)):
+        if values is not None and len(values) != len(ids):
+            raise DataError(
+                f"record {name} has {len(ids)} input_ids but {what} of {len(values)}; the two"
+                " belong together"
+            )
+    if mask is None:
+        return ids, labels
+    if other := set(mask) - {0, 1}:
+        raise DataError(
+            f"record {name} has {min(other)} in its attention_mask, expected 0 (padding) or 1 (a"
+            " token); give packed documents as records of their own"
+        )
+    return list(compress(ids, mask)), labels and list(compress(labels, mask))
+
+
+def _integers(name: str, key: str, values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    if not isinstance(values, list | tuple) or not all(map(_is_int64, values)):
+        raise DataError(
+            f"record {name} has {key} that are no list of 64-bit integers: {str(values)[:60]}"
+        )
+    return list(map(int, values))
+
+
+def _is_int64(value: Any) -> bool:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and abs(int(value)) < 2**63

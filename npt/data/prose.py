@@ -30,17 +30,12 @@ _Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def read_prose(name: str, config: DataConfig) -> Iterator[Record]:
-    """Yield the documents of a split."""
-    for document, text in prose(config.dataset_split):
-        yield {"text": text, "id": document}
+    """Return the documents of a split."""
+    return ({"text": text, "id": name} for name, text in prose(config.dataset_split))
 
 
 def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the documents of one split: topics, then modules, each by name.
-
-    Raises:
-        DataError: a Python without topics.
-    """
+    """Yield (name, text) of the documents of one split: topics, then modules, each by name."""
     root = library() if root is None else root
 
     def chosen(name: str) -> bool:
@@ -55,14 +50,12 @@ def prose(split: str, root: Path | None = None) -> Iterator[tuple[str, str]]:
 
 
 def _topics(path: Path) -> dict[str, str]:
-    """Return the topics of `help()`, by name. Chapters repeat their sections, which are topics of
-    their own: a long paragraph is kept in the shortest text that has it, so that no split holds
-    one of another."""
+    """Return the topics of `help()`, by name. A long paragraph is kept in the shortest text that
+    has it (chapters repeat their sections), so that no split holds one of another."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assigned = next(node for node in tree.body if isinstance(node, ast.Assign))
-        topics: dict[str, str] = ast.literal_eval(assigned.value)
-    except (OSError, StopIteration, SyntaxError, ValueError) as error:
+        assignment = path.read_text(encoding="utf-8").partition("topics = ")[2]
+        topics: dict[str, str] = ast.literal_eval(assignment)
+    except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
             f"{path} holds no topics: this Python comes without them; pass --dataset_name FILE"
             " instead of builtin-prose"
@@ -76,8 +69,7 @@ def _topics(path: Path) -> dict[str, str]:
 
 
 def _docstrings(source: str) -> str:
-    """Return a module's docstring and the long ones inside it, in their order; "" of what does not
-    parse, as templates do not."""
+    """Return a module's docstring and the long ones inside it, in their order; "" of a template."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from npt.config import DataConfig
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Encoded, Encoder, RecordCounts
+from npt.data.encoding import Encoded, Encoder, RecordCounts, no_sample
 from npt.data.source import Record, is_sequence
 
 _RECORDS_AT_ONCE = 32
@@ -126,13 +126,13 @@ def _fit_completion(record: Encoded, max_length: int, counts: RecordCounts) -> l
         counts.skipped["no target"] += 1
         return []
     labels = [IGNORE_INDEX] * (record.prompt - start) + answer
-    return [Sample(f"{record.name}@{start}", tuple(ids), tuple(labels), said=record.said)]
+    name = f"{record.name}@{start}"
+    return [Sample(name, tuple(ids), tuple(labels), undated=record.undated)]
 
 
 class EpochPlace(NamedTuple):
-    """A place in an epoch: after `taken` samples of the block that begins at record `record`, with
-    `before` samples in earlier blocks.
-    """
+    """A place in an epoch: after `taken` samples of the block that begins at a record; `before`
+    samples are in earlier blocks."""
 
     record: int = 0
     before: int = 0
@@ -168,8 +168,6 @@ class Samples:
         self._counted: int | None = None
         self.sized = is_sequence(records)
         if self.sized and not self.count(1):
-            from npt.data.report import no_sample
-
             counts = RecordCounts()
             list(_cut(self._numbered(), self._encoder, config.max_length, counts))
             raise no_sample(counts)

@@ -4,7 +4,7 @@ It is at one of three moments: in a micro-batch, whose graph is alive, at an opt
 the state before it is kept until the new one is verified, or in an evaluation. The factors count
 tensors that are alive together: they were read off the code and fitted to runs of many shapes. All
 rows are taken to be full. Loading a base, the closed-form start, which announces its own memory
-(npt/calibration/plan.py), and the process itself are left out.
+(npt/calibration/placement.py), and the process itself are left out.
 
 Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
 """
@@ -196,7 +196,7 @@ class Workload:
         attention = 2 * (d + s.query_width + s.key_width) + s.heads
         attention += s.heads * self.length if self.eager else 0
         compared, down = config.hidden_weight > 0, "down" in targets
-        own = (1 + 2 * compared + down) * d + max(ranks.values())
+        added = (1 + 2 * compared + down) * d + max(ranks.values())
         # Each term of the modulation takes a block of rows (npt/adapters/fused.py). Another form
         # than the default and a base that computes in 16 bit are run operation by operation.
         size = FP32 if self.quantization else self.stored.itemsize
@@ -204,7 +204,7 @@ class Workload:
         block, low = min(n, max(*ranks.values(), rows, 1)) * ff, self._low_rank
         if self.adapter.mult_form != "sigmoid" or size < FP32:
             block, low, whole = n * ff, 0, 2 * low * n * ff * FP32 // size
-        plain, converted = n * (attention + 3 * ff), n * (attention + own + 2 * ff) + whole
+        plain, converted = n * (attention + 3 * ff), n * (attention + added + 2 * ff) + whole
         scratch = (2 + low) * block + down * n * d
         dense = d * ff * self.compute_dtype.itemsize // FP32 if self.quantization else 0
         if config.strategy != "end_to_end":  # the layers share four [N, F], which stay

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from npt.extras import require
 
 Results = dict[str, dict[str, dict[str, float]]]
 """Of each model, of each task: metrics by name (`<metric>,<filter>` after another filter than the
-default), their standard errors as `<metric>_se`, and `samples`; of multiple-choice tasks besides
-`flips`, the share of items whose answer is not the teacher's."""
+default), their standard errors as `<metric>_se`, and `samples`."""
 
 
 def find_tasks(tasks: Sequence[str], tasks_path: str | Path | None = None) -> Any:
@@ -88,7 +86,6 @@ def lm_eval(
     if (tokenizer.pad_token_id or 0) >= model.config.vocab_size:
         tokenizer.pad_token = None
     scores: Results = {}
-    of_teacher: dict[str, list[int]] = {}
     with evaluating(model), _quiet():
         try:
             manager.load(list(tasks))
@@ -106,29 +103,7 @@ def lm_eval(
                     limit=limit,
                 )
             scores[mode] = {task: _figures(values) for task, values in run["results"].items()}
-            for task, chosen in _answers(run).items():
-                # the teacher is the first mode
-                scores[mode][task] |= _flips(chosen, of_teacher.setdefault(task, chosen))
     return scores
-
-
-def _answers(run: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the number of the choice that each item of each multiple-choice task got."""
-    answers = {}
-    for task, samples in run["samples"].items():
-        if run["configs"][task]["output_type"] == "multiple_choice":
-            likelihoods = [[float(each[0]) for each in s["filtered_resps"]] for s in samples]
-            answers[task] = [row.index(max(row)) for row in likelihoods]
-    return answers
-
-
-def _flips(chosen: Sequence[int], of_teacher: Sequence[int]) -> dict[str, float]:
-    """Return the share of answers that are not the teacher's, which shows what two equal scores
-    hide (Dutta et al., "Accuracy is not all you need", 2024).
-    """
-    differs = [float(a != b) for a, b in zip(chosen, of_teacher, strict=True)]
-    error = stdev(differs) / len(differs) ** 0.5 if len(differs) > 1 else math.nan
-    return {"flips": fmean(differs), "flips_se": error}
 
 
 def _figures(values: dict[str, Any]) -> dict[str, float]:

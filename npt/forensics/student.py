@@ -24,7 +24,7 @@ from npt.adapters.files.adapter_files import (
     write_adapter,
 )
 from npt.adapters.files.run_layout import ADAPTER
-from npt.base.identity import BaseIdentity, base_hash
+from npt.base.identity import PARTS, BaseIdentity, base_hash
 from npt.base.load import load_base, load_teacher
 from npt.base.precision import declared_dtype, quantization_of
 from npt.config import ATTENTIONS, QUANT_TYPES, TrainConfig
@@ -81,7 +81,8 @@ def student_part(
     """
     whole = next((r for r in refused if r.micro_batch is None), None)
     by_place = {r.micro_batch: r for r in refused if r.micro_batch is not None}
-    identity = BaseIdentity(**record["base_parts"], strict=record["base_hash"])
+    parts = {name: record["base_parts"][name] for name in PARTS}
+    identity = BaseIdentity(**parts, strict=record["base_hash"])
     try:
         hash_at_stop = base_hash(model)
     except Exception:  # the post-mortem is worth more than this

@@ -63,20 +63,16 @@ OPTIMIZER_TENSORS = ("step", "exp_avg", "exp_avg_sq")
 
 _SPIKES = ("spikes.losses", "spikes.norms")
 _NUMBER = (int, float)
-_COUNTERS = ("tokens", "micro_batches", "in_a_row", "diagnoses")
+_COUNTERS = ("step", "tokens", "micro_batches", "in_a_row", "diagnoses")
 _COUNTS = (*_COUNTERS, "refused_by_kind", "counted_from", "position")
-_STATE: dict[str, tuple[type, ...]] = {"step": (int,), "base_hash": (str,)}
-_LOOP: dict[str, tuple[type, ...]] = {
+_ENTRIES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTERS, (int,)),
+    **dict.fromkeys(("base_hash", "strategy"), (str,)),
     "last_evaluation": (int, type(None)),
-    "refused_by_kind": (dict,),
     "best_kl": (*_NUMBER, type(None)),
-    "strategy": (str,),
-    "counted_from": (dict,),
-    "position": (dict,),
-    "settings": (dict,),
-    "data": (dict,),
-    "initial": (dict,),
+    **dict.fromkeys(
+        ("refused_by_kind", "counted_from", "position", "settings", "data", "initial"), (dict,)
+    ),
 }
 
 
@@ -113,7 +109,12 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint. record: `state.json`. headers: of `state.safetensors`."""
+    """A verified checkpoint.
+
+    Attributes:
+        record: `state.json`.
+        headers: of `state.safetensors`.
+    """
 
     folder: Path
     record: Mapping[str, Any]
@@ -148,36 +149,26 @@ class Checkpoint:
         AdapterFileError if the adapter does not or, unless `check_base` is False, the base is
         another one.
         """
-        snapshot = self.snapshot(model, base if check_base else None)
-        return State(self.step, snapshot, self._spikes(), self.random_states())
-
-    def snapshot(
-        self, model: PreTrainedModel, base: BaseIdentity | None = None, *, finite: bool = True
-    ) -> Snapshot:
-        """Return adapters and moments by parameter name, as `state` does.
-
-        `base=None` takes any base, `finite=False` takes numbers that are not finite.
-        """
         path = self.folder / TENSORS
         _, adapters = read_adapter(
-            model, self.folder / ADAPTER, base=base, check_base=base is not None, finite=finite
+            model, self.folder / ADAPTER, base=base if check_base else None, check_base=check_base
         )
-        wanted: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             f"optimizer.{name}.{key}": () if key == "step" else tuple(tensor.shape)
             for name, tensor in adapters.items()
             for key in OPTIMIZER_TENSORS
         }
         others = ("rng.", "spikes.")
         moments = {n: h for n, h in self.headers.items() if not n.startswith(others)}
-        check_tensors(path, moments, wanted, CheckpointError)
-        tensors = _read(path, wanted, finite)
-        return {
+        check_tensors(path, moments, shapes, CheckpointError)
+        tensors = _read(path, shapes)
+        snapshot: Snapshot = {
             name: (value, {key: tensors[f"optimizer.{name}.{key}"] for key in OPTIMIZER_TENSORS})
             for name, value in adapters.items()
         }
+        return State(self.step, snapshot, self._spikes(), self._random_states())
 
-    def random_states(self) -> dict[int, dict[str, Tensor]]:
-        """Return the random state of every process; CheckpointError if one is missing or odd."""
+    def _random_states(self) -> dict[int, dict[str, Tensor]]:
         path = self.folder / TENSORS
         processes = {name.split(".")[1] for name in self.headers if name.startswith("rng.")}
         if not processes or processes != set(map(str, range(len(processes)))):
@@ -206,9 +197,9 @@ class Checkpoint:
         return losses, norms
 
 
-def _read(path: Path, names: Iterable[str], finite: bool = True) -> dict[str, Tensor]:
+def _read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     tensors = read_tensors(path, names, CheckpointError)
-    bad = non_finite(tensors) if finite else None
+    bad = non_finite(tensors)
     if bad is not None:
         raise CheckpointError(f"{path}: {bad} holds a non-finite value; use another checkpoint")
     return tensors
@@ -222,30 +213,13 @@ def write_checkpoint(
     base: BaseIdentity,
     random_states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Write a checkpoint as a whole, or raise OSError.
+    """Write a checkpoint as a whole, or raise OSError; AdapterFileError if the adapter is not
+    finite.
 
-    record: content of `state.json`. window: all of whose results are read. An adapter that is not
-    finite is an AdapterFileError.
+    `record` is the content of `state.json`, `window` one all of whose results are read.
     """
     check_savable(adapter_parameters(model), folder)
-    spikes = None if window.spikes is None else window.spikes.remembered()
-    with new_folder(folder) as temporary:
-        kept = window.update.snapshot()
-        write_state(temporary, model, kept, record, base, random_states, spikes=spikes)
-        write_manifest(temporary)
-
-
-def write_state(
-    folder: Path,
-    model: PreTrainedModel,
-    snapshot: Snapshot,
-    record: Mapping[str, Any],
-    base: BaseIdentity,
-    random_states: Mapping[int, Mapping[str, Tensor]],
-    *,
-    spikes: tuple[Sequence[float], Sequence[float]] | None = None,
-) -> None:
-    """Write everything but the manifest into a folder; the snapshot need not be finite."""
+    snapshot = window.update.snapshot()
     tensors = {
         f"rng.{process}.{name}": state
         for process, states in random_states.items()
@@ -257,25 +231,31 @@ def write_state(
             for key, value in moments.items()
             if isinstance(value, Tensor)
         }
-    if spikes is not None:
-        tensors |= {
-            name: torch.tensor(logarithms, dtype=torch.float64)
-            for name, logarithms in zip(_SPIKES, spikes, strict=True)
-        }
-    (folder / ADAPTER).mkdir()
-    values = {name: value for name, (value, _) in snapshot.items()}
-    write_adapter(model, folder / ADAPTER, base, tensors=values)
-    save_file(tensors, folder / TENSORS)
-    write_json(folder / RECORD, {"format": FORMAT, **record})
+    if window.spikes is not None:
+        for name, logarithms in zip(_SPIKES, window.spikes.remembered(), strict=True):
+            tensors[name] = torch.tensor(logarithms, dtype=torch.float64)
+    with new_folder(folder) as temporary:
+        (temporary / ADAPTER).mkdir()
+        values = {name: value for name, (value, _) in snapshot.items()}
+        write_adapter(model, temporary / ADAPTER, base, tensors=values)
+        save_file(tensors, temporary / TENSORS)
+        write_json(temporary / RECORD, {"format": FORMAT, **record})
+        write_manifest(temporary)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Verify a checkpoint and check its record, or raise CheckpointError; no tensor is read."""
     if (folder / POSTMORTEM).exists():
         raise CheckpointError(f"{folder} is a post-mortem; name a checkpoint, or `npt replay` it")
-    checkpoint = read_state(folder)
-    path, record = folder / RECORD, checkpoint.record
-    check_entries(path, "", record, _LOOP, CheckpointError, exact=False)
+    verify_checkpoint(folder)
+    path = folder / RECORD
+    record = read_json(path, CheckpointError)
+    if record.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {shown(record.get('format'))}, this version reads {FORMAT};"
+            " resume with the npt that wrote it"
+        )
+    check_entries(path, "", record, _ENTRIES, CheckpointError, exact=False)
     counted_from = {"steps": (int,), "micro_batches": (int,)}
     check_entries(path, "counted_from.", record["counted_from"], counted_from, CheckpointError)
     for name in _COUNTS:
@@ -285,6 +265,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(at_once, list) or not all(n is None or (_is_count(n) and n) for n in at_once):
         expected = "expected a count or nothing for each process"
         raise CheckpointError(f"{path}: samples_at_once is {shown(at_once)}, {expected}")
+    checkpoint = Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
     try:
         position, again = record["position"], checkpoint.position.as_dict()
         odd = sorted(n for n in again | position if again.get(n) != position.get(n))
@@ -303,22 +284,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             " another checkpoint"
         ) from error
     return checkpoint
-
-
-def read_state(folder: Path) -> Checkpoint:
-    """Verify a checkpoint or post-mortem, or raise CheckpointError; loop entries are unchecked."""
-    verify_checkpoint(folder)
-    path = folder / RECORD
-    record = read_json(path, CheckpointError)
-    if record.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is of format {shown(record.get('format'))}, this version reads {FORMAT};"
-            " resume with the npt that wrote it"
-        )
-    check_entries(path, "", record, _STATE, CheckpointError, exact=False)
-    if not _is_count(record["step"]):
-        raise CheckpointError(f"{path}: step is {shown(record['step'])}, expected a count")
-    return Checkpoint(folder, record, read_headers(folder / TENSORS, CheckpointError))
 
 
 def newest_good(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -62,7 +61,10 @@ class RunFolder:
                         remove_folder(self.path / ADAPTER)
                     _cut_log(self.path / METRICS, resume_at)
                     _cut_log(self.path / EVENTS, None)
-                self._logs = {name: _Log(self.path / name) for name in (METRICS, EVENTS)}
+                self._logs = {
+                    name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                    for name in (METRICS, EVENTS)
+                }
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -85,12 +87,19 @@ class RunFolder:
         self._write(EVENTS, {"event": event, "time": round(time.time(), 3), **details})
 
     def _write(self, log: str, values: dict[str, Any]) -> None:
+        """Append a line as a whole; a full disk must not end the run, nor hide why it ends."""
         if self._closed:
             return
+        handle, line = self._logs[log], f"{to_json(values)}\n".encode()
+        size = os.fstat(handle).st_size
         try:
-            self._logs[log].write(to_json(values) + "\n")
-        except OSError:  # a full disk must not end the run, nor hide why it ends
+            whole = os.write(handle, line) == len(line)
+        except OSError:
+            whole = False
+        if not whole:
             self.lines_lost += 1
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, size)
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
         """Let `write` make a checkpoint, verify it, and remove older ones beyond `keep`.
@@ -157,32 +166,9 @@ class RunFolder:
         """Release the folder; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            for log in self._logs.values():
-                log.close()
-            os.close(self._lock)
-
-
-class _Log:
-    """A file of lines, each written as a whole or not at all."""
-
-    def __init__(self, path: Path):
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def write(self, line: str) -> None:
-        content = line.encode("utf-8")
-        size = os.fstat(self._handle).st_size
-        try:
-            written = os.write(self._handle, content)
-            if written != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, size)
-            raise
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._handle)
+            for handle in (*self._logs.values(), self._lock):
+                with contextlib.suppress(OSError):
+                    os.close(handle)
 
 
 class NullRunFolder(RunFolder):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -171,7 +171,7 @@ def run_record(
         "date": setup.date,
         **base.as_record(),
         ORIGIN_ENTRY: origin_of(model.config),
-        "precision": audit_precision(model, policy_dtype(model)).as_dict(),
+        "precision": asdict(audit_precision(model, policy_dtype(model))),
         "device": str(setup.device),
         "deterministic": setup.deterministic,
         "processes": setup.processes.size,

@@ -21,9 +21,8 @@ from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import RecordCounts
+from npt.data.encoding import RecordCounts, listed_columns, lost, no_sample
 from npt.data.loader import Loader, Position, Prefetcher
-from npt.data.report import listed_columns, lost, no_sample
 from npt.data.samples import Samples, within
 from npt.data.source import Record
 from npt.errors import ConfigError, DataError, kind_of

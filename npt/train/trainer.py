@@ -19,7 +19,7 @@ from npt.adapters.files.run_layout import CHECKPOINTS
 from npt.base.identity import BaseIdentity, base_identity
 from npt.config import DataConfig, TrainConfig
 from npt.console import make_console, silent_console
-from npt.data.report import no_sample
+from npt.data.encoding import no_sample
 from npt.data.source import Record
 from npt.distill.step import MicroBatchSplitter, check_unfrozen, student_guard
 from npt.distill.strategies import STRATEGIES, Strategy

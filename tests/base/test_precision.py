@@ -1,6 +1,7 @@
 import json
 import math
 from copy import deepcopy
+from dataclasses import asdict
 from operator import attrgetter
 
 import pytest
@@ -40,7 +41,7 @@ class TestAudit:
         assert report.stored_dtype == {"uint8": 28, "bfloat16": 2 + 9}
         assert report.adapter_dtype == {"float32": 7}
         assert report.matmul_precision == torch.get_float32_matmul_precision()
-        assert json.loads(json.dumps(report.as_dict()))["compute_dtype"] == {"float32": 30}
+        assert json.loads(json.dumps(asdict(report)))["compute_dtype"] == {"float32": 30}
 
     def test_an_unquantised_model_is_judged_by_what_is_expected_of_it(self, load_model):
         model = load_model(None, use_fp16=True)

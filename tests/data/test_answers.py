@@ -10,8 +10,7 @@ import pytest
 
 import npt
 from npt.base.load import load_tokenizer
-from npt.data.encoding import RecordCounts
-from npt.data.report import lost
+from npt.data.encoding import RecordCounts, lost
 from npt.data.samples import cut
 from npt.tools.collect.prompts import prompt_record
 

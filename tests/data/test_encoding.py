@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import npt
 from npt.base.load import EMBEDDED_FOLDER
 from npt.data.batch import collate
-from npt.data.encoding import RecordCounts
-from npt.data.report import lost
+from npt.data.encoding import RecordCounts, lost
 from npt.data.samples import cut
 from npt.data.source import PIECE
 from npt.errors import DataError
@@ -314,6 +313,7 @@ class TestColumns:
             ({"q": 3, "a": "x"}, r"record 0 has an int as 'q'"),
             ({"q": "x", "a": ["y"]}, r"record 0 has a list as 'a'"),
             ({"q": "x", "a": None}, r"record 0 has a NoneType as 'a'"),
+            ({"q": b"x", "a": "y"}, r"record 0 has a bytes as 'q'"),
         ],
     )
     def test_a_record_without_them_says_what_it_has(self, tokenizer, record, message):

@@ -20,7 +20,7 @@ import npt
 from npt.data import loader as loader_module
 from npt.data import samples as samples_module
 from npt.data.loader import Loaded, Loader, Position, Prefetcher
-from npt.data.samples import EpochPlace, Samples
+from npt.data.samples import Samples
 from npt.errors import DataError
 
 SHARED = settings(
@@ -166,12 +166,6 @@ class TestPosition:
             }
             for number, (first, replayed) in enumerate(taken, start=1)
         ]
-
-    def test_positions_differ_and_a_saved_one_is_plain_numbers(self, tokenizer):
-        loader = make_loader(tokenizer, records(40), records(9, "p"), epochs=2, replay_share=0.4)
-        positions = [loaded.position for loaded in loader.batches()]
-        assert len(set(positions)) == len(positions)
-        assert all(isinstance(position.place, EpochPlace) for position in positions)
 
 
 class TestBatches:

@@ -10,8 +10,7 @@ import pytest
 import npt
 from npt.base.load import load_tokenizer
 from npt.cli.main import main
-from npt.data.encoding import AFTER, RecordCounts
-from npt.data.report import lost
+from npt.data.encoding import RecordCounts
 from npt.data.samples import cut
 
 CHAT = (
@@ -62,14 +61,12 @@ def test_ids_a_named_column_a_text_and_a_prompt_go_first(chatting) -> None:
     assert sample.input_ids == (5, 6)
 
 
-def test_earlier_answers_are_context_and_later_messages_counted(chatting) -> None:
-    counts = RecordCounts()
+def test_earlier_answers_are_context_and_later_messages_left_out(chatting) -> None:
     turns = talk(
         ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")
     )
-    prompt, answer = one(turns, chatting, counts)
+    prompt, answer = one(turns, chatting)
     assert (prompt, answer) == ("[user]a</s>[assistant]b</s>[user]c</s>[assistant]", "d</s>")
-    assert counts.noted == {AFTER: 1} and lost(counts) == f"1 {AFTER}"
 
 
 def test_the_doctor_says_what_was_not_used(tmp_path, capsys) -> None:
@@ -78,9 +75,8 @@ def test_the_doctor_says_what_was_not_used(tmp_path, capsys) -> None:
     path.write_text("".join(json.dumps({**record, "completion": str(i)}) + "\n" for i in range(40)))
     assert main(["doctor", "--data", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["data"]
-    assert (found["records"], found["samples"], found["noted"]) == (40, 40, {})
+    assert (found["records"], found["samples"]) == (40, 40)
     assert found["unused"] == {"weight": 40}
     main(["doctor", "--data", str(path)])
     out = capsys.readouterr().out
     assert "columns not used" in out and "'weight' of 40 records" in out
-    assert "of conversations" not in out

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import npt
 from npt.data.batch import Sample
-from npt.data.report import lost
+from npt.data.encoding import lost
 from npt.data.samples import Samples, cut, within
 from npt.errors import DataError
 from npt.evaluation.heldout import evaluation_samples, spread
@@ -96,13 +96,6 @@ class TestCut:
         stream = Stream([{"text": "abc"}] * 1000)
         next(cut(stream, tokenizer, config()))
         assert stream.read <= 32  # one call of the tokenizer
-
-    @pytest.mark.parametrize(
-        ("value", "kind"), [(None, "a NoneType"), (["a"], "a list"), (b"a", "a bytes")]
-    )
-    def test_a_text_that_is_none_is_refused_by_its_type(self, tokenizer, value, kind):
-        with pytest.raises(DataError, match=rf"record mine has {kind} as 'text'"):
-            list(cut([{"id": "mine", "text": value}], tokenizer, config()))
 
     @pytest.mark.parametrize(
         "record", [{"input_ids": None}, {"input_ids": "abc"}, {"input_ids": [[1, 2]]}, "text", None]

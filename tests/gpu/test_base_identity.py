@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 import npt
+from npt.base.identity import PARTS
 
 pytestmark = pytest.mark.gpu
 
@@ -16,13 +17,7 @@ def test_nf4_of_bf16_has_the_codes_of_the_cpu() -> None:
         npt.base_identity(npt.load_base("tiny", quantization="nf4", device=device)[0])
         for device in ("cpu", "cuda")
     )
-    assert (there.config, there.codes, there.dense, there.source) == (
-        here.config,
-        here.codes,
-        here.dense,
-        here.source,
-    )
-    assert (here.packed_on, there.packed_on) == ("cpu", "cuda")
+    assert all(getattr(there, part) == getattr(here, part) for part in PARTS)
 
 
 def test_an_unquantised_base_is_the_same_to_the_last_bit() -> None:
@@ -32,7 +27,7 @@ def test_an_unquantised_base_is_the_same_to_the_last_bit() -> None:
     assert here == there
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "fp4", None])
+@pytest.mark.parametrize("quantization", ["nf4", None])
 @pytest.mark.parametrize(("one", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_an_adapter_goes_from_one_device_to_the_other(tmp_path, quantization, one, other) -> None:
     model, _ = npt.load_base("tiny", quantization=quantization, device=one)

@@ -4,7 +4,6 @@ complaints.
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -72,20 +71,12 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
-    def open(
-        self,
-        page: Path,
-        width: int = 1280,
-        height: int = 900,
-        dark: bool = False,
-        scripts: bool = True,
-    ) -> None:
+    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Load a file in a window of this size, and wait until it has loaded."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         colours = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[colours])
-        self._call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._loaded, self._url = False, page.absolute().as_uri()
         self._call("Page.navigate", url=self._url)
         end = time.monotonic() + self._timeout
@@ -97,14 +88,6 @@ class Browser:
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
-
-    def picture(self, path: Path) -> None:
-        """The whole page as a .png file."""
-        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "scale": 1, "width": size["width"]}
-        clip["height"] = min(size["height"], 12_000)
-        whole = {"format": "png", "captureBeyondViewport": True, "clip": clip}
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **whole)["data"]))
 
     def close(self) -> None:
         self._process.terminate()

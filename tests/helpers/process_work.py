@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import json
 import math
 import os
 import signal
@@ -21,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from resumed_runs import without_report
+from resumed_runs import lines, without_report
 from rich.console import Console
 from windows import add_filled, window_over
 
@@ -192,18 +191,9 @@ def looped(
         "stop": stop.number,
         "halts": loop.halts,
         "saved": saved,
-        "metrics": lines(out, "metrics") if processes.main else [],
-        "events": lines(out, "events") if processes.main else [],
+        "metrics": lines(folder.path, "metrics") if processes.main else [],
+        "events": lines(folder.path, "events") if processes.main else [],
     }
-
-
-def lines(folder: str | Path, name: str) -> list[dict[str, Any]]:
-    path = Path(folder) / f"{name}.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if path.exists()
-        else []
-    )
 
 
 def records(count: int) -> list[dict[str, Any]]:

@@ -297,7 +297,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a place of text": (entry("position", "place")("abc"), "position"),
     "a place below zero": (entry("position", "place")([0, -1, 0]), "-1"),
     "an epoch of text": (entry("position", "epoch")("0"), "'0'"),
-    "no figures": (entry("initial")({}), "figures of teacher"),
+    "no figures": (entry("initial")({}), "figures or counts cannot be used: \"'teacher'\""),
     "figures of text": (entry("initial", "teacher", "kl")("low"), "a figure is no number"),
     "a figure too many": (entry("initial", "teacher", "rouge")(1.0), "rouge"),
     "layers that are a list": (entry("initial", "layers")([]), "items"),

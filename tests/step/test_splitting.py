@@ -172,7 +172,7 @@ def test_other_errors_are_no_lack_of_memory() -> None:
     ],
 )
 def test_a_library_without_room_for_itself_lacks_memory(said, monkeypatch, capsys) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError(said)
 
     assert oom_message(RuntimeError(said)) is not None

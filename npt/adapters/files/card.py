@@ -41,7 +41,7 @@ def card(record: Mapping[str, Any], fidelity: Mapping[str, Any] | None = None) -
         rows[key] = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     loading = "BASE, quantization=..."
     if recipe is not None:
-        loading = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.changed.items())])
+        loading = ", ".join([repr(name), *(f"{k}={v!r}" for k, v in recipe.arguments.items())])
     base = f"model, tokenizer = npt.load_base({loading})"
     load = 'model, tokenizer = npt.from_pretrained(".")'
     if recipe is None:

@@ -48,9 +48,6 @@ _LLAMA3 = {
 def configuration_of(file: GGUFFile) -> PreTrainedConfig:
     """Return the configuration of the model in a file, its `dtype` fp16, of the size of what is
     stored; its entry `npt_origin` names the file and what it was quantised to.
-
-    Raises:
-        ModelError: an unknown architecture, or an entry is missing, unknown or contradicts others.
     """
     name = file.architecture
     if name not in ARCHITECTURES:
@@ -58,8 +55,8 @@ def configuration_of(file: GGUFFile) -> PreTrainedConfig:
             f"is of the architecture {shown(name)}; only {', '.join(ARCHITECTURES)} can be read"
             " from GGUF"
         )
-    known = {f"{name}.{key}" for key in _KNOWN}
-    unknown = [key for key in file.keys if key.startswith(f"{name}.") and key not in known]
+    keys = {f"{name}.{key}" for key in _KNOWN}
+    unknown = [key for key in file.keys if key.startswith(f"{name}.") and key not in keys]
     if unknown:
         raise file.refusal(
             f"has the entry {min(unknown)}, which may change what the model computes and is not"

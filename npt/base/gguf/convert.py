@@ -73,8 +73,6 @@ def import_base(path: str | Path, folder: str | Path) -> Conversion:
     path, folder = Path(path).expanduser(), Path(folder).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; choose another")
-    if not path.is_file():
-        raise ModelError(f"there is no file {str(path)!r}; name a GGUF file")
     return convert(GGUFFile(path), folder)
 
 

@@ -16,22 +16,8 @@ PLAIN = ("F32", "F16", "BF16")
 _TOKENS = {"unk": "unknown", "pad": "padding"}
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a file is GGUF by its name or its first bytes.
-
-    Raises:
-        ModelError: there is no such file.
-    """
-    if not path.is_file():
-        raise ModelError(f"there is no file {str(path)!r}; check --model_name")
-    with path.open("rb") as stream:
-        return path.suffix == ".gguf" or stream.read(4) == b"GGUF"
-
-
 class GGUFFile:
-    """An open GGUF file; nothing of a tensor is read until it is used.
-
-    Raises ModelError if it is no whole language model, ConfigError if `gguf` is not installed.
+    """An open GGUF file of a whole language model; nothing of a tensor is read until it is used.
 
     Attributes:
         path: of the file.
@@ -39,6 +25,8 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path):
+        if not path.is_file():
+            raise ModelError(f"there is no file {str(path)!r}; name a GGUF file")
         require("gguf", f"{path}, a GGUF file,")
         from gguf import GGUFReader
 
@@ -61,9 +49,7 @@ class GGUFFile:
             )
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return an entry of the metadata; ModelError if it is of another kind, or missing and
-        without a default.
-        """
+        """Return an entry of the metadata, of this kind, or the default."""
         field = self._reader.get_field(key)
         if field is None:
             if default is None:
@@ -75,9 +61,6 @@ class GGUFFile:
         if type(value) is not kind:
             raise self.refusal(f"has {kind_of(value)} in {key}, expected {kind.__name__}")
         return value
-
-    def has(self, key: str) -> bool:
-        return key in self.keys
 
     @property
     def keys(self) -> Collection[str]:
@@ -91,7 +74,7 @@ class GGUFFile:
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, as transformers names it: bos, eos, unk, pad, ..."""
         key = f"tokenizer.ggml.{_TOKENS.get(name, name)}_token_id"
-        return self.get(key, int) if self.has(key) else None
+        return self.get(key, int) if key in self.keys else None
 
     @property
     def architecture(self) -> str:

@@ -70,11 +70,7 @@ letters first. `bos`: BOS begins a text unless the file says otherwise."""
 
 
 def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Return the tokenizer in a file, with its chat template.
-
-    Raises:
-        ModelError: the file has none, or one of an unknown kind.
-    """
+    """Return the tokenizer in a file, with its chat template."""
     kind = file.get("tokenizer.ggml.model", str, "none")
     if kind not in ("gpt2", "llama"):
         raise file.refusal(

@@ -66,7 +66,7 @@ def test_the_recipe_that_is_written_is_what_load_base_was_given(tmp_path):
         expected = Recipe(**{"double_quant": "quantization" in loaded, **loaded})
         assert Recipe.of(model) == expected, recipe
         assert Recipe.of_record({ENTRY: expected.as_record()}) == expected
-        assert expected.changed == loaded
+        assert expected.arguments == loaded
 
 
 def four_bit(**how: Any) -> dict[str, Any]:

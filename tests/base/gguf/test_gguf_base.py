@@ -82,7 +82,7 @@ def test_large_and_tiny_numbers_are_kept_in_bf16(tmp_path) -> None:
 def test_nf4_a_teacher_and_an_adapter_work_on_it(tmp_path) -> None:
     file = str(write_gguf(tmp_path / "a.gguf", kind=Type.Q8_0))
     base, _ = npt.load_base(file, quantization="nf4")
-    assert quantization_of(base) == "nf4" and npt.base_identity(base).source is not None
+    assert quantization_of(base) == "nf4"
     assert npt.load_teacher(file).config.npt_origin["quantization"] == "Q8_0"
     npt.attach(base, npt.NPTConfig(layers=(1,), rank=2, init="random"))
     npt.save_adapter(base, tmp_path / "adapter")
@@ -177,7 +177,5 @@ def test_weights_of_several_files_have_an_index(tmp_path, monkeypatch) -> None:
     model = made_model()
     npt.import_base(write_gguf(tmp_path / "a.gguf", model), tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    base, _ = npt.load_base(str(tmp_path / "out"), quantization="nf4")
-    assert npt.base_identity(base).source is not None
     whole, _ = npt.load_base(str(tmp_path / "out"))
     torch.testing.assert_close(logits(whole), logits(model), rtol=0, atol=2e-3)

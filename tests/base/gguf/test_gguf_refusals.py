@@ -70,11 +70,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path) -> None:
     refused(tmp_path / "absent.gguf", "there is no file")
 
 
-def test_a_file_of_another_name_is_known_by_its_beginning(tmp_path) -> None:
-    write_gguf(tmp_path / "a.gguf").rename(tmp_path / "sha256-1234")
-    assert read_config(str(tmp_path / "sha256-1234")).model_type == "llama"
-
-
 def test_a_file_that_was_cut_anywhere_is_refused(tmp_path) -> None:
     whole = write_gguf(tmp_path / "a.gguf").read_bytes()
     for size in (4, 10, 30, 200, 5_000, 60_000, len(whole) // 2, len(whole) - 1000):

@@ -192,18 +192,6 @@ def test_of_attempts_that_were_added_at_once_one_is_run(url: str) -> None:
     assert other.claim(design.by_key) is None and one.progress(design.by_key).open == 0
 
 
-def test_processes_that_make_a_study_at_once_all_open_it(url: str) -> None:
-    started = time.monotonic() + 0.3
-
-    def open_() -> None:
-        time.sleep(max(0.0, started - time.monotonic()))
-        Storage(url, "work").enqueue(trials(2).trials)
-
-    processes = [Forked(open_) for _ in range(4)]
-    assert [process.wait() for process in processes] == [0] * 4
-    assert Storage(url, "work").progress(trials(2).by_key).waiting == 2
-
-
 def test_two_workers_that_take_an_attempt_at_once_do_not_both_get_it(url: str) -> None:
     """Optuna reads a state and then writes it: the other worker comes in between."""
     one, other, design = Storage(url, "work"), Storage(url, "work"), trials(1)
