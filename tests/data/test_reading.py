@@ -127,4 +127,4 @@ def test_one_broken_file_of_a_folder_does_not_hide_the_others(tmp_path):
     (tmp_path / "c.txt").write_text("c")
     records, reading = read(tmp_path)
     assert [r["text"] for r in records] == ["b", "c"]
-    assert [(Path(b.path).name, b.line) for b in reading.broken] == [("a.json", 1), ("b.jsonl", 2)]
+    assert [(Path(b.where).name, b.line) for b in reading.broken] == [("a.json", 1), ("b.jsonl", 2)]

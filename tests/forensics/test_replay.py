@@ -35,7 +35,6 @@ from npt.forensics.student import read_student
 from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.manifest import write_manifest
-from npt.runs import run_folder
 from npt.runs.run_folder import RunFolder
 from npt.train.run_context import Window
 from npt.train.run_data import RunData
@@ -421,7 +420,7 @@ def test_a_full_disk_does_not_hide_why_the_run_stopped(
 
     def fill_up(model: Any, number: int) -> None:
         if number == 0:
-            folders[0]._logs["events.jsonl"] = run_folder._Log(Path("/dev/full"))
+            folders[0]._logs["events.jsonl"] = os.open("/dev/full", os.O_WRONLY)
             monkeypatch.setattr("npt.adapters.files.adapter_files.save_file", no_space)
 
     monkeypatch.setattr(RunFolder, "__init__", kept)
