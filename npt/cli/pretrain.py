@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,25 +159,35 @@ def _check(processes: Any, settings: _Settings) -> _Settings:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     base, adapter, data, training, start, *_ = settings
     processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
-    resumes, folder, resume_at = processes.first(lambda: _find_folder(training))
+    resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
+    if resumes:
+        adapter = replace(adapter, ranks=ranks)
     check_run(base, adapter, data, training, starts=not resumes and start is None)
-    return settings._replace(resumes=resumes, folder=folder, resume_at=resume_at)
+    return settings._replace(adapter=adapter, resumes=resumes, folder=folder, resume_at=resume_at)
 
 
-def _find_folder(training: TrainConfig) -> tuple[bool, str, int | None]:
-    """Return whether a checkpoint is resumed, the run's folder, and the step of the run in it. All
-    of it can be JSON, for other processes.
+def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
+    """Check the run's folder; return whether a checkpoint in it is resumed, that one's ranks, the
+    folder, and the step of the run in it. All of it can be JSON, for other processes.
     """
-    from npt.runs.resume import find_resumed
+    from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
 
+    adapter, training = settings.adapter, settings.training
     if training.resume is None:
         folder = default_folder() if training.output_dir is None else Path(training.output_dir)
         check_free(folder)
-        return False, str(folder), None
+        return False, None, str(folder), None
     resumed = find_resumed(training.resume, training.output_dir)
     resume_at = resumed.step if resumed.goes_on else None
-    return resumed.checkpoint is not None, str(resumed.folder), resume_at
+    if resumed.checkpoint is None:
+        return False, None, str(resumed.folder), resume_at
+    recorded = resumed.checkpoint.record["settings"]
+    # the ranks that a budget was spent on
+    ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
+    asked = {name: value for part in settings[:4] for name, value in asdict(part).items()}
+    changed_settings(recorded, {**asked, "ranks": ranks})
+    return True, ranks, str(resumed.folder), resume_at
 
 
 def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> int:
