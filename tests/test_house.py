@@ -20,16 +20,16 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 35_600, 1_475_000
+LINES, CHARACTERS = 32_000, 1_336_000
 """Of the package without the demo; the way leads to 30,000 and 1,250,000."""
 
-TEST_LINES = 52_300
-"""On the way to 45,000."""
+TEST_LINES = 44_200
+"""45,000 was the aim."""
 
-IMPORTED = {"from npt import Trainer": 20_600, "import npt.guard": 3_800}
+IMPORTED = {"from npt import Trainer": 15_000, "import npt.guard": 3_400}
 """Lines of npt that a statement reads."""
 
-WAY = (28, 6_300, 12)
+WAY = (26, 6_300, 12)
 """Files, their lines, and the depth of calls on the way of a batch to its update."""
 AFTER_A_STEP = {"_account", "_evaluate_if_due", "say", "raise_together"}
 """Functions of the loop that are not on it: counting, logging."""
