@@ -16,7 +16,7 @@ from faults import runs
 from faults.bench import SMALL, Fault, Outcome, Place, Run, Setting, clean_run, run, whole_window
 from faults.persistent_faults import PersistentFault
 from faults.verdict import Verdict
-from npt.tracer.watchdogs import Finding
+from npt.tracer.watchdogs import BadNumber
 
 Check = Callable[[Setting], Verdict]
 """Judges a case in a setting, which says how the guarded step reads its flags."""
@@ -175,7 +175,7 @@ def stops_everything(
     fault: PersistentFault,
     kind: str,
     says: str,
-    guard: Callable[[Run], Finding | None],
+    guard: Callable[[Run], BadNumber | None],
     *,
     unsaved: bool = False,
     whole: bool = False,

@@ -35,7 +35,7 @@ from faults.verdict import Verdict
 from npt.adapters.stream import open_stream
 from npt.tracer.mask_check import mask_fault
 from npt.tracer.watchdogs import (
-    Finding,
+    BadNumber,
     base_fault,
     logits_fault,
     moments_fault,
@@ -46,19 +46,19 @@ from npt.tracer.watchdogs import (
 NAN_GRADIENT = gradient_spoilt((5, 2), float("nan"))
 
 
-def trainable(made: Run) -> Finding | None:
+def trainable(made: Run) -> BadNumber | None:
     return tensor_fault(made.parameters)
 
 
-def too_large(made: Run) -> Finding | None:
+def too_large(made: Run) -> BadNumber | None:
     return tensor_fault(made.parameters, limit=1e6)
 
 
-def moments(made: Run) -> Finding | None:
+def moments(made: Run) -> BadNumber | None:
     return moments_fault(named_moments(made.parameters, made.optimizer))
 
 
-def base(made: Run) -> Finding | None:
+def base(made: Run) -> BadNumber | None:
     return base_fault(made.model)
 
 

@@ -40,7 +40,6 @@ FRESH = 4
 TRACED = 3
 """Refused micro-batches that are traced; more would say the same."""
 
-_NO_FAULT = "no operation made a number that is not finite"
 _IGNORED = -100  # a label that is no target
 
 
@@ -212,7 +211,7 @@ class ModelState:
         found = traced(self.model, refusal or plain, kept, exploded=refusal is not None)
         self.restore()
         if refusal is None and found.verdict is None:
-            return replace(found, why=_NO_FAULT)
+            return replace(found, why="no operation made a number that is not finite")
         return found
 
     def fault(self, micro_batch: StoredMicroBatch) -> str | None:
@@ -270,7 +269,7 @@ class ModelState:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Attempt:
     """Another micro-batch, or window, in the post-mortem's state.
 
     Attributes:
@@ -313,7 +312,7 @@ class Replay:
     records: tuple[MicroBatchRecord, ...]
     findings: Mapping[str, str | None]
     traces: Mapping[int, Finding]
-    trials: tuple[Trial, ...]
+    trials: tuple[Attempt, ...]
     classification: Classification
     base_changed: bool | None
 
@@ -531,7 +530,7 @@ def replayed(state: ModelState, micro_batch: int | None = None) -> Replay:
     """
     postmortem = state.postmortem
     stored, findings = postmortem.micro_batches, state.findings()
-    trials: list[Trial] = []
+    trials: list[Attempt] = []
     try:
         tried = state.window(stored, postmortem.limits)
         chosen = suspects(tried.refusals, tried.records)
@@ -566,7 +565,7 @@ def replayed(state: ModelState, micro_batch: int | None = None) -> Replay:
 def classify(
     refusals: Sequence[Refusal],
     findings: Mapping[str, str | None],
-    trials: Sequence[Trial],
+    trials: Sequence[Attempt],
     unusable: bool = False,
 ) -> Classification:
     """Return the class that `replay` describes; unusable: every refused input is."""
@@ -600,7 +599,7 @@ def fresh_ids(like: Tensor, avoid: Tensor, vocab_size: int, seed: int) -> Tensor
     return choice[torch.randint(len(choice), like.shape, generator=generator)]
 
 
-def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Trial]:
+def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Attempt]:
     """Try other micro-batches in the same state, each as a window of its own, if a computed one
     was refused; other windows, if the window was refused as a whole.
     """
@@ -615,9 +614,9 @@ def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Trial]:
         bad = {refusal.micro_batch for refusal in refusals}
         # as the replayed window has shown
         clean = [index for index in range(len(stored)) if index not in bad]
-        trials += [Trial(f"micro-batch {index}", False, ()) for index in clean]
+        trials += [Attempt(f"micro-batch {index}", False, ()) for index in clean]
         trials += [
-            Trial(f"accepted micro-batch {i}", False, state.window([each]).refusals)
+            Attempt(f"accepted micro-batch {i}", False, state.window([each]).refusals)
             for i, each in enumerate(accepted)
         ]
         like, avoid = [stored[refused[0]]], [stored[index] for index in refused]
@@ -625,7 +624,9 @@ def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Trial]:
         spike = computed[0].kind == "spike"
         if accepted:
             limits = postmortem.limits if spike else None
-            trials.append(Trial("accepted window", False, state.window(accepted, limits).refusals))
+            trials.append(
+                Attempt("accepted window", False, state.window(accepted, limits).refusals)
+            )
         if spike:  # random tokens are no text: whether they spike says nothing
             return trials
         like, avoid = list(stored), list(stored)
@@ -634,7 +635,7 @@ def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Trial]:
         fresh = [state.fresh(one, avoid, seed) for one, seed in zip(like, seeds, strict=True)]
         window = [each for each in fresh if each is not None]
         if len(window) == len(like):
-            trials.append(Trial(f"fresh window {number}", True, state.window(window).refusals))
+            trials.append(Attempt(f"fresh window {number}", True, state.window(window).refusals))
     return trials
 
 

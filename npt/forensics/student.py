@@ -114,7 +114,7 @@ def _stored(batch: Batch, refusal: Refusal | None = None) -> StoredMicroBatch:
 
 
 @dataclass(frozen=True)
-class Student:
+class StudentPostmortem:
     """A student's post-mortem whose form has been checked; adapters are still on disk.
 
     Attributes:
@@ -142,7 +142,7 @@ class Student:
         return str(self.adapter.record.get("base_model_name_or_path"))
 
 
-def read_student(folder: str | Path) -> Student:
+def read_student(folder: str | Path) -> StudentPostmortem:
     """Read and check everything that can be checked without the base.
 
     Raises:
@@ -170,7 +170,7 @@ def read_student(folder: str | Path) -> Student:
         _check_rows(path, micro_batch)
     adapter = find_adapter(postmortem.folder / ADAPTER)
     config = _train_config(path, entry["settings"])
-    return Student(postmortem, adapter, config, base, at_once, float(rate))
+    return StudentPostmortem(postmortem, adapter, config, base, at_once, float(rate))
 
 
 def _train_config(path: Path, settings: Mapping[str, Any]) -> TrainConfig:
@@ -223,7 +223,10 @@ class StudentState(ModelState):
     """
 
     def __init__(
-        self, student: Student, model: PreTrainedModel, teacher: PreTrainedModel | None = None
+        self,
+        student: StudentPostmortem,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel | None = None,
     ):
         folder = student.postmortem.folder
         _, weights = read_adapter(model, folder / ADAPTER, check_base=False, finite=False)
@@ -275,9 +278,7 @@ class StudentState(ModelState):
     def fresh(
         self, like: StoredMicroBatch, avoid: Sequence[StoredMicroBatch], seed: int
     ) -> StoredMicroBatch | None:
-        """Return a micro-batch of random tokens with the padding of another; padding may hold any
-        token, so it is not avoided.
-        """
+        """Return a micro-batch of random tokens with the padding of another."""
         used = [each.inputs["input_ids"][each.inputs["attention_mask"].bool()] for each in avoid]
         ids, mask = like.inputs["input_ids"], like.inputs["attention_mask"].bool()
         drawn = fresh_ids(ids, torch.cat(used).unique(), self._model.config.vocab_size, seed)
@@ -349,7 +350,10 @@ def replay_student(
 
 @contextmanager
 def restored(
-    student: Student, *, model_name: str | None = None, device: str | torch.device | None = None
+    student: StudentPostmortem,
+    *,
+    model_name: str | None = None,
+    device: str | torch.device | None = None,
 ) -> Iterator[StudentState]:
     """Load base and teacher, and yield the state that the window found; see `replay_student`."""
     precision = torch.get_float32_matmul_precision()
@@ -363,7 +367,9 @@ def restored(
             torch.set_float32_matmul_precision(precision)
 
 
-def _load(student: Student, name: str, device: str | torch.device | None) -> PreTrainedModel:
+def _load(
+    student: StudentPostmortem, name: str, device: str | torch.device | None
+) -> PreTrainedModel:
     base, recorded = student.base, f"{student.postmortem.folder} was recorded on"
     kind = student.postmortem.record["device"].split(":")[0]
     if device is None and kind == "cpu":
@@ -403,7 +409,7 @@ def _load(student: Student, name: str, device: str | torch.device | None) -> Pre
     return model
 
 
-def _attention(student: Student, *names: str) -> str:
+def _attention(student: StudentPostmortem, *names: str) -> str:
     """Return the attention recorded under the first of these settings; the default if none is
     recorded, or one that `load_base` does not know.
     """
@@ -411,7 +417,9 @@ def _attention(student: Student, *names: str) -> str:
     return recorded if recorded in ATTENTIONS else "sdpa"
 
 
-def _load_teacher(student: Student, name: str, device: torch.device) -> PreTrainedModel | None:
+def _load_teacher(
+    student: StudentPostmortem, name: str, device: torch.device
+) -> PreTrainedModel | None:
     folder, precision = student.postmortem.folder, student.settings.get("teacher_precision")
     if precision is None:
         return None

@@ -1,6 +1,6 @@
 """Watchdogs: pure observers that name the first bad number exactly.
 
-Each looks at one kind of thing and returns a `Finding`, or None; `require` raises it. Whatever
+Each looks at one kind of thing and returns a `BadNumber`, or None; `require` raises it. Whatever
 costs a second pass or much memory is paid only after a cheap look has found something.
 
 A 4-bit weight is judged by its statistics and its dequantised values, never by its packed bytes:
@@ -30,7 +30,7 @@ _STATISTICS = ("absmax", "offset", "code", "state2.absmax", "state2.offset", "st
 
 
 @dataclass(frozen=True)
-class Finding:
+class BadNumber:
     """One bad thing: its name, the index and value of its first bad element, and the sentence that
     says it all.
     """
@@ -44,13 +44,13 @@ class Finding:
         return self.message
 
 
-def require(finding: Finding | None) -> None:
+def require(finding: BadNumber | None) -> None:
     """Raise a finding as a `NumericalError`."""
     if finding is not None:
         raise NumericalError(finding.message)
 
 
-def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
+def logits_fault(logits: Tensor, name: str = "logits") -> BadNumber | None:
     """Find NaN or +Inf among logits [..., V], or a position with -Inf only, whose softmax is NaN.
 
     -Inf next to a finite logit is a mask that somebody meant. A logsumexp per position shows all of
@@ -70,12 +70,12 @@ def logits_fault(logits: Tensor, name: str = "logits") -> Finding | None:
         f"{name} {list(values.shape)}: {_census(values)}; first bad at {where}:"
         f" {float(values[index]):g}; look for the first non-finite activation below them"
     )
-    return Finding(name, index, float(values[index]), message)
+    return BadNumber(name, index, float(values[index]), message)
 
 
 def tensor_fault(
     named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: float = math.inf
-) -> Finding | None:
+) -> BadNumber | None:
     """Find the first named tensor with an element that is not finite, or larger than `limit`: a
     flipped exponent bit makes a finite number of 1e36.
 
@@ -106,7 +106,7 @@ def named_moments(
     }
 
 
-def moments_fault(moments: Mapping[str, Tensor]) -> Finding | None:
+def moments_fault(moments: Mapping[str, Tensor]) -> BadNumber | None:
     """Find among named moments what no step can be taken from: not finite, or a second moment below
     zero, whose root is NaN.
     """
@@ -118,7 +118,7 @@ def moments_fault(moments: Mapping[str, Tensor]) -> Finding | None:
     return finding
 
 
-def base_fault(model: nn.Module) -> Finding | None:
+def base_fault(model: nn.Module) -> BadNumber | None:
     """Find a frozen weight that holds, or dequantises to, a non-finite value, by its module's name.
 
     Reads the whole base once; meant for the start of a run and for a post-mortem. Adapters are left
@@ -133,7 +133,7 @@ def base_fault(model: nn.Module) -> Finding | None:
     return next(filter(None, _whole_faults(model, "")), None)
 
 
-def _whole_faults(model: nn.Module, prefix: str) -> Iterator[Finding | None]:
+def _whole_faults(model: nn.Module, prefix: str) -> Iterator[BadNumber | None]:
     """Yield the finding of `base_fault` for each tensor that is whole here; names follow
     `prefix`.
     """
@@ -170,7 +170,7 @@ def _statistics(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _element(
     name: str, tensor: Tensor, limit: float, bad: Tensor | None = None, why: str = ""
-) -> Finding:
+) -> BadNumber:
     """Return the finding of the first bad element of `tensor`."""
     bad = ~torch.isfinite(tensor) | (tensor.abs() > limit) if bad is None else bad
     index = _first(bad)
@@ -179,7 +179,7 @@ def _element(
     remedy = "go back to the last checkpoint" if ADAPTER in name else "load the base again"
     at = list(index) if index else ""
     share = f"{int(bad.sum())} of {tensor.numel()} elements bad"
-    return Finding(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
+    return BadNumber(name, index, value, f"{name}{at} is {value:g} ({share}: {why}); {remedy}")
 
 
 def _census(values: Tensor) -> str:

@@ -30,7 +30,7 @@ from npt.data.batch import Sample, collate
 from npt.errors import AdapterFileError, BundleError, ConfigError, TooManyRefusalsError
 from npt.forensics import student
 from npt.forensics.bundle import read_postmortem
-from npt.forensics.replay import FRESH, Trial, classify, fresh_ids, suspects
+from npt.forensics.replay import FRESH, Attempt, classify, fresh_ids, suspects
 from npt.forensics.student import read_student
 from npt.forensics.student import replay_student as replay
 from npt.guard.outcome import MicroBatchRecord, Refusal
@@ -503,7 +503,7 @@ def test_refused_micro_batches_are_traced_or_else_the_loudest(refusals, norms, e
 def test_the_class_follows_from_refusals_findings_and_trials(
     found, finding, failing, expected
 ) -> None:
-    trials = [Trial("", True, (refusal("loss"),) if failed else ()) for failed in failing]
+    trials = [Attempt("", True, (refusal("loss"),) if failed else ()) for failed in failing]
     assert classify([refusal(kind) for kind in found], {"adapters": finding}, trials) == expected
 
 

@@ -99,7 +99,7 @@ class Bisection:
 
 
 @dataclass(frozen=True)
-class Origin:
+class TrialOrigin:
     """The part, arm and point of a specification that a trial is of.
 
     Attributes:
@@ -133,7 +133,7 @@ class Trial:
     settings: TrialSettings
     flags: Mapping[str, Any]
     bisect: Bisection | None = None
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[TrialOrigin, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.origins[0]}, seed {self.settings.training.seed}"
@@ -232,7 +232,7 @@ def _trials_of(
         )
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for (arm, bundle), point, draw, seed in itertools.product(arms.items(), points, draws, seeds):
-        origin = Origin(part, arm, {**point, **draw})
+        origin = TrialOrigin(part, arm, {**point, **draw})
         try:
             yield _trial({**settings, **bundle, **origin.point}, seed, bisect, origin)
         except ConfigError as error:
@@ -241,7 +241,9 @@ def _trials_of(
             raise ConfigError(f"{at}, {varied}: {error}") from error
 
 
-def _trial(flags: dict[str, Any], seed: int, bisect: Bisection | None, origin: Origin) -> Trial:
+def _trial(
+    flags: dict[str, Any], seed: int, bisect: Bisection | None, origin: TrialOrigin
+) -> Trial:
     if bisect is not None:
         TrialSettings.of({**flags, bisect.setting: bisect.high}, seed)  # both ends must work
         flags[bisect.setting] = bisect.low
