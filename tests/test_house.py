@@ -20,7 +20,7 @@ from npt.train.loop import Loop
 ROOT = Path(npt.__file__).parent.parent
 SOURCES = (".py", ".j2", ".css", ".js")
 
-LINES, CHARACTERS = 32_000, 1_336_000
+LINES, CHARACTERS = 32_020, 1_336_000
 """Of the package without the demo; the way leads to 30,000 and 1,250,000."""
 
 TEST_LINES = 44_200

@@ -174,13 +174,8 @@ def test_parts_of_others_that_training_leaves_out_are_harm(monkeypatch, id) -> N
 
 
 def test_a_bundle_without_documents_is_harm(monkeypatch) -> None:
-    honest = runs.read_bundle
-
-    def forgetful(path):
-        bundle = honest(path)
-        return replace(bundle, window=[replace(batch, documents=None) for batch in bundle.window])
-
-    monkeypatch.setattr(runs, "read_bundle", forgetful)
+    honest = runs.batch_of
+    monkeypatch.setattr(runs, "batch_of", lambda stored: replace(honest(stored), documents=None))
     verdict = judged(at_once("run-packed")).verdict
     assert not verdict.passed and "the documents of" in verdict.detail
 
