@@ -158,8 +158,10 @@ def _layer_by_layer(
                     attention = here.rows(attention_output(layer, hidden, **here.context_of(layer)))
                 with torch.enable_grad():
                     if shared:
-                        outputs = stacked_outputs(layer, h, attention, regularised, space)
-                        target, output, energy = outputs
+                        target, output, energy = stacked_outputs(
+                            layer, h, attention, regularised, space
+                        )
+                        del attention
                     else:
                         target = here.rows(guide.hidden.to(h.device))
                         output, energy = student_rows(
@@ -172,6 +174,7 @@ def _layer_by_layer(
                 guide = replace(guide, hidden=here.scatter(target))
             elif own_stream:
                 hidden = here.scatter(output.detach())
+            del h, target, output, energy, of_layer, taught_input  # before the next layer's work
     return batch_sums(config, batch, sums)
 
 
