@@ -299,7 +299,6 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an epoch of text": (entry("position", "epoch")("0"), "'0'"),
     "no figures": (entry("initial")({}), "figures or counts cannot be used: \"'teacher'\""),
     "figures of text": (entry("initial", "teacher", "kl")("low"), "a figure is no number"),
-    "a figure too many": (entry("initial", "teacher", "rouge")(1.0), "rouge"),
     "layers that are a list": (entry("initial", "layers")([]), "items"),
     "a layer without figures": (entry("initial", "layers", "1")({}), "nmse_student"),
     "a best that is text": (entry("best_kl")("0.1"), "best_kl is '0.1'"),
