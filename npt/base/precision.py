@@ -45,7 +45,9 @@ _UPCAST: dict[type[nn.Module], type[nn.Module]] = {
 _HALF = (torch.float16, torch.bfloat16)
 _DECLARED = "_npt_compute_dtype"
 
-ROWS = 64  # that are multiplied: enough for two digits of the error
+ROWS, OUTPUTS = 64, 256
+"""Rows that are multiplied, and outputs that are compared: enough for two digits of the error."""
+
 LARGEST_ERROR = 1e-3
 """Relative error of a product up to which `auto` takes the faster setting. TF32 is off by some
 3e-4, in fp32's range; bf16 by 2e-3. The weights themselves are off by 9e-2 in NF4."""
@@ -140,19 +142,18 @@ def set_matmul_precision(setting: str, model: PreTrainedModel) -> None:
 @torch.no_grad()
 def product_error(model: PreTrainedModel, precision: str) -> float:
     """Return the largest error ||y - exact|| / ||exact||, against fp64, of products of normal
-    numbers with the first layer's weights, a 4-bit one dequantised.
+    numbers with the weights of the first layer and lm_head, a 4-bit one dequantised.
     """
     errors = []
     with fp32_products(precision):
-        for module in model.model.layers[0].mlp.children():
-            if is_plain_linear(module):
-                weight = dense_weight(module).float()
-                x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-                x = x.to(weight.device)
-                exact = x.double() @ weight.double().T
-                difference = torch.linalg.vector_norm(x @ weight.T - exact)
-                errors.append(float(difference / torch.linalg.vector_norm(exact)))
-    return max(errors)
+        for module in filter(is_plain_linear, (*model.model.layers[0].modules(), model.lm_head)):
+            weight = dense_weight(module).float()
+            x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+            x = x.to(weight.device)
+            exact = x.double() @ weight[:OUTPUTS].double().T
+            difference = torch.linalg.vector_norm((x @ weight.T)[:, :OUTPUTS] - exact)
+            errors.append(float(difference / torch.linalg.vector_norm(exact)))
+    return float(torch.tensor(errors).max())  # NaN if one is
 
 
 def audit_precision(

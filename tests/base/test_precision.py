@@ -213,3 +213,9 @@ def test_auto_is_chosen_by_the_measured_error(load_model, monkeypatch, exact, fa
 def test_products_in_fp32_are_exact_to_its_rounding(load_model):
     """Sums of at most 128 products in fp32: its 24 bits leave 6e-8 each."""
     assert 0 < product_error(load_model(), "highest") < 1e-6
+
+
+def test_a_product_that_is_nan_is_the_largest_error(load_model):
+    model = load_model()
+    model.lm_head.weight.data[3, 5] = math.nan
+    assert math.isnan(product_error(model, "highest"))
