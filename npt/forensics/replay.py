@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,15 @@ from npt.forensics.bundle import Postmortem, StoredMicroBatch, leaves, read_post
 from npt.guard.finding import Finding, traced
 from npt.guard.forensics import Kept
 from npt.guard.guard import Guard
+from npt.guard.ids import IGNORED
 from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.guard.parameters import plain_name
 from npt.guard.traces import Buffers
 from npt.random_state import kept_random_state, set_random_state
 from npt.versions import versions
+
+if TYPE_CHECKING:
+    from npt.tracer.watchdogs import BadNumber
 
 Classification = Literal["data", "state", "transient", "undecided"]
 
@@ -39,8 +43,6 @@ FRESH = 4
 
 TRACED = 3
 """Refused micro-batches that are traced; more would say the same."""
-
-_IGNORED = -100  # a label that is no target
 
 
 class LossMissing(NPTError):
@@ -71,6 +73,8 @@ class ModelState:
     Raises:
         BundleError: weights, moments or optimizer do not fit the model.
     """
+
+    weights_name = "weights"
 
     def __init__(
         self,
@@ -234,12 +238,12 @@ class ModelState:
         embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
         if not isinstance(ids, Tensor) or ids.is_floating_point() or embedding is None:
             return None
-        used = torch.cat([each.inputs["input_ids"].flatten() for each in avoid]).unique()
+        used = torch.cat([_tokens(each.inputs) for each in avoid]).unique()
         drawn = fresh_ids(ids, used, int(embedding.num_embeddings), seed)
         inputs = {**like.inputs, "input_ids": drawn}
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.shape == ids.shape:
-            inputs["labels"] = torch.where(labels == _IGNORED, _IGNORED, drawn)
+            inputs["labels"] = torch.where(labels == IGNORED, IGNORED, drawn)
         names = tuple(f"fresh-{seed}-{row}" for row in range(len(like.sample_ids)))
         return replace(like, inputs=inputs, sample_ids=names, refusal=None)
 
@@ -247,21 +251,27 @@ class ModelState:
         """Return what is not finite in weights, moments and the rest of the model."""
         from npt.tracer.watchdogs import moments_fault, tensor_fault
 
+        moments = {n: v for n, v in self.postmortem.moments.items() if isinstance(v, Tensor)}
+        faults = {
+            self.weights_name: tensor_fault(self.weights),
+            "moments": moments_fault(moments),
+            "base": self.base_fault(),
+        }
+        return {name: None if fault is None else str(fault) for name, fault in faults.items()}
+
+    def base_fault(self) -> BadNumber | None:
+        """Return what is not finite in the rest of the model, which is not trained."""
+        from npt.tracer.watchdogs import tensor_fault
+
         trained = {id(parameter) for parameter in self.parameters.values()}
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        rest = {n: t for n, t in tensors if id(t) not in trained and t.is_floating_point()}
-        moments = {n: v for n, v in self.postmortem.moments.items() if isinstance(v, Tensor)}
-        found = {
-            "weights": tensor_fault(self.weights),
-            "moments": moments_fault(moments),
-            "base": tensor_fault(rest),
-        }
-        return {name: None if finding is None else str(finding) for name, finding in found.items()}
+        return tensor_fault(
+            {n: t for n, t in tensors if id(t) not in trained and t.is_floating_point()}
+        )
 
-    def heading(self) -> list[str]:
-        """Return lines about what is replayed."""
-        then = self.postmortem.record["device"]
-        return [f"recorded on {then}, replayed on {self.device}"]
+    def heading(self) -> str:
+        """Return a line about what is replayed."""
+        return f"recorded on {self.postmortem.record['device']}, replayed on {self.device}"
 
     def base_changed(self) -> bool | None:
         """Return whether the frozen base had changed when the run stopped; None if unknown."""
@@ -273,12 +283,10 @@ class Attempt:
     """Another micro-batch, or window, in the post-mortem's state.
 
     Attributes:
-        name: for a reader.
         fresh: of random tokens, not of the run's.
         refusals: of it.
     """
 
-    name: str
     fresh: bool
     refusals: tuple[Refusal, ...]
 
@@ -293,7 +301,7 @@ class Replay:
 
     Attributes:
         postmortem: that was replayed.
-        heading: lines about it.
+        heading: a line about it.
         device: of the replay.
         refusals: of the replayed window.
         records: of its micro-batches.
@@ -306,7 +314,7 @@ class Replay:
     """
 
     postmortem: Postmortem
-    heading: tuple[str, ...]
+    heading: str
     device: str
     refusals: tuple[Refusal, ...]
     records: tuple[MicroBatchRecord, ...]
@@ -383,7 +391,7 @@ class Replay:
         postmortem = self.postmortem
         reason = postmortem.record["reason"]
         lines = [f"{postmortem.folder}: stopped after step {postmortem.step}, {reason}"]
-        lines += self.heading
+        lines.append(self.heading)
         for name, (then, now) in self._differing().items():
             lines.append(f"  {name} was {then}, is {now}")
         recorded = [refusal for refusal, _ in postmortem.recorded]
@@ -550,7 +558,7 @@ def replayed(state: ModelState, micro_batch: int | None = None) -> Replay:
             traces[index] = state.trace(stored[index], refusal)
     return Replay(
         postmortem,
-        tuple(state.heading()),
+        state.heading(),
         str(state.device),
         tried.refusals,
         tried.records,
@@ -599,6 +607,14 @@ def fresh_ids(like: Tensor, avoid: Tensor, vocab_size: int, seed: int) -> Tensor
     return choice[torch.randint(len(choice), like.shape, generator=generator)]
 
 
+def _tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the ids that are no padding, as far as a mask says so."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        ids = ids[mask.bool()]
+    return ids.flatten()
+
+
 def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Attempt]:
     """Try other micro-batches in the same state, each as a window of its own, if a computed one
     was refused; other windows, if the window was refused as a whole.
@@ -611,22 +627,16 @@ def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Attempt]:
     refused = [refusal.micro_batch for refusal in computed if refusal.micro_batch is not None]
     trials = []
     if refused:
-        bad = {refusal.micro_batch for refusal in refusals}
-        # as the replayed window has shown
-        clean = [index for index in range(len(stored)) if index not in bad]
-        trials += [Attempt(f"micro-batch {index}", False, ()) for index in clean]
-        trials += [
-            Attempt(f"accepted micro-batch {i}", False, state.window([each]).refusals)
-            for i, each in enumerate(accepted)
-        ]
+        bad = {refusal.micro_batch for refusal in refusals} - {None}
+        # the others were clean, as the replayed window has shown
+        trials += [Attempt(False, ()) for _ in range(len(stored) - len(bad))]
+        trials += [Attempt(False, state.window([each]).refusals) for each in accepted]
         like, avoid = [stored[refused[0]]], [stored[index] for index in refused]
     else:
         spike = computed[0].kind == "spike"
         if accepted:
             limits = postmortem.limits if spike else None
-            trials.append(
-                Attempt("accepted window", False, state.window(accepted, limits).refusals)
-            )
+            trials.append(Attempt(False, state.window(accepted, limits).refusals))
         if spike:  # random tokens are no text: whether they spike says nothing
             return trials
         like, avoid = list(stored), list(stored)
@@ -635,7 +645,7 @@ def _trials(state: ModelState, refusals: Sequence[Refusal]) -> list[Attempt]:
         fresh = [state.fresh(one, avoid, seed) for one, seed in zip(like, seeds, strict=True)]
         window = [each for each in fresh if each is not None]
         if len(window) == len(like):
-            trials.append(Attempt(f"fresh window {number}", True, state.window(window).refusals))
+            trials.append(Attempt(True, state.window(window).refusals))
     return trials
 
 

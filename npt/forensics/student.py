@@ -33,17 +33,15 @@ from npt.distill.step import MicroBatchSplitter, add_batch, forward_backward, st
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
 from npt.forensics.bundle import Postmortem, StoredMicroBatch, StudentPart, read_postmortem
-from npt.forensics.replay import ModelState, Replay, fresh_ids, replayed
+from npt.forensics.replay import ModelState, Replay, replayed
+from npt.guard.forensics import ACCEPTED
 from npt.guard.guard import Guard
 from npt.guard.outcome import Refusal
 from npt.manifest import POSTMORTEM
 from npt.random_state import kept_random_state
 from npt.runs.checkpoint import OPTIMIZER_TENSORS
 from npt.stored import check_entries, shown
-from npt.tracer.watchdogs import base_fault, moments_fault, tensor_fault
-
-ACCEPTED = 4
-"""Micro-batches at most that are stored of the last window without a refusal, for comparison."""
+from npt.tracer.watchdogs import BadNumber, base_fault
 
 _STUDENT: dict[str, tuple[type, ...]] = {
     "settings": (dict,),
@@ -222,6 +220,8 @@ class StudentState(ModelState):
         teacher: a model of its own, if the run had one.
     """
 
+    weights_name = "adapters"
+
     def __init__(
         self,
         student: StudentPostmortem,
@@ -278,27 +278,18 @@ class StudentState(ModelState):
     def fresh(
         self, like: StoredMicroBatch, avoid: Sequence[StoredMicroBatch], seed: int
     ) -> StoredMicroBatch | None:
-        """Return a micro-batch of random tokens with the padding of another."""
-        used = [each.inputs["input_ids"][each.inputs["attention_mask"].bool()] for each in avoid]
-        ids, mask = like.inputs["input_ids"], like.inputs["attention_mask"].bool()
-        drawn = fresh_ids(ids, torch.cat(used).unique(), self._model.config.vocab_size, seed)
-        labels = torch.where(mask, drawn, IGNORE_INDEX)
-        names = tuple(f"fresh-{seed}-{row}" for row in range(len(ids)))
-        inputs = {**like.inputs, "input_ids": drawn, "labels": labels}
-        return replace(like, inputs=inputs, sample_ids=names, refusal=None)
+        """Return a micro-batch of random tokens, every valid one a target."""
+        mask = like.inputs["attention_mask"].bool()
+        labels = torch.where(mask, like.inputs["input_ids"], IGNORE_INDEX)
+        return super().fresh(replace(like, inputs={**like.inputs, "labels": labels}), avoid, seed)
 
-    def findings(self) -> dict[str, str | None]:
-        moments = {n: v for n, v in self.postmortem.moments.items() if isinstance(v, Tensor)}
-        found = {
-            "adapters": tensor_fault(self.weights),
-            "moments": moments_fault(moments),
-            "base": base_fault(self._model),
-        }
-        return {name: None if finding is None else str(finding) for name, finding in found.items()}
+    def base_fault(self) -> BadNumber | None:
+        """Return what is not finite in the base, 4-bit statistics included."""
+        return base_fault(self._model)
 
-    def heading(self) -> list[str]:
+    def heading(self) -> str:
         base = f"base {self.student.base_name} ({self.student.base['hash'][:12]})"
-        return [f"{base}, {super().heading()[0]}"]
+        return f"{base}, {super().heading()}"
 
     def base_changed(self) -> bool | None:
         """Return whether the base in the run's memory had changed when it stopped."""

@@ -503,7 +503,7 @@ def test_refused_micro_batches_are_traced_or_else_the_loudest(refusals, norms, e
 def test_the_class_follows_from_refusals_findings_and_trials(
     found, finding, failing, expected
 ) -> None:
-    trials = [Attempt("", True, (refusal("loss"),) if failed else ()) for failed in failing]
+    trials = [Attempt(True, (refusal("loss"),) if failed else ()) for failed in failing]
     assert classify([refusal(kind) for kind in found], {"adapters": finding}, trials) == expected
 
 
