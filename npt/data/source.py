@@ -32,9 +32,14 @@ class FileError(DataError):
     def __init__(
         self, path: Path, problem: str, line: int | None = None, column: int | None = None
     ):
-        where = "" if line is None else f", line {line}"
-        super().__init__(f"{path}{where}{'' if column is None else f', column {column}'}{problem}")
+        super().__init__(f"{located(path, line, column)}{problem}")
         self.line, self.column, self.problem = line, column, problem.lstrip(" :,")
+
+
+def located(name: Any, line: int | None, column: int | None) -> str:
+    """Return a file's name with the line and column, from 1, as far as they are known."""
+    where = "" if line is None else f", line {line}"
+    return f"{name}{where}{'' if column is None else f', column {column}'}"
 
 
 Read = Callable[[Any, DataConfig], Iterable[Record | FileError]]

@@ -24,6 +24,7 @@ from npt.data.source import (
     check_source,
     is_local,
     local_files,
+    located,
     open_source,
     reader_of,
 )
@@ -57,9 +58,7 @@ class Broken:
 
     @property
     def place(self) -> str:
-        line = "" if self.line is None else f", line {self.line}"
-        column = "" if self.column is None else f", column {self.column}"
-        return f"{self.where}{line}{column}"
+        return located(self.where, self.line, self.column)
 
 
 class Reading:

@@ -141,8 +141,3 @@ class StepRecording:
         """Draw pictures of the records, however the run ended."""
         if self._recording is not None:
             self._recording.draw()
-
-
-def named(error: BaseException) -> str:
-    """Return an error with its type, for what an observer reports."""
-    return f"{type(error).__name__}: {error}"

@@ -28,7 +28,6 @@ from npt.runs.resume import Resumed, plain_settings
 from npt.runs.run_folder import BROKEN, EVENTS, METRICS, REPORT, RUN, SUPERSEDED, RunFolder
 from npt.stored import read_json
 from npt.train.loop import Loop
-from npt.train.observers import named
 from npt.train.run_context import RunContext
 from npt.train.run_data import RunData
 from npt.versions import versions
@@ -354,7 +353,8 @@ class RunWriter:
             yield
         except Exception as error:
             end = f"; {remedy}" if remedy else ""
-            failure = f"{name} could not be written below {self._folder.path}: {named(error)}"
+            why = f"{type(error).__name__}: {error}"
+            failure = f"{name} could not be written below {self._folder.path}: {why}"
             self._context.warn(failure[:500] + end)
 
 
