@@ -89,11 +89,12 @@ def trained(load_model: Any, tokenizer: Any) -> Callable[..., tuple[Trainer, Any
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    yield
     import wandb
 
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # it reads the environment once a process, perhaps for another test
+    yield
     assert wandb.run is None  # each run has ended
 
 
