@@ -7,15 +7,15 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from npt.adapters.converted import is_sharded
-from npt.data.batch import Batch, find_fault
+from npt.data.batch import Batch
 from npt.data.loader import Position, Window
-from npt.distill.step import forward_backward, free_memory, oom_message, summed
+from npt.distill.local import BatchSums
+from npt.distill.step import add_batch, free_memory, oom_message, summed
 from npt.distill.strategies import Strategy
 from npt.errors import StoppedError
 from npt.guard.guard import Guard
@@ -114,22 +114,12 @@ class Loop:
 
     def _add(self, batch: Batch, place: int) -> bool:
         """Add a micro-batch to the window; False if memory ran out and the window was cleared."""
-        model, processes, guard = self.setup.model, self.setup.processes, self.guard
+        model, processes, lack = self.setup.model, self.setup.processes, None
         if place % processes.size != processes.index:
             return True
-        ids, offset, lack = batch.sample_ids, batch.offset, None
-        arguments = (model, self.strategy, batch, self.config, self.setup.splitter)
-        again = partial(forward_backward, *arguments)
         try:
-            if (fault := find_fault(batch, model.config.vocab_size)) is not None:
-                guard.refuse(fault, ids, place)
-                return True
             try:
-                with guard.micro_batch(
-                    batch.tokens, ids, batch, again, offset=offset, place=place
-                ) as micro:
-                    sums = summed(*arguments, self._observer(place))
-                    micro.loss, micro.tokens, micro.report = sums.loss, sums.tokens, sums.report
+                add_batch(self.guard, batch, self._compute, model.config.vocab_size, place)
             except (RuntimeError, MemoryError) as error:
                 # one that stopped inside a layer of a shared base would be out of step
                 lack = None if is_sharded(model) else oom_message(error)
@@ -141,8 +131,11 @@ class Loop:
             self._fail(error)
         return lack is None or self.failure is not None
 
-    def _observer(self, place: int) -> Callable[[Batch], AbstractContextManager[None]] | None:
-        return None if self.recording is None else self.recording.observer(place)
+    def _compute(self, batch: Batch) -> BatchSums:
+        observe, setup = None, self.setup
+        if self.recording is not None:
+            observe = self.recording.observer(self.guard.window.place)
+        return summed(setup.model, self.strategy, batch, self.config, setup.splitter, observe)
 
     def _shrink(self, batch: Batch, message: str) -> None:
         """Begin the window again with smaller parts.

@@ -48,7 +48,7 @@ def test_a_failing_check_stops_one_process_of_several_at_the_step(monkeypatch) -
     student = Student(Setting(size=1))
     loop, _ = looped(student, [])
     batch = student.setting.batch((0, 0))
-    monkeypatch.setattr(loop_module, "find_fault", broken)
+    monkeypatch.setattr("npt.distill.step.find_fault", broken)
     with pytest.raises(IndexError, match="another shape"):
         loop._add(batch, 0)
     loop.guard.window.processes = ProcessGroup(0, 2)
