@@ -34,8 +34,6 @@ class _Settings(NamedTuple):
         start: the saved adapter to train from, if any.
         any_base: whether its base may be another one.
         resumes: whether a checkpoint is resumed.
-        folder: the run's.
-        resume_at: the step of the run in it.
     """
 
     base: BaseConfig
@@ -45,8 +43,6 @@ class _Settings(NamedTuple):
     start: Any
     any_base: bool
     resumes: bool = False
-    folder: str = ""
-    resume_at: int | None = None
 
     @classmethod
     def of(cls, base: BaseConfig, flags: dict[str, Any], any_base: bool) -> _Settings:
@@ -76,8 +72,6 @@ def pretrain(flags: dict[str, Any]) -> int:
             "--any_base has no effect without --resume or --adapter: add one, or remove --any_base"
         )
     from npt.distributed.join import join_processes
-    from npt.runs.signals import StopOnSignal
-    from npt.runs.trackers import start_trackers
 
     processes = join_processes()
     try:
@@ -85,21 +79,16 @@ def pretrain(flags: dict[str, Any]) -> int:
             _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
             console.say(*notes, *chosen.notes)
-            settings = _check(processes, settings)
-            folder, resume_at = Path(settings.folder), settings.resume_at
-            with StopOnSignal(at_once=True):  # trackers may wait for a network
-                trackers = start_trackers(processes, training, folder, resume_at=resume_at)
-            with trackers:
-                try:
-                    return _train(processes, console, settings, trackers)
-                except TooLittleTextError:
-                    if processes.size > 1 or not chosen.fallback:
-                        raise
-                    # only the trackers have started
-                    chosen = with_defaults(flags, model_name=base.model_name, solvable=False)
-                    console.say(*chosen.notes)
-                    settings = _check(processes, _Settings.of(base, chosen.flags, any_base))
-                    return _train(processes, console, settings, trackers)
+            try:
+                return _train(processes, console, _check(processes, settings))
+            except TooLittleTextError:
+                if processes.size > 1 or not chosen.fallback:
+                    raise
+                # nothing has been written
+                chosen = with_defaults(flags, model_name=base.model_name, solvable=False)
+                console.say(*chosen.notes)
+                settings = _check(processes, _Settings.of(base, chosen.flags, any_base))
+                return _train(processes, console, settings)
     finally:
         processes.close()
 
@@ -159,38 +148,36 @@ def _check(processes: Any, settings: _Settings) -> _Settings:
     """Refuse what can be refused before the minutes that loading a large base takes."""
     base, adapter, data, training, start, *_ = settings
     processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
-    resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
+    resumes, ranks = processes.first(lambda: _check_folder(settings))
     if resumes:
         adapter = replace(adapter, ranks=ranks)
     check_run(base, adapter, data, training, starts=not resumes and start is None)
-    return settings._replace(adapter=adapter, resumes=resumes, folder=folder, resume_at=resume_at)
+    return settings._replace(adapter=adapter, resumes=resumes)
 
 
-def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
-    """Check the run's folder; return whether a checkpoint in it is resumed, that one's ranks, the
-    folder, and the step of the run in it. All of it can be JSON, for other processes.
+def _check_folder(settings: _Settings) -> tuple[bool, Any]:
+    """Check the run's folder; return whether a checkpoint in it is resumed, and that one's ranks,
+    as JSON for other processes.
     """
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
 
     adapter, training = settings.adapter, settings.training
     if training.resume is None:
-        folder = default_folder() if training.output_dir is None else Path(training.output_dir)
-        check_free(folder)
-        return False, None, str(folder), None
+        check_free(Path(training.output_dir or default_folder()))
+        return False, None
     resumed = find_resumed(training.resume, training.output_dir)
-    resume_at = resumed.step if resumed.goes_on else None
     if resumed.checkpoint is None:
-        return False, None, str(resumed.folder), resume_at
+        return False, None
     recorded = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
     asked = {name: value for part in settings[:4] for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
-    return True, ranks, str(resumed.folder), resume_at
+    return True, ranks
 
 
-def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> int:
+def _train(processes: Any, console: Any, settings: _Settings) -> int:
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
@@ -223,7 +210,6 @@ def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> 
             processes=processes,
             teacher=teacher,
             any_base=any_base,
-            trackers=trackers,
         )
         stop.check()  # an error raised inside a destructor is lost
         result = trainer.train()

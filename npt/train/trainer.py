@@ -40,7 +40,6 @@ from npt.train.run_setup import RunSetup, check_trainable, checked
 if TYPE_CHECKING:
     from npt.calibration.report import Calibration
     from npt.evaluation.evaluate import Fidelity
-    from npt.runs.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,6 @@ class Trainer:
             this one, or this one alone.
         any_base: resume a checkpoint of another base too, if its shapes fit; a warning and
             `run.json` say in what the two differ.
-        trackers: from `start_trackers`, of this run; default the configuration's, which then start
-            before the smoke test.
         report: write `report.html`.
 
     Raises:
@@ -128,11 +125,10 @@ class Trainer:
         console: Console | None = None,
         processes: ProcessGroup | None = None,
         any_base: bool = False,
-        trackers: Trackers | None = None,
         report: bool = True,
     ):
         config, data_config = config or TrainConfig(), data_config or DataConfig()
-        self.report, self._any_base, self._trackers = report, any_base, trackers
+        self.report, self._any_base = report, any_base
         processes = processes_of(model) or processes or join_processes()
         with processes.member():
             named = data_config if data is None else None
@@ -148,8 +144,7 @@ class Trainer:
                 MicroBatchSplitter(config.batch_size),
                 settings or {},
             )
-            started_in = trackers.folder if trackers is not None and trackers.active else None
-            self.setup = setup = checked(setup, started_in)
+            self.setup = setup = checked(setup)
             self.data = RunData(setup, data, eval_data, replay_data)
         self.strategy: Strategy = STRATEGIES[config.strategy]
         if teacher is not None:
@@ -189,31 +184,27 @@ class Trainer:
         self._trained = True
         setup = self.setup
         setup.stop.at_once = True  # until the loop there is nothing to save
-        with setup.processes.member(), setup.stop, contextlib.ExitStack() as stack:
+        from npt.runs.trackers import start_trackers
+
+        with setup.processes.member(), setup.stop:
             base = self._checked_base()
             self.data.agree(base)  # all have read the checkpoint, before its folder changes
-            trackers = self._trackers
-            if trackers is None:
-                from npt.runs.trackers import start_trackers
-
-                started = start_trackers(
-                    setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
-                )
-                trackers = stack.enter_context(started)
-            self.initial = self._prepare(base)
-            record = run_record(setup, self.data, base, self.calibration)
-            record["other_base"] = None
-            if setup.checkpoint is not None and self._any_base:
-                record["other_base"] = setup.checkpoint.base_mismatch(base)
-            setup.stop.check()
-            setup.stop.at_once = False  # from here on there is a folder to be left in order
-            folder: RunFolder = NullRunFolder(setup.folder)
-            if setup.processes.main:
-                folder = RunFolder(setup.folder, resume_at=setup.resume_at)
-            with contextlib.closing(folder):
-                parts = (setup, self.data, folder, trackers, record)
-                result = self._run(Run(*parts, base, self.evaluate, self.initial))
-            stack.close()
+            with start_trackers(
+                setup.processes, setup.config, setup.folder, resume_at=setup.resume_at
+            ) as trackers:
+                self.initial = self._prepare(base)
+                record = run_record(setup, self.data, base, self.calibration)
+                record["other_base"] = None
+                if setup.checkpoint is not None and self._any_base:
+                    record["other_base"] = setup.checkpoint.base_mismatch(base)
+                setup.stop.check()
+                setup.stop.at_once = False  # from here on there is a folder to be left in order
+                folder: RunFolder = NullRunFolder(setup.folder)
+                if setup.processes.main:
+                    folder = RunFolder(setup.folder, resume_at=setup.resume_at)
+                with contextlib.closing(folder):
+                    parts = (setup, self.data, folder, trackers, record)
+                    result = self._run(Run(*parts, base, self.evaluate, self.initial))
             # A launcher may end the other processes when the first has ended, so wait for the main
             # one to write everything.
             setup.processes.wait()
