@@ -78,7 +78,7 @@ class Window(NamedTuple):
 
 
 def windows(
-    batches: Iterator[Loaded], size: int, stop: Callable[[], bool] = lambda: False
+    batches: Iterator[Loaded], size: int, stop: Callable[[], Any] = bool
 ) -> Generator[Window]:
     """Yield windows of `size` batches until `stop()`; closing ends the thread that prepares them.
 
@@ -186,9 +186,7 @@ class Prefetcher(Generic[T]):
     `stop()`, asked while waiting.
     """
 
-    def __init__(
-        self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], bool] = lambda: False
-    ):
+    def __init__(self, items: Iterator[T], depth: int = AHEAD, stop: Callable[[], Any] = bool):
         self._items, self._stop = items, stop
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()

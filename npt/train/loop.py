@@ -77,7 +77,6 @@ class Loop:
         most = math.inf if self.config.max_steps is None else self.config.max_steps
         self.setup.model.eval()
         self._safely(self._evaluate_if_due)  # a signal may have ended this step's evaluation
-        self.metrics.start()
         coming = iter(windows)
         # Only outcomes end the loop, which all processes have alike and at the same window.
         while not self._ended and self.steps < most:
@@ -223,10 +222,9 @@ class Loop:
             metrics = self.metrics.line(outcome, self.steps, self.tokens, self.refusals)
             self._safely(partial(self._log, metrics))
             run.say(self.metrics.progress(metrics))
-        with self.metrics.paused():  # evaluating and saving is not training
-            self._safely(self._evaluate_if_due)
-            if c.save_steps and self.steps % c.save_steps == 0:
-                self.save()
+        self._safely(self._evaluate_if_due)
+        if c.save_steps and self.steps % c.save_steps == 0:
+            self.save()
 
     def _log(self, metrics: dict[str, Any]) -> None:
         self.run.folder.metrics(metrics)
@@ -236,7 +234,8 @@ class Loop:
         every, done = self.config.eval_steps, (0, self.run.total_steps, self.last_evaluation)
         if not every or self.steps % every or self.steps in done:
             return
-        with contextlib.suppress(StoppedError):  # the loop looks at the signal itself, and saves
+        # the loop looks at the signal itself, and saves
+        with contextlib.suppress(StoppedError), self.metrics.paused():
             fidelity = self.run.evaluate(self.steps)
             self.last_evaluation = self.steps
             self.keep_if_best(fidelity)
@@ -250,8 +249,9 @@ class Loop:
 
     def save(self) -> None:
         """Save everything as it is now."""
-        if self.run.save(self):
-            self._saved = self.micro_batches
+        with self.metrics.paused():
+            if self.run.save(self):
+                self._saved = self.micro_batches
 
     @property
     def unsaved(self) -> bool:

@@ -29,15 +29,13 @@ class StepMetrics:
     def __init__(self, run: Run):
         self._run, self.logged_tokens = run, 0
         self._layers = [index for index, _ in npt_layers(run.setup.model)]
-        self.start()
-
-    def start(self) -> None:
-        """Begin to measure time."""
         self._started = self._since = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is done in this context out of the time between lines."""
+        """Leave what is done in this context, which is not training, out of the time between
+        lines.
+        """
         began = time.perf_counter()
         try:
             yield

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from transformers import LlamaForCausalLM
 
@@ -95,8 +96,8 @@ class RunData:
 
     def windows(self) -> Generator[Window]:
         """Yield the run's windows until a signal; closing ends the thread that prepares them."""
-        stop = self._setup.stop
-        return windows(self._coming, self._setup.window_size, lambda: stop.number is not None)
+        stop = partial(getattr, self._setup.stop, "number")
+        return windows(self._coming, self._setup.window_size, stop)
 
     def first_batch(self) -> Batch:
         """Return the batch that training starts with, and put it back."""
