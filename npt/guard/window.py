@@ -72,12 +72,10 @@ class FlatGradients:
         sum_views: likewise in the sums.
         reached: places of the parameters that the micro-batch's backward reached; None: not
             tracked.
-        clipped: the parameters whose norm is a window's, in the order of summation.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], track: bool = False):
         self.names, self.parameters = tuple(parameters), tuple(parameters.values())
-        self.clipped = self.parameters
         self.scratch, self.scratch_views = _flat_like(self.parameters)
         self.sums, self.sum_views = _flat_like(self.parameters)
         self.reached: set[int] | None = set() if track else None
@@ -206,8 +204,7 @@ class GradientWindow:
             self._rates = torch.tensor(rates, dtype=torch.float32).to(self._home)
         self._steps = torch.zeros((), dtype=torch.int64, device=self._home)
         self.gradients = FlatGradients({})
-        named = dict(zip(update.names, update.parameters, strict=True))
-        self.hold(named, update.parameters)
+        self.hold(dict(zip(update.names, update.parameters, strict=True)))
         self._divisor = divisor
         self._ran: list[MicroBatch] = []
         self._refusals: list[Refusal] = []
@@ -224,11 +221,11 @@ class GradientWindow:
         """Applied steps by the device's own count, for which this waits."""
         return int(self._steps)
 
-    def hold(self, parameters: Mapping[str, nn.Parameter], clipped: Sequence[nn.Parameter]) -> None:
-        """Hold the gradients of these parameters from now on; no micro-batch has run."""
+    def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Step these parameters from now on, and hold their gradients; no micro-batch has run."""
+        self.update.guard(parameters)
         self.gradients.close()
         self.gradients = FlatGradients(parameters, track=self._rates is None)
-        self.gradients.clipped = tuple(clipped)
 
     def begin(self) -> None:
         """Point the parameters' `.grad` at empty scratch, for one forward and backward."""
@@ -397,7 +394,7 @@ class GradientWindow:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
         if self.gradients.reached is not None:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
-            reached = [p for p in self.gradients.clipped if p.grad is not None]
+            reached = [p for p in self.gradients.parameters if p.grad is not None]
             norm = get_total_norm([p.grad for p in reached if p.grad is not None])
             if self.spikes is not None or not bool(torch.isfinite(norm)):
                 window.norms = norms_of(self.gradients.sum_views)
