@@ -28,7 +28,7 @@ from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.finding import Finding, weights_of
 from npt.guard.forensics import Forensics, Kept
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
+from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts, gathered
 from npt.guard.parameters import (
     Trainable,
     all_processes,
@@ -40,7 +40,6 @@ from npt.guard.parameters import (
     whole,
 )
 from npt.guard.settings import GuardSettings
-from npt.guard.shared import gathered
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
 from npt.guard.update import GuardedUpdate, Holdings

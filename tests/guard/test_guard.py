@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 from contextlib import suppress
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
