@@ -201,7 +201,7 @@ def test_a_student_is_told_from_its_teacher_wherever_it_lies(tmp_path, figures, 
 def test_what_only_some_evaluations_measure_is_listed(tmp_path) -> None:
     more = fidelity()
     more["attribution"] = {"unquantized_to_4bit": figures(0.016)}
-    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0, "median": None}
+    more["divergence"] = {"prompts": 12, "agreed": 31.5, "agreed_se": 4.0}
     more["positions"] = {"64-127": figures(0.25)}
     for values in more["layers"].values():
         values["free_running_student"] = 0.0625
