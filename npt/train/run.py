@@ -25,7 +25,6 @@ from npt.errors import (
 )
 from npt.files import write_text
 from npt.guard.schedule import kind_of_run
-from npt.manifest import verify_checkpoint
 from npt.random_state import random_state
 from npt.runs.checkpoint import write_checkpoint
 from npt.runs.resume import Resumed, plain_settings
@@ -398,13 +397,13 @@ class Run:
 
 
 def write_report(folder: Path, output: Path | None = None) -> RunRecord:
-    """Read the run folder, verify its checkpoints, and write the page about it, by default as
-    `report.html` in the folder; OSError if it cannot be written.
+    """Read the run folder and write the page about it, by default as `report.html` in the folder;
+    OSError if it cannot be written.
     """
     from npt.report.page import page
     from npt.report.run import RunRecord
 
-    record = RunRecord(folder, verify_checkpoint)
+    record = RunRecord(folder)
     output = folder / REPORT if output is None else output
     write_text(output, page(record, output))
     return record

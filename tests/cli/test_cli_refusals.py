@@ -42,8 +42,7 @@ pretrain --dataset_config x => dataset_config | x
 pretrain --seed NUMBER => seed | NUMBER
 pretrain --logit_temperature 2 => there is no flag --logit_temperature | temperature 1
 pretrain --logit_kl_weight 1 => logit_kl_weight | end_to_end
-evaluate @ --attribution --no_use_quantization => --attribution | --use_quantization
-evaluate @ --attribution int8 => int8 | fp32
+evaluate @ --attribution => --attribution | unquantized=base
 evaluate @ --lm_eval_tasks_path x => --lm_eval_tasks_path | --lm_eval
 evaluate @ --lm_eval a --lm_eval_tasks_path /no/such => /no/such
 evaluate @ --lm_eval , => --lm_eval | no task
