@@ -111,7 +111,6 @@ TOGETHER = [
     (BaseConfig, {"quant_type": "fp4"}, "means nothing without --use_quantization"),
     (BaseConfig, {"teacher_precision": "bf16"}, "means nothing without --use_quantization"),
     (BaseConfig, {"compute_dtype": "bf16"}, "means nothing without --use_quantization"),
-    (BaseConfig, {"shard_base": True, "device_map": "auto"}, "is for several"),
     (DataConfig, {"completion_column": "a"}, "is 'a' without --prompt_column"),
     (DataConfig, {"prompt_column": "a", "completion_column": "a"}, "are both 'a'"),
     (TrainConfig, {"logit_loss": "reverse_kl"}, "without a --logit_kl_weight above 0"),

@@ -7,7 +7,7 @@ allows. Tests compare the results with that forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,30 +41,12 @@ class Stream:
         shared: arguments by name, the same for all layers.
         masks: the attention mask of each layer; layers that see alike share one.
         batch: of the tokens.
-        copies: the stream on other devices.
     """
 
     hidden: Tensor
     shared: dict[str, Any]
     masks: tuple[Any, ...]
     batch: Batch
-    copies: dict[torch.device, Stream] = field(default_factory=dict, repr=False)
-
-    def at(self, device: torch.device) -> Stream:
-        """Return the stream on the device of a layer, for a model on several; copied once.
-
-        A copy keeps no copies: in a ring of streams tensors would live until the garbage collector
-        comes by.
-        """
-        if device == self.hidden.device:
-            return self
-        if device not in self.copies:
-            shared = {name: _moved(value, device) for name, value in self.shared.items()}
-            moved = {id(mask): _moved(mask, device) for mask in self.masks}
-            masks = tuple(moved[id(mask)] for mask in self.masks)
-            hidden, batch = self.hidden.to(device), self.batch.to(device)
-            self.copies[device] = Stream(hidden, shared, masks, batch)
-        return self.copies[device]
 
     def context_of(self, layer: Any) -> dict[str, Any]:
         """Return the arguments that the decoder gives this layer, h aside."""
@@ -88,13 +70,6 @@ class Stream:
         if not self.batch.padded:
             return states
         return torch.where(self.batch.attention_mask.unsqueeze(-1).bool(), states, 0.0)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Move a tensor or a tuple of some to a device; leave anything else as it is."""
-    if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def open_stream(model: PreTrainedModel, batch: Batch) -> Stream:

@@ -82,7 +82,7 @@ def calibrate(
         TooLittleTextError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
         NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
-            not start at m = 1, or the base is sharded or spread over devices.
+            not start at m = 1, or the base is sharded.
         NumericalError: a non-finite activation, by layer and name.
     """
     started = time.perf_counter()
@@ -138,12 +138,11 @@ def calibrate(
 
 
 def check_base(model: PreTrainedModel) -> None:
-    """Refuse a base on more than one device."""
-    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
-    if is_sharded(model) or len(devices) > 1:
-        where = "sharded over processes" if is_sharded(model) else f"on {' and '.join(devices)}"
+    """Refuse a sharded base."""
+    if is_sharded(model):
         raise NotSupportedError(
-            f"the base is {where}, and calibration needs it on one device; use --init random"
+            "the base is sharded over processes, and calibration needs it on one device; use --init"
+            " random"
         )
 
 

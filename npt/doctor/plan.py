@@ -123,13 +123,12 @@ class Workload:
         cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
         length: int, device: torch.device | None = None,
     ) -> Workload:  # fmt: skip
-        """Return the run that settings ask for; ConfigError for a base on several devices."""
-        for flag in ("device_map", "shard_base"):
-            if getattr(base, flag):
-                raise ConfigError(
-                    f"--{flag} spreads the base over several devices, and memory is planned for"
-                    " one; leave one of the two out"
-                )
+        """Return the run that settings ask for; ConfigError for a sharded base."""
+        if base.shard_base:
+            raise ConfigError(
+                "--shard_base spreads the base over several devices, and memory is planned for one;"
+                " leave one of the two out"
+            )
         packed = getattr(config, "quantization_config", None) is not None
         quantization = base.quant_type if packed else base.quantization
         stored = torch.float16 if base.use_fp16 else torch.float32
