@@ -3,8 +3,8 @@
 It is at one of three moments: in a micro-batch, whose graph is alive, at an optimizer step, while
 the state before it is kept until the new one is verified, or in an evaluation. The factors count
 tensors that are alive together: they were read off the code and fitted to runs of many shapes. All
-rows are taken to be full. Loading a base, the closed-form start, which announces its own memory
-(npt/calibration/placement.py), and the process itself are left out.
+rows are taken to be full. Loading a base, the closed-form start and the process itself are left
+out.
 
 Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
 """
