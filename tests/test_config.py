@@ -47,7 +47,7 @@ BAD_VALUES = [
     (NPTConfig, "additive_scale", (0.0, -0.1, NAN), "it must be above 0"),
     (BaseConfig, "quant_type", ("int4",), "choose from nf4, fp4"),
     (BaseConfig, "matmul_precision", ("low",), "choose from auto, highest, high"),
-    (BaseConfig, "attn_implementation", ("flash",), "choose from sdpa, eager, flex_attention"),
+    (BaseConfig, "attn_implementation", ("flash",), "choose from sdpa, eager"),
     (DataConfig, "max_length", (1, 0, -5), "it must be at least 2"),
     (DataConfig, "num_samples", (0, -1), "it must be at least 1"),
     (DataConfig, "replay_ratio", (0.0, 1.0, NAN, INF), "it must be above 0 and below 1"),

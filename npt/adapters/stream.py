@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
-    and_masks,
     create_causal_mask,
     create_sliding_window_causal_mask,
     packed_sequence_mask_function,
-    padding_mask_function,
 )
 
 from npt.base.attention import SDPA, attention_name
@@ -27,7 +25,7 @@ from npt.config import ATTENTIONS
 from npt.data.batch import Batch
 from npt.errors import ModelError
 
-MASKED = ("sdpa", SDPA, "eager", "flex_attention")
+MASKED = ("sdpa", SDPA, "eager")
 """Attention implementations that take a mask for every pair of tokens, as packed documents need;
 flash kernels take none."""
 
@@ -104,20 +102,17 @@ def causal_masks(model: PreTrainedModel, batch: Batch, hidden: Tensor) -> tuple[
             f" {', '.join(ATTENTIONS)}, or drop --packing"
         )
     sliding = sliding_layers(config)
+    documents = batch.documents
+    apart = None if documents is None else packed_sequence_mask_function(documents)
     # Given positions, or asked to skip masks, transformers would look for packed rows and padding,
-    # which waits for the device. Under flex_attention it always looks at a mask of padding, so
-    # there that is a function too.
-    by_function = batch.padded and implementation == "flex_attention"
-    closed = [padding_mask_function(batch.attention_mask.bool())] if by_function else []
-    if batch.documents is not None:
-        closed.append(packed_sequence_mask_function(batch.documents))
+    # which waits for the device.
     arguments = {
         "config": config,
         "inputs_embeds": hidden,
-        "attention_mask": batch.attention_mask if batch.padded and not by_function else None,
+        "attention_mask": batch.attention_mask if batch.padded else None,
         "past_key_values": None,
         "position_ids": None,
-        "and_mask_function": and_masks(*closed) if closed else None,
+        "and_mask_function": apart,
         "allow_is_causal_skip": not batch.padded,
     }
     full = None if all(sliding) else create_causal_mask(**arguments)

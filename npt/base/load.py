@@ -67,7 +67,7 @@ def load_base(
             nevertheless, with a warning.
         pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
             takes seconds for what takes a CPU the better part of an hour.
-        attn_implementation: `sdpa` (npt/base/attention.py), `eager` or `flex_attention`.
+        attn_implementation: `sdpa` (npt/base/attention.py) or `eager`.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
         dtype: of storage, `fp32`, `bf16` or `fp16`; an unquantised base computes in it too.

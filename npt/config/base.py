@@ -10,7 +10,7 @@ from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
 COMPUTE_DTYPES = ("fp32", "bf16")
-ATTENTIONS = ("sdpa", "eager", "flex_attention")
+ATTENTIONS = ("sdpa", "eager")
 
 _base = partial(setting, group="base")
 _QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
@@ -53,9 +53,7 @@ class BaseConfig(SettingsGroup):
         choices=("auto", "highest", "high"),
     )
     attn_implementation: str = _base(
-        "sdpa",
-        "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or"
-        " flex_attention (needs a compiler)",
+        "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), or eager (keeps every score)"
     )
     teacher_precision: str | None = _base(
         None,
