@@ -73,6 +73,7 @@ RETIRED = {
         ("attribution", "npt.evaluate(..., unquantized=base) says what quantisation costs"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
+        ("device_map", "--shard_base shares a base that is larger than one GPU among processes"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

@@ -128,14 +128,9 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
 
 def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
     """Refuse ways to place the base that do not suit the processes or the strategy."""
-    if processes > 1 and base.device_map is not None:
-        raise ConfigError(
-            f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
-            " started; take --shard_base"
-        )
     teacher = base.teacher_precision
     for refused, why in (
-        (processes == 1, "there is one process; start several with torchrun, or take --device_map"),
+        (processes == 1, "there is one process; start several with torchrun"),
         (init == "calibrated", "--init calibrated needs all of it; use --init random"),
         (teacher is not None, f"--teacher_precision {teacher} loads a whole unquantised model"),
         (strategy != "local", f"--strategy {strategy} does not support it; take --strategy local"),

@@ -3,8 +3,8 @@
 It is at one of three moments: in a micro-batch, whose graph is alive, at an optimizer step, while
 the state before it is kept until the new one is verified, or in an evaluation. The factors count
 tensors that are alive together: they were read off the code and fitted to runs of many shapes. All
-rows are taken to be full. Loading a base, the closed-form start, which announces its own memory
-(npt/calibration/placement.py), and the process itself are left out.
+rows are taken to be full. Loading a base, the closed-form start and the process itself are left
+out.
 
 Shapes: N tokens computed at once, T of a row, D hidden, F ffn, R rank, V vocabulary.
 """
@@ -123,13 +123,12 @@ class Workload:
         cls, base: BaseConfig, config: PreTrainedConfig, adapter: NPTConfig, training: TrainConfig,
         length: int, device: torch.device | None = None,
     ) -> Workload:  # fmt: skip
-        """Return the run that settings ask for; ConfigError for a base on several devices."""
-        for flag in ("device_map", "shard_base"):
-            if getattr(base, flag):
-                raise ConfigError(
-                    f"--{flag} spreads the base over several devices, and memory is planned for"
-                    " one; leave one of the two out"
-                )
+        """Return the run that settings ask for; ConfigError for a sharded base."""
+        if base.shard_base:
+            raise ConfigError(
+                "--shard_base spreads the base over several devices, and memory is planned for one;"
+                " leave one of the two out"
+            )
         packed = getattr(config, "quantization_config", None) is not None
         quantization = base.quant_type if packed else base.quantization
         stored = torch.float16 if base.use_fp16 else torch.float32
