@@ -72,6 +72,7 @@ RETIRED = {
         ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
+        ("measure", "npt doctor --plan predicts; a run prints its tokens per second"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

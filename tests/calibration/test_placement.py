@@ -14,6 +14,7 @@ from test_calibrate import calibrate, student, weights
 from torch import Tensor
 
 import npt
+from live_memory import peak_bytes
 from npt.adapters.attach import at_random_start
 from npt.base.precision import fp32_products
 from npt.base.random_base import random_base
@@ -21,8 +22,7 @@ from npt.calibration import calibrate as module
 from npt.calibration import cut, sensitivity
 from npt.calibration.placement import HOST, Placement, Plan, free_bytes, or_on_host, plan
 from npt.data.batch import batch_from_tensors
-from npt.doctor.measure import peak_bytes
-from npt.doctor.shape import llama_config, parse_shape
+from npt.doctor.shape import Shape, llama_config
 
 CUDA = torch.device("cuda", 0)
 TINY = {"layers": "1-2", "rank": 8}
@@ -157,9 +157,12 @@ def test_memory_that_the_allocator_holds_unused_counts_as_free(cuda, monkeypatch
     assert free_bytes(CUDA) == 1200
 
 
-@pytest.mark.parametrize(("shape", "rows"), [("256,768,4,4,2,512", 4), ("128,512,5,4,4,2048", 2)])
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [(Shape(4, 256, 768, 4, 2, 64, 512), 4), (Shape(5, 128, 512, 4, 4, 32, 2048), 2)],
+)
 def test_the_graph_of_a_batch_is_predicted(shape, rows) -> None:
-    config = llama_config(parse_shape(shape), 64)
+    config = llama_config(shape, 64)
     model = random_base(config, device="cpu")
     npt.attach(model, npt.NPTConfig(layers="1", rank=4))
     ids = torch.randint(3, 500, (rows, 64), generator=torch.Generator().manual_seed(0))
