@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from npt.cli.arguments import add_switch
-from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
-from npt.config.texts import words
-from npt.flags import read_yaml, shown_default
+from npt.config import INITS, STREAM, BaseConfig, DataConfig, NPTConfig, TrainConfig
+from npt.config.field import words
+from npt.flags import add_settings, read_yaml
 from npt.presets import presets
 from npt.train.sources import DATASETS, named
 
@@ -180,12 +179,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "safe_mode", text, unset)
 
 
-def offer_auto(parser: argparse.ArgumentParser) -> None:
-    """Let `--init` take `auto`, and show the defaults of a run without other flags."""
-    flags, defaults = parser._option_string_actions, with_defaults({}).flags
-    flags["--init"].choices = (AUTO, *INITS)
-    texts = {flag_of(f): f.metadata["help"] for cls in SETTINGS for f in fields(cls)}
-    start = "auto: calibrated if that is possible, else random; random: small normal start;"
-    texts["init"], defaults["init"] = f"{start} calibrated: closed form", AUTO
-    for name, default in defaults.items():
-        flags[f"--{name}"].help = f"{texts[name]} (default: {shown_default(default)})"
+def add_run_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of a run, with the defaults of one without other flags; `--init` may be
+    `auto`.
+    """
+    add_settings(parser, *SETTINGS, defaults={**with_defaults({}).flags, "init": AUTO})
+    init = parser._option_string_actions["--init"]
+    init.choices = (AUTO, *INITS)
+    init.help = f"auto: calibrated if that is possible, else random; {init.help}"

@@ -18,11 +18,18 @@ from npt.cli.arguments import (
     load_teacher,
     with_base,
 )
-from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
+from npt.cli.defaults import (
+    SETTINGS,
+    add_config,
+    add_run_settings,
+    with_config,
+    with_data,
+    with_defaults,
+)
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
 from npt.errors import ConfigError, TooLittleTextError
-from npt.flags import add_settings, build, with_safe_mode
+from npt.flags import build, with_safe_mode
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -252,5 +259,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "any_base", text, unset)
     text = "a saved adapter to start a new run from, on its base and in its form"
     add_adapter(parser, text, required=False, default=unset)
-    add_settings(parser, *SETTINGS)
-    offer_auto(parser)
+    add_run_settings(parser)

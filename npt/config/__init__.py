@@ -24,8 +24,7 @@ from npt.config.base import (
     check_attention,
 )
 from npt.config.data import DataConfig
-from npt.config.field import GROUPS, INT_MAX, flag_of, kinds_of
-from npt.config.texts import parse_steps
+from npt.config.field import GROUPS, INT_MAX, flag_of, kinds_of, parse_steps
 from npt.config.training import (
     LOGIT_LOSSES,
     LOSSES,

@@ -94,7 +94,7 @@ def test_a_run_that_is_taken_up_keeps_what_it_began_with():
 def test_help_shows_the_defaults_that_a_run_without_flags_has(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main(["pretrain", "--help_all"])
+        main(["pretrain", "--help"])
     words = " ".join(capsys.readouterr().out.split())
     shown = dict(re.findall(r" --(\w+) (?:(?! --\w+ ).)*?\(default: ([^)]*)\)", words))
     for name, value in with_defaults({}).flags.items():
