@@ -54,12 +54,10 @@ class Chosen(NamedTuple):
 
     Attributes:
         notes: lines to print about them.
-        fallback: whether a random start may replace the calibrated one.
     """
 
     flags: dict[str, Any]
     notes: tuple[str, ...] = ()
-    fallback: bool = False
 
 
 def with_config(flags: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
@@ -74,9 +72,7 @@ def with_config(flags: Mapping[str, Any], ignored: Collection[str] = ()) -> dict
 def with_defaults(
     flags: Mapping[str, Any],
     recorded: Mapping[str, Any] | None = None,
-    *,
     model_name: str | None = None,
-    solvable: bool = True,
 ) -> Chosen:
     """Return the flags of a run with values for those that are not set.
 
@@ -84,7 +80,6 @@ def with_defaults(
         flags: by name; `init` may be `auto`, which is its default.
         recorded: those of the run that is resumed, if any, which come before any default.
         model_name: of the base, where flags do not say it: an adapter knows its own.
-        solvable: False if there is too little text for a calibrated start.
     """
     asked, adapter = flags.get("init", AUTO), flags.get("adapter") is not None
     flags = {n: v for n, v in flags.items() if n != "init" or not (adapter or asked == AUTO)}
@@ -92,7 +87,7 @@ def with_defaults(
     if adapter:
         chosen = _near(flags)
     else:
-        against = _why_random(flags) if solvable else "too little text to solve one"
+        against = _why_random(flags)
         init = asked if asked != AUTO else "calibrated" if against is None else "random"
         chosen = {"init": init, **(_near(flags) if init == "calibrated" else {})}
         base = flags.get("model_name", model_name or EMBEDDED)
@@ -112,9 +107,7 @@ def with_defaults(
         form = {"targets"} - flags.keys()
         chosen |= {name: recorded[name] for name in form | chosen.keys() if name in recorded}
         return Chosen({**flags, **chosen})
-    solves = asked == AUTO and chosen.get("init") == "calibrated"
-    fallback = solves and "calibration_tokens" not in flags
-    return Chosen({**flags, **chosen}, tuple(notes), fallback)
+    return Chosen({**flags, **chosen}, tuple(notes))
 
 
 def _near(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from npt.cli.defaults import (
 )
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
-from npt.errors import ConfigError, TooLittleTextError
+from npt.errors import ConfigError
 from npt.flags import build, with_safe_mode
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
@@ -69,7 +69,7 @@ def pretrain(flags: dict[str, Any]) -> int:
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
     any_base = flags.pop("any_base", False)
-    flags, notes, _ = with_data(flags, base.model_name)
+    flags, notes = with_data(flags, base.model_name)
     chosen = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
     settings = _Settings.of(base, chosen.flags, any_base)
     training, start = settings.training, settings.start
@@ -97,16 +97,7 @@ def pretrain(flags: dict[str, Any]) -> int:
             with StopOnSignal(at_once=True):  # trackers may wait for a network
                 trackers = start_trackers(processes, training, folder, resume_at=resume_at)
             with trackers:
-                try:
-                    return _train(processes, console, settings, trackers)
-                except TooLittleTextError:
-                    if processes.size > 1 or not chosen.fallback:
-                        raise
-                    # only the trackers have started
-                    chosen = with_defaults(flags, model_name=base.model_name, solvable=False)
-                    console.say(*chosen.notes)
-                    settings = _check(processes, _Settings.of(base, chosen.flags, any_base))
-                    return _train(processes, console, settings, trackers)
+                return _train(processes, console, settings, trackers)
     finally:
         processes.close()
 
