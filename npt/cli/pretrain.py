@@ -18,11 +18,18 @@ from npt.cli.arguments import (
     load_teacher,
     with_base,
 )
-from npt.cli.defaults import SETTINGS, add_config, offer_auto, with_config, with_data, with_defaults
+from npt.cli.defaults import (
+    SETTINGS,
+    add_config,
+    add_run_settings,
+    with_config,
+    with_data,
+    with_defaults,
+)
 from npt.config import BaseConfig, DataConfig, NPTConfig, TrainConfig, flag_of
 from npt.console import make_console, silent_console
-from npt.errors import ConfigError, TooLittleTextError
-from npt.flags import add_settings, build, with_safe_mode
+from npt.errors import ConfigError
+from npt.flags import build, with_safe_mode
 
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
@@ -58,7 +65,7 @@ def pretrain(flags: dict[str, Any]) -> int:
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
     any_base = flags.pop("any_base", False)
-    flags, notes, _ = with_data(flags, base.model_name)
+    flags, notes = with_data(flags, base.model_name)
     chosen = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
     settings = _Settings.of(base, chosen.flags, any_base)
     training, start = settings.training, settings.start
@@ -79,16 +86,7 @@ def pretrain(flags: dict[str, Any]) -> int:
             _check_placing(base, training.strategy, processes.size, settings.adapter.init)
             console = make_console() if processes.main else silent_console()
             console.say(*notes, *chosen.notes)
-            try:
-                return _train(processes, console, _check(processes, settings))
-            except TooLittleTextError:
-                if processes.size > 1 or not chosen.fallback:
-                    raise
-                # nothing has been written
-                chosen = with_defaults(flags, model_name=base.model_name, solvable=False)
-                console.say(*chosen.notes)
-                settings = _check(processes, _Settings.of(base, chosen.flags, any_base))
-                return _train(processes, console, settings)
+            return _train(processes, console, _check(processes, settings))
     finally:
         processes.close()
 
@@ -233,5 +231,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "any_base", text, unset)
     text = "a saved adapter to start a new run from, on its base and in its form"
     add_adapter(parser, text, required=False, default=unset)
-    add_settings(parser, *SETTINGS)
-    offer_auto(parser)
+    add_run_settings(parser)

@@ -79,7 +79,6 @@ doctor --plan --layers 40 => 40 | 0 to 7
 doctor --plan --measure --device cuda => --device | GPU
 doctor --plan --measure --shape cpu-0.2b => --measure | --shape
 doctor --plan --safe_mode --modulation multiplicative => --safe_mode | multiplicative
-doctor --plan --shape 64,160,999999999999999999999999999999,4,2,500 => --shape | from 1 to
 pretrain @ --adapter_rank 4 => --adapter_rank is 4, but --adapter | has 3
 pretrain @ --safe_mode => --modulation is additive, but --adapter | has both
 pretrain @ --calibration_tokens 512 => --calibration_tokens 512 has no effect | --adapter
