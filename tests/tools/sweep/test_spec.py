@@ -177,7 +177,7 @@ def test_a_slip_of_the_pen_is_no_million_trials_and_no_endless_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[1, 2]", "is a list"), ("a: [", "is not valid YAML"), ("", "has no parts")]
+    ("text", "said"), [("[1, 2]", "is a list"), ("a: [", "cannot be read as YAML"), ("", "has no parts")]
 )
 def test_a_file_that_is_no_specification_is_refused(tmp_path, text: str, said: str) -> None:
     path = tmp_path / "study.yaml"
