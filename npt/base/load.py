@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def load_base(
     *,
     quantization: str | None = None,
     device: str | torch.device | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
     use_fp16: bool = False,
     pack_on: str | torch.device | None = None,
     attn_implementation: str = "sdpa",
@@ -65,12 +63,11 @@ def load_base(
             bit in a temporary folder at every load; `npt.import_base` keeps such a folder.
         quantization: `nf4`, `fp4` or None. A checkpoint that is stored in 4 bit stays so.
         device: default the first CUDA device, else the CPU.
-        device_map: instead of a device, as transformers takes it; a layer stays in one piece.
         use_fp16: compute an unquantised base in fp16. Under quantisation `compute_dtype` is used
             nevertheless, with a warning.
         pack_on: device on which each weight is packed, if not the one on which it stays; a GPU
             takes seconds for what takes a CPU the better part of an hour.
-        attn_implementation: `sdpa` (npt/base/attention.py), `eager` or `flex_attention`.
+        attn_implementation: `sdpa` (npt/base/attention.py) or `eager`.
         compute_dtype: of products of packed weights, forward and backward: `fp32`, or `bf16`, which
             has fp32's range and 8 bits of its 24. All else of a packed base computes in fp32.
         dtype: of storage, `fp32`, `bf16` or `fp16`; an unquantised base computes in it too.
@@ -80,8 +77,7 @@ def load_base(
 
     Raises:
         ConfigError: an unknown choice, or arguments that contradict each other.
-        ModelError: no such model, an unknown family, weights missing or unreadable, or a layer on
-            several devices, on disk, or on the host while others are on GPUs.
+        ModelError: no such model, an unknown family, or weights missing or unreadable.
         PrecisionError: a module would compute in another dtype.
     """
     check_choice("quantization", quantization, (*QUANT_TYPES, None))
@@ -90,8 +86,6 @@ def load_base(
     check_choice("dtype", dtype, (*STORED, None))
     if use_fp16 and dtype not in (None, "fp16"):
         raise ConfigError(f"use_fp16 with dtype {dtype!r}; drop one of the two")
-    if device is not None and device_map is not None:
-        raise ConfigError(f"device is {device} and device_map {device_map!r}; drop one of the two")
     config, tokenizer = read_config(name), load_tokenizer(name)
     stored_packed = getattr(config, "quantization_config", None) is not None
     packed = quantization is not None or stored_packed
@@ -108,7 +102,7 @@ def load_base(
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
     arguments: dict[str, Any] = {
-        "device_map": device_map or {"": torch.device(device or default_device())},
+        "device_map": {"": torch.device(device or default_device())},
         "attn_implementation": implementation_of(attn_implementation),
         "dtype": "auto" if packed and dtype is None else stored,
     }
@@ -118,7 +112,6 @@ def load_base(
     packing_place = nullcontext() if pack_on is None else _packing_on(torch.device(pack_on))
     with _located(name) as source, packing_place:
         model = _read_weights(name, source, arguments)
-    check_placement(name, model)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -275,28 +268,6 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
             f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
             " configuration"
         )
-
-
-def check_placement(name: str, model: torch.nn.Module) -> None:
-    """Refuse weights that every step would fetch from disk or host, and layers on several devices.
-
-    The state dict is no help: bitsandbytes adds entries to it that it makes on the host.
-    """
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    on_gpu = any(tensor.device.type not in ("cpu", "meta") for tensor in tensors.values())
-    devices: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        if tensor.is_meta or (on_gpu and tensor.device.type == "cpu"):
-            raise ModelError(
-                f"{name} is not all on the GPUs: {key} was left to the host or the disk; load it in"
-                " 4 bit, or take more GPUs"
-            )
-        layer, device = ".".join(key.split(".")[:3]), str(tensor.device)
-        if layer.startswith("model.layers.") and devices.setdefault(layer, device) != device:
-            raise ModelError(
-                f"{name}: device_map puts {layer} on {devices[layer]} and {device}; a layer"
-                " must stay in one piece"
-            )
 
 
 def _find(name: str) -> Any:

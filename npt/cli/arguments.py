@@ -215,9 +215,7 @@ def load(
     from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
     from npt.base.recipe import STORED
 
-    where: dict[str, Any] = (
-        {"device": device} if base.device_map is None else {"device_map": base.device_map}
-    )
+    where: dict[str, Any] = {"device": device}
     recipe = None if adapter is None else adapter.recipe
     form = base.quantization, base.use_fp16
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:

@@ -14,7 +14,7 @@ def report(flags: dict[str, Any]) -> int:
     """Write report.html of a run anew from its folder, whether it has ended or not."""
     from npt.report.page import summary
     from npt.runs.run_folder import REPORT, is_run
-    from npt.train.run_report import write_report
+    from npt.train.run import write_report
 
     folder = Path(flags["folder"])
     output = Path(flags["output"] or folder / REPORT)

@@ -41,7 +41,7 @@ _OF_FOLDER = (
     "sample_steps", "use_wandb", "use_tensorboard", "trace_steps", "smoke_test",
 )  # fmt: skip
 LEFT_OUT = {
-    **dict.fromkeys(("device_map", "shard_base"), "a trial is one process"),
+    "shard_base": "a trial is one process",
     **dict.fromkeys(_OF_FOLDER, "of a trial the table alone is kept"),
     "seed": "write seeds: [0, 1] instead",
 }
