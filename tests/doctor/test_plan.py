@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import npt
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample
 from npt.doctor.measure import measure_window, peak_bytes, storage_bytes, tensors_of
@@ -21,6 +20,7 @@ from npt.doctor.shape import SHAPES, Shape, llama_config, parse_shape
 from npt.errors import ConfigError
 from npt.evaluation.evaluate import evaluate
 from npt.guard.window import IN_FLIGHT
+from random_base import random_base
 
 SMALL = "64,160,5,4,2,5000"
 
