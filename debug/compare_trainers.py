@@ -3,7 +3,7 @@
 with npt.guard.protect, compared bit for bit.
 
     python debug/compare_trainers.py                          all of them, some three minutes
-    python debug/compare_trainers.py --only dpo,vit,Muon-over-matrices
+    python debug/compare_trainers.py --only dpo,vit,AdamW-in-two-groups
     python debug/compare_trainers.py --json                   all differences
 
 Compared are weights, optimizer, schedule, random numbers, the log, what train(), evaluate() and

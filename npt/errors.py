@@ -68,10 +68,6 @@ class DataError(NPTError, ValueError):
     """Data that cannot be read, or from which nothing can be trained."""
 
 
-class TooLittleTextError(DataError):
-    """Less text than a start can be fitted to."""
-
-
 class PrecisionError(NPTError, RuntimeError):
     """A module would compute in a dtype other than the one the policy asks for."""
 

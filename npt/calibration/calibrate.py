@@ -37,9 +37,9 @@ from npt.data.source import Record
 from npt.distill.step import free_memory
 from npt.errors import (
     ConfigError,
+    DataError,
     NotSupportedError,
     NumericalError,
-    TooLittleTextError,
     first_line,
     is_out_of_memory,
 )
@@ -91,7 +91,7 @@ def calibrate(
 
     Raises:
         ConfigError: a setting that cannot work.
-        TooLittleTextError: no text, or too little of it for the rank.
+        DataError: no text, or too little of it for the rank.
         ModelError: no adapters are attached.
         NotSupportedError: the adapters have no target `stream`, keep the attention residual or do
             not start at m = 1, or the base is sharded.
@@ -108,9 +108,10 @@ def calibrate(
     read = sum(len(sample.input_ids) for sample in samples)
     mean = max(config.ranks_of(len(layers)))
     if read < TOKENS_PER_RANK * mean:
-        raise TooLittleTextError(
+        raise DataError(
             f"calibration has {read} tokens, and rank {mean} needs {TOKENS_PER_RANK * mean}; give"
-            " it more data or tokens (--calibration_tokens), or lower --adapter_rank"
+            " it more data or tokens (--calibration_tokens), lower --adapter_rank, or start at"
+            " random (--init random)"
         )
     device = next(model.parameters()).device
     parts = list(batches(samples, batch_size))

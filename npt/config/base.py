@@ -29,13 +29,10 @@ def check_attention(name: str) -> None:
 class BaseConfig(SettingsGroup):
     """The frozen model, and how it is stored and computed."""
 
-    model_name: str = _base(
-        "tiny", "'tiny' (embedded), a folder, a GGUF file, or a hub id", often=True
-    )
+    model_name: str = _base("tiny", "'tiny' (embedded), a folder, a GGUF file, or a hub id")
     use_quantization: bool = _base(
         False,
         "load the base in 4 bit; all then computes in fp32, unless compute_dtype says otherwise",
-        often=True,
     )
     quant_type: str = _base("nf4", "4-bit code", choices=QUANT_TYPES, need=_QUANTISED)
     use_fp16: bool = _base(

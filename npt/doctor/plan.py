@@ -150,11 +150,11 @@ class Workload:
         """Rank of each converted layer."""
         return self.shape.converted(self.adapter)
 
-    def plan(self, samples: int | None = None) -> MemoryPlan:
-        """Return the memory of the run with so many samples at once (default: a micro-batch's)."""
-        samples = self.training.batch_size if samples is None else samples
+    def plan(self) -> MemoryPlan:
+        """Return the memory of the run, term by term."""
+        samples = self.training.batch_size
         evaluated = min(samples, self.training.eval_samples)
-        terms = [*self._held(), *self._micro_batch(self.training, samples)]
+        terms = [*self._held(), *self._micro_batch()]
         terms.append(self._evaluation(evaluated))
         # [B, 1, T, T] bool of padded or packed rows, and a layer's attention's fp32 of it
         for phase, rows_at_once in (("micro-batch", samples), ("evaluation", evaluated)):
@@ -183,14 +183,14 @@ class Workload:
             Term("states of steps in flight", late * 3 * size),
         ]
 
-    def _micro_batch(self, config: TrainConfig, samples: int) -> list[Term]:
+    def _micro_batch(self) -> list[Term]:
         """Return the activations of one stage.
 
         Of a layer with a graph attention keeps its input, q, k, v, the output and a sum for each
         head; a plain MLP keeps three [N, F], a converted one two.
         """
-        s, ranks, targets = self.shape, self.ranks, self.adapter.targets
-        n, d, ff = samples * self.length, s.hidden, s.ffn
+        s, config, ranks, targets = self.shape, self.training, self.ranks, self.adapter.targets
+        n, d, ff = config.batch_size * self.length, s.hidden, s.ffn
         first, last, count = min(ranks), max(ranks), len(ranks)
         attention = 2 * (d + s.query_width + s.key_width) + s.heads
         attention += s.heads * self.length if self.eager else 0

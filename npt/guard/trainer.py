@@ -50,12 +50,6 @@ _GATHERING = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 _log = logging.getLogger("npt.guard")
 
 
-class TrainerGuard(Guard):
-    """Takes and clips the norm of the whole model, as a Trainer does."""
-
-    whole_norm = True
-
-
 class TrainerMixin(Trainer):
     """A guard for `class Safe(TrainerMixin, Trainer)`; put it first.
 
@@ -219,7 +213,7 @@ class TrainerMixin(Trainer):
         losses = []
         for place, inputs in enumerate(window):
             if place in refused:
-                guard.skip()
+                guard.window.place += processes.size
             else:
                 losses.append(self._compute(guard, model, inputs, items))
         return losses
@@ -253,7 +247,7 @@ class TrainerMixin(Trainer):
         settings = {"trace": 1, "postmortem": folder, **self.guard_settings}
         settings["refuse"] = (*classes_of(settings.get("refuse", GuardSettings.refuse)), DataError)
         settings |= {"loss": "share", "max_grad_norm": self.args.max_grad_norm or math.inf}
-        self.guard = TrainerGuard(model, self.optimizer, **settings)
+        self.guard = Guard(model, self.optimizer, **settings)
         state = Path(self._resumed_from or "", STATE_FILE)
         if self._resumed_from is not None and state.is_file():
             try:

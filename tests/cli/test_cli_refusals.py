@@ -42,8 +42,7 @@ pretrain --dataset_config x => dataset_config | x
 pretrain --seed NUMBER => seed | NUMBER
 pretrain --logit_temperature 2 => there is no flag --logit_temperature | temperature 1
 pretrain --logit_kl_weight 1 => logit_kl_weight | end_to_end
-evaluate @ --attribution --no_use_quantization => --attribution | --use_quantization
-evaluate @ --attribution int8 => int8 | fp32
+evaluate @ --attribution => --attribution | unquantized=base
 evaluate @ --lm_eval_tasks_path x => --lm_eval_tasks_path | --lm_eval
 evaluate @ --lm_eval a --lm_eval_tasks_path /no/such => /no/such
 evaluate @ --lm_eval , => --lm_eval | no task
@@ -80,7 +79,6 @@ doctor --plan --layers 40 => 40 | 0 to 7
 doctor --plan --measure --device cuda => --device | GPU
 doctor --plan --measure --shape cpu-0.2b => --measure | --shape
 doctor --plan --safe_mode --modulation multiplicative => --safe_mode | multiplicative
-doctor --plan --shape 64,160,999999999999999999999999999999,4,2,500 => --shape | from 1 to
 pretrain @ --adapter_rank 4 => --adapter_rank is 4, but --adapter | has 3
 pretrain @ --safe_mode => --modulation is additive, but --adapter | has both
 pretrain @ --calibration_tokens 512 => --calibration_tokens 512 has no effect | --adapter

@@ -1,12 +1,11 @@
-"""Measured memory, in bytes of live tensors, and the windows of a run on this device."""
+"""Measured memory, in bytes of live tensors."""
 
 from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,10 @@ from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
-from npt.adapters.attach import attach
-from npt.base.device import wait_for
 from npt.config import TrainConfig
 from npt.data.batch import batch_from_tensors
-from npt.distill.step import add_batch, free_memory, student_guard, summed
+from npt.distill.step import add_batch, student_guard, summed
 from npt.distill.strategies import drive
-from npt.doctor.plan import Workload
-from npt.errors import is_out_of_memory
 from npt.guard.guard import Guard
 from npt.guard.window import IN_FLIGHT
 
@@ -64,19 +59,15 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
     return max(0, max(total for *_, total, _ in totals) - (first - size))
 
 
-def measure_window(
-    model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
-) -> tuple[int, float]:
-    """Train the model's adapters on windows of random tokens.
-
-    Returns:
-        The bytes alive at the highest moment, model and moments included, and a window's seconds.
+def measure_window(model: Any, config: TrainConfig, samples: int, length: int) -> int:
+    """Train the model's adapters on windows of random tokens; return the bytes alive at the highest
+    moment, model and moments included.
     """
-    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model, teacher))
+    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model))
     shape = (config.gradient_accumulation_steps, samples, length)
     ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
-    compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
+    compute = partial(summed, model, drive, config=config)
     guards: list[Guard] = []
 
     def window() -> None:
@@ -91,44 +82,11 @@ def measure_window(
             window()
 
     try:
-        peak = held + peak_bytes(first_windows, device)
-        wait_for(device)
-        started = time.perf_counter()
-        window()
-        wait_for(device)
-        return peak, time.perf_counter() - started
+        return held + peak_bytes(first_windows, device)
     finally:
         for guard in guards:
             guard.close()
         model.zero_grad()
-
-
-def measured_windows(
-    workload: Workload, model: Any, teacher: Any, limit: int | None
-) -> Iterator[dict[str, Any]]:
-    """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
-
-    The last one may be one that does not fit into `limit` bytes, its peak and seconds None: by its
-    formula, since a host without memory ends the process, by its measured peak or by the device's
-    own error.
-    """
-    config, ranks = workload.training, tuple(workload.ranks.values())
-    attach(model, replace(workload.adapter, init="random", ranks=ranks))
-    sizes = {2**power for power in range(config.batch_size.bit_length())}
-    for samples in sorted({*sizes, config.batch_size}):
-        predicted = int(workload.plan(samples).of("micro-batch", "step"))
-        peak = seconds = None
-        if limit is None or predicted <= limit:
-            try:
-                peak, seconds = measure_window(model, config, samples, workload.length, teacher)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-            free_memory()
-        window = {"strategy": config.strategy, "batch_size": samples, "predicted": predicted}
-        yield window | {"peak": peak, "seconds": seconds}
-        if peak is None or (limit is not None and peak > limit):
-            break
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
