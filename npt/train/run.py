@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ class Run:
         self._facts = {
             **plain_settings(record["settings"]),
             **{name: record[name] for name in DESCRIBED},
-            "base_loading": None if recipe is None else recipe.as_record(),
+            "base_loading": None if recipe is None else asdict(recipe),
             "converted_layers": record["layers"],
             "folder": str(folder.path),
         }
