@@ -70,7 +70,7 @@ def test_a_fault_of_a_new_reader_is_located(tmp_path):
     (tmp_path / "x.odd").write_text("x")
     config = npt.DataConfig(dataset_name=str(tmp_path / "x.odd"))
     (broken,) = examine(config, load_tokenizer("tiny"), 2048).broken
-    assert (broken.line, broken.problem) == (7, "not odd; mend it")
+    assert broken == f"{tmp_path / 'x.odd'}, line 7: not odd; mend it"
     with pytest.raises(DataError, match=r"x\.odd, line 7: not odd; mend it$"):
         open_source(config)
 
