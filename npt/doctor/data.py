@@ -14,7 +14,7 @@ from rich.console import Console
 from npt.config import DataConfig
 from npt.console import say
 from npt.data.batch import IGNORE_INDEX, Sample
-from npt.data.encoding import Encoder, RecordCounts, listed_columns
+from npt.data.encoding import Encoder, RecordCounts
 from npt.data.samples import fit
 from npt.data.source import (
     OWN_HELDOUT,
@@ -231,6 +231,5 @@ def _rows(report: DataReport) -> dict[str, str]:
         "tokens of a sample": f"{report.shortest:,} to {report.longest:,}",
         "cut": f"{counts.cut_prompts:,} prompts, {counts.cut_completions:,} completions",
         "skipped": listed(counts.skipped) or "0",
-        "columns not used": listed_columns(counts.unused),
         "ids": f"{ids} of a vocabulary of {report.vocab_size:,}, {report.outside:,} outside",
     }

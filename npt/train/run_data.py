@@ -21,7 +21,7 @@ from npt.adapters.fit import format_layers
 from npt.base.identity import BaseIdentity
 from npt.config import MAX_STEPS
 from npt.data.batch import Batch, Sample
-from npt.data.encoding import RecordCounts, listed_columns, lost, no_sample
+from npt.data.encoding import RecordCounts, lost, no_sample
 from npt.data.loader import Loader, Position, Prefetcher
 from npt.data.samples import Samples, within
 from npt.data.source import Record
@@ -144,8 +144,6 @@ class RunData:
             )
             if left_out := lost(counts):
                 context.warn(f"{label}: of {counts.records:,} records read, {left_out}")
-            if counts.unused:
-                context.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
             if begun_again and self._setup.config.max_steps is not None:
                 context.say(f"{label}: came to its end and was begun again {begun_again} times")
 
