@@ -344,13 +344,12 @@ def gathered(records: Iterable[Any], kind: type[R], processes: ProcessGroup) -> 
 def refusal_of(micro: MicroBatch, loss: float, names: Sequence[str], process: int) -> Refusal:
     """Return why a micro-batch was refused that ran on this process; its summed loss is given."""
     names = names[: len(micro.norms)]  # more may have joined since
-    kind, detail, tensor = "loss", f"loss is {loss}", None
-    if not math.isfinite(loss):
-        bad = int((~micro.norms.isfinite()).sum())
-        detail += f", and {bad or 'none'} of {len(names)} gradients are not finite"
+    if math.isfinite(loss):
+        kind, (tensor, detail) = "gradient", describe_norms(micro.norms, names)
     else:
-        kind, detail = "gradient", describe_norms(micro.norms, names)
-        tensor = worst(micro.norms, names)
+        bad = int((~micro.norms.isfinite()).sum())
+        kind, tensor = "loss", None
+        detail = f"loss is {loss}, and {bad or 'none'} of {len(names)} gradients are not finite"
     return Refusal(kind, detail, micro.index, micro.sample_ids, process, tensor)
 
 
@@ -359,34 +358,31 @@ def window_refusal(
 ) -> Refusal:
     """Return why a window was refused as a whole."""
     loss, norm = scalars["loss"], scalars["norm"]
+    if scalars["finite_norm"] and not scalars["spike"]:
+        tensor = window.update.first_bad()
+        detail = f"{tensor} was not finite after the step; the state before it was restored"
+        return Refusal("update", detail, tensor=tensor)
+    assert window.norms is not None
+    tensor, description = describe_norms(window.norms, names)
     if not scalars["finite_norm"]:
-        assert window.norms is not None
-        detail = f"gradient norm of the window is {norm}: {describe_norms(window.norms, names)}"
-        return Refusal("norm", detail, tensor=worst(window.norms, names))
-    if scalars["spike"]:
-        assert window.spikes is not None and window.norms is not None
-        largest = worst(window.norms, names)
-        detail = window.spikes.describe(loss, norm, window.limits)
-        return Refusal("spike", f"{detail}; the largest gradient is {largest}'s", tensor=largest)
-    bad = window.update.first_bad()
-    detail = f"{bad} was not finite after the step; the state before it was restored"
-    return Refusal("update", detail, tensor=bad)
+        detail = f"gradient norm of the window is {norm}: {description}"
+        return Refusal("norm", detail, tensor=tensor)
+    assert window.spikes is not None
+    detail = window.spikes.describe(loss, norm, window.limits)
+    return Refusal("spike", f"{detail}; the largest gradient is {tensor}'s", tensor=tensor)
 
 
-def worst(norms: Tensor, names: Sequence[str]) -> str:
-    """Return the first of a gradient's tensors that is not finite, or the largest; norms: [P]."""
+def describe_norms(norms: Tensor, names: Sequence[str]) -> tuple[str, str]:
+    """Return the first of a gradient's tensors that is not finite, or the largest, and a
+    description of it; norms: [P].
+    """
     values = norms.tolist()
-    bad = [place for place, value in enumerate(values) if not math.isfinite(value)]
-    return names[bad[0] if bad else values.index(max(values))]
-
-
-def describe_norms(norms: Tensor, names: Sequence[str]) -> str:
-    """Return which of a gradient's tensors is not finite, in words; norms: [P]."""
-    values = norms.tolist()
-    bad = [(n, v) for n, v in zip(names, values, strict=True) if not math.isfinite(v)]
-    if not bad:
-        return (
-            f"every tensor's own norm is finite (largest {max(values):.3g}, of"
-            f" {worst(norms, names)}), their sum of squares overflows"
-        )
-    return f"gradient of {bad[0][0]} has norm {bad[0][1]} ({len(bad)} of {len(values)} tensors)"
+    bad = [value for value in values if not math.isfinite(value)]
+    value = bad[0] if bad else max(values)
+    name = next(n for n, v in zip(names, values, strict=True) if v is value)
+    if bad:
+        return name, f"gradient of {name} has norm {value} ({len(bad)} of {len(values)} tensors)"
+    return name, (
+        f"every tensor's own norm is finite (largest {value:.3g}, of {name}), their sum of squares"
+        " overflows"
+    )

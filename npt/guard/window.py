@@ -275,11 +275,6 @@ class GradientWindow:
         refusals = [refusal_of(m, float(m.loss), names, process) for m in bad]
         return sorted([*self._refusals, *refusals], key=lambda r: r.micro_batch or 0)
 
-    def show(self) -> None:
-        """Let `.grad` be the sum of the open window so far, as between a plain loop's backwards."""
-        reached = frozenset[int]().union(*(m.reached or () for m in self._ran))
-        self.gradients.expose([i for i in range(len(self.gradients.names)) if i not in reached])
-
     def close(self, fingerprint: int = 0) -> Tensor | None:
         """Let `.grad` be the window's gradient, divided, checked and clipped; for `commit`.
 
