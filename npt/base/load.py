@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -101,17 +101,11 @@ def load_base(
             stacklevel=2,
         )
     stored = STORED[dtype or ("fp16" if use_fp16 else "fp32")]
-    arguments: dict[str, Any] = {
-        "device_map": {"": torch.device(device or default_device())},
-        "attn_implementation": implementation_of(attn_implementation),
-        "dtype": "auto" if packed and dtype is None else stored,
-    }
-    packing = None if stored_packed else quantization
-    if packing is not None:
-        arguments["quantization_config"] = packing_config(packing, double_quant)
-    packing_place = nullcontext() if pack_on is None else _packing_on(torch.device(pack_on))
-    with _located(name) as source, packing_place:
-        model = _read_weights(name, source, arguments)
+    how: dict[str, Any] = {"dtype": "auto" if packed and dtype is None else stored}
+    if quantization is not None and not stored_packed:
+        how["quantization_config"] = packing_config(quantization, double_quant)
+    with nullcontext() if pack_on is None else _packing_on(torch.device(pack_on)):
+        model = _read_weights(name, device, attn_implementation, **how)
     if quantization is not None and quantization_of(model) != quantization:
         raise ModelError(
             f"{name} is stored as {quantization_of(model)} but {quantization} was asked for; pass"
@@ -156,14 +150,8 @@ def load_teacher(
     """
     check_choice("teacher_precision", precision, tuple(COMPUTE))
     check_attention(attn_implementation)
-    arguments = {
-        "device_map": {"": torch.device(device or default_device())},
-        "dtype": COMPUTE[precision],
-        "attn_implementation": implementation_of(attn_implementation),
-    }
     check_teacher(name, read_config(name))
-    with _located(name) as source:
-        model = _read_weights(name, source, arguments)
+    model = _read_weights(name, device, attn_implementation, dtype=COMPUTE[precision])
     enforce_policy(model)
     return frozen(model, torch.float32)
 
@@ -233,24 +221,27 @@ def _packing_on(device: torch.device) -> Iterator[None]:
         Bnb4BitHfQuantizer.get_quantize_ops = operations
 
 
-def _read_weights(name: str, source: str, arguments: Mapping[str, Any]) -> Any:
-    """Return a model read from safetensors, every weight in its shape; run no code."""
-    arguments = {
-        **arguments,
-        **_NO_CODE,
-        "ignore_mismatched_sizes": True,  # they are refused below, by name
-        "use_safetensors": True,
-        "output_loading_info": True,
-    }
-    with _quiet():
+def _read_weights(
+    name: str, device: str | torch.device | None, attention: str, **how: Any
+) -> PreTrainedModel:
+    """Return a model read from safetensors, every weight in its shape; run no code. how: more
+    arguments of `from_pretrained`.
+    """
+    with _quiet(), _located(name) as source:
         model, report = _read(
-            "weights", name, lambda: AutoModelForCausalLM.from_pretrained(source, **arguments)
+            "weights",
+            name,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                source,
+                **how,
+                **_NO_CODE,
+                device_map={"": torch.device(device or default_device())},
+                attn_implementation=implementation_of(attention),
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                use_safetensors=True,
+                output_loading_info=True,
+            ),
         )
-    _check_complete(name, model, report)
-    return model
-
-
-def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     faults = [f"lacks the weight {key}" for key in sorted(report["missing_keys"])]
     shapes = {key: (stored, wanted) for key, stored, wanted in report["mismatched_keys"]}
     # A tensor packed on loading is in no report: the packed bytes have a shape of their own.
@@ -268,6 +259,7 @@ def _check_complete(name: str, model: PreTrainedModel, report: dict[str, Any]) -
             f"{name} {faults[0]} ({len(faults)} such); the checkpoint is incomplete, or not of its"
             " configuration"
         )
+    return model
 
 
 def _find(name: str) -> Any:
@@ -309,7 +301,7 @@ def _located(name: str) -> Iterator[str]:
         return
     from npt.base.gguf.convert import convert
 
-    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch, _quiet():
+    with tempfile.TemporaryDirectory(prefix="npt-gguf-") as scratch:
         folder = Path(scratch, source.path.stem)
         convert(source, folder)
         yield str(folder)

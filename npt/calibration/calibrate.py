@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,7 +27,7 @@ from npt.adapters.converted import (
 )
 from npt.adapters.fit import format_layers
 from npt.calibration.cut import Cut, spend
-from npt.calibration.report import Calibration, LayerCalibration, progress_bar
+from npt.calibration.report import Calibration, LayerCalibration
 from npt.calibration.samples import read_samples
 from npt.calibration.sensitivity import Sensitivity, measure
 from npt.config import STREAM, NPTConfig
@@ -118,8 +119,10 @@ def calibrate(
     say(console, f"calibrating layers {format_layers(layers)} on {read:,} tokens")
 
     def measured(place: torch.device) -> dict[int, Sensitivity]:
-        with progress_bar(console, read) as tick:
-            return measure(model, parts, seed, lambda batch: tick(batch.tokens), place)
+        shown = track(
+            parts, "calibrating", console=console, transient=True, disable=not console.is_terminal
+        )
+        return measure(model, shown, seed, place)
 
     cuts: dict[int, Cut] = {}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -70,24 +70,18 @@ class Sensitivity:
 
 
 def measure(
-    model: PreTrainedModel,
-    batches: Iterable[Batch],
-    seed: int,
-    tick: Callable[[Batch], None],
-    sums_on: torch.device,
+    model: PreTrainedModel, batches: Iterable[Batch], seed: int, sums_on: torch.device
 ) -> dict[int, Sensitivity]:
     """Return the sensitivities of every converted layer, by its index; the model does not change.
 
-    `seed`: of the draws from the predictions; `sums_on`: device of the matrices; `tick` is called
-    after every batch.
+    `seed`: of the draws from the predictions; `sums_on`: device of the matrices.
     """
     converted, layers = npt_layers(model), decoder_layers(model)
     sums = {index: Sensitivity(model.config.hidden_size, sums_on) for index, _ in converted}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     first = converted[0][0]
-    for host_batch in batches:
-        batch = host_batch.to(device)
+    for batch in (each.to(device) for each in batches):
         seen: dict[tuple[int, str], Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(adapters_disabled(model))
@@ -114,7 +108,6 @@ def measure(
                 stream.rows(seen[index, "attention output"].detach()),
                 at_attention,
             )
-        tick(host_batch)
     for of_layer in sums.values():
         of_layer.divide()
     return sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.recipe import Recipe
-from npt.data.encoding import listed_columns, lost
+from npt.data.encoding import lost
 from npt.data.loader import Position
 from npt.errors import (
     CheckpointError,
@@ -118,7 +119,7 @@ class Run:
         self._facts = {
             **plain_settings(record["settings"]),
             **{name: record[name] for name in DESCRIBED},
-            "base_loading": None if recipe is None else recipe.as_record(),
+            "base_loading": None if recipe is None else asdict(recipe),
             "converted_layers": record["layers"],
             "folder": str(folder.path),
         }
@@ -351,8 +352,6 @@ class Run:
             )
             if left_out := lost(counts):
                 self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
-            if counts.unused:
-                self.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
             if begun_again and self.setup.config.max_steps is not None:
                 self.say(f"{label}: came to its end and was begun again {begun_again} times")
 

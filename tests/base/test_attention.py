@@ -26,12 +26,12 @@ from npt.adapters.converted import adapter_parameters
 from npt.base import attention
 from npt.base.attention import SDPA, attention_name, repeats_exactly, sdpa_attention
 from npt.base.identity import base_hash
-from npt.base.random_base import random_base
 from npt.config import ATTENTIONS, BaseConfig
 from npt.data.batch import Batch, Sample, batch_from_tensors, collate
 from npt.data.packing import pack
 from npt.distill.strategies import drive
 from npt.errors import ConfigError
+from random_base import random_base
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 

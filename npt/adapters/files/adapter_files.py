@@ -120,7 +120,7 @@ def write_adapter(
         "npt": asdict(attached_config(model)),
     }
     if (recipe := Recipe.of(model)) is not None:
-        record[ENTRY] = recipe.as_record()
+        record[ENTRY] = asdict(recipe)
     if (origin := origin_of(model.config)) is not None:
         record[ORIGIN_ENTRY] = origin
     tensors = adapter_parameters(model) if tensors is None else tensors
