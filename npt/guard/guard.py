@@ -60,14 +60,13 @@ class Guard:
         scheduler: steps with every applied step; not one that must be told a figure.
         scaler: torch's GradScaler, whose `scale(loss).backward()` the loop calls.
         processes: that share every window; default all of torch.distributed.
-        rates: learning rate of each applied step, the last one stays, in place of a scheduler.
-            Every parameter is then stepped, whether a backward reached it or not, and `step`
-            returns a list: the outcomes that have become known.
+        rates: learning rate of each applied step, the last one stays, in place of a scheduler;
+            needs `draws`. Every parameter is then stepped, whether a backward reached it or not,
+            and `step` returns a list: the outcomes that have become known.
         draws: `Seeded(seed)` gives every micro-batch random numbers of its own, by its ids; default
             torch's, drawn again after a refusal.
-        late: on a GPU, with a fused Adam or AdamW, the host waits for none of its flags, and
-            outcomes come a window or more later. Needs rates and seeded draws; default on CUDA if
-            there are both.
+        late: the host waits for none of its flags, and outcomes come a window or more later; needs
+            `rates` and a fused Adam or AdamW, and is the default for these on CUDA.
         settings: those of `GuardSettings`.
 
     Attributes:
@@ -101,13 +100,11 @@ class Guard:
                 "rates take the place of a scheduler and do not work with a scaler; leave out"
                 " scheduler= and scaler="
             )
-        if draws is None or not self.lists:
-            if late:
-                raise ConfigError(
-                    "late outcomes need rates=[...] and draws=Seeded(seed): nothing else may"
-                    " need to know at once what became of a window"
-                )
-            late = False
+        if self.lists != (draws is not None) or (late and not self.lists):
+            raise ConfigError(
+                "rates=[...] and draws=Seeded(seed) go together, and late outcomes need both:"
+                " nothing else may need to know at once what became of a window"
+            )
         self.scheduler, self._trainable = scheduler, trainable
         self._model = trainable if isinstance(trainable, nn.Module) else None
         if self._model is None and self.settings.trace:
@@ -115,8 +112,9 @@ class Guard:
         parameters = guarded_parameters(trainable, optimizer)
         self._home = next(iter(parameters.values())).device
         processes = all_processes(self._home) if processes is None else processes
+        late = late if self.lists else False
         self.update = GuardedUpdate(parameters, optimizer, late, undo=self.settings.undo == "step")
-        if self.lists and not optimizer.state:
+        if self.lists:
             self.update.make_moments()
         sigmas = self.settings.spike_sigmas
         self.window = GradientWindow(

@@ -146,7 +146,8 @@ class GuardedUpdate:
                 f"{type(optimizer).__name__} does not obey found_inf; pass AdamW(fused=True) or"
                 " late=False"
             )
-        if self.late and not optimizer.state:
+        self._fused = fused
+        if self.late:
             self.make_moments()
 
     def guard(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -211,7 +212,9 @@ class GuardedUpdate:
         return int(total)
 
     def make_moments(self) -> None:
-        """Let a fused optimizer make its moments by a step that `found_inf` forbids."""
+        """Let a fused optimizer without any make its moments by a step that `found_inf` forbids."""
+        if not self._fused or self.optimizer.state:
+            return
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.found_inf = torch.ones((), dtype=torch.float32, device=self.home)  # type: ignore[attr-defined]
