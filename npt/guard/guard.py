@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from numbers import Real
 from typing import Any
 
 import torch
@@ -170,7 +169,7 @@ class Guard:
         if self._buffers_before is None:
             self._buffers_before = buffers
         with self._at(place):
-            self.window.begin()
+            self.window.gradients.begin()
             try:
                 at = self.window.committed, self.window.place
                 with (
@@ -455,16 +454,11 @@ class Guard:
 
 
 def _scalar(loss: Any) -> Tensor:
-    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large.
-
-    Raises:
-        ConfigError: it is not one number.
-    """
-    if not isinstance(loss, Tensor | Real):
-        raise ConfigError(f"the loss of a micro-batch is {loss!r}; assign one number to micro.loss")
-    if isinstance(loss, Tensor) and loss.numel() != 1:
+    """Return a loss in fp32, which its sum over tokens needs, without its graph, which is large."""
+    loss = torch.as_tensor(loss)
+    if loss.numel() != 1:
         raise ConfigError(
             f"the loss of a micro-batch has shape {tuple(loss.shape)}; assign one number to"
             " micro.loss, such as its mean"
         )
-    return torch.as_tensor(loss).detach().float().reshape(())
+    return loss.detach().float().reshape(())

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import DataError, ProcessError
-from npt.guard.spikes import SpikeGuard
 
 R = TypeVar("R")
 
@@ -199,7 +198,7 @@ class LaunchedWindow:
         ran: the micro-batches that ran on this process.
         refusals: of those that did not.
         halt: this process's code.
-        spikes: judge it by `limits`.
+        limits: of loss and gradient norm.
         reached: a survivor's backward reached a parameter, as far as that is tracked.
         go: scalar bool, it is to be stepped; None if nothing ran.
         figures: on the device: of its survivors, of each of `ran`, of each process.
@@ -214,7 +213,6 @@ class LaunchedWindow:
     refusals: list[Refusal]
     halt: int = 0
     fingerprint: int = 0
-    spikes: SpikeGuard | None = None
     limits: tuple[float, float] = NO_LIMITS
     reached: bool = True
     go: Tensor | None = None
@@ -367,8 +365,12 @@ def window_refusal(
     if not scalars["finite_norm"]:
         detail = f"gradient norm of the window is {norm}: {description}"
         return Refusal("norm", detail, tensor=tensor)
-    assert window.spikes is not None
-    detail = window.spikes.describe(loss, norm, window.limits)
+    above = [
+        f"{name} {value:.4g} is above {limit:.4g}"
+        for name, value, limit in zip(("loss", "norm"), (loss, norm), window.limits, strict=True)
+        if value > limit
+    ]
+    detail = f"{' and '.join(above)}, the most that the accepted steps allow"
     return Refusal("spike", f"{detail}; the largest gradient is {tensor}'s", tensor=tensor)
 
 
