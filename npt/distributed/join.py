@@ -32,7 +32,7 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
     """Return the processes that the launcher started; a process group of torch's is taken as it is.
 
     timeout: seconds to wait for another process, now and at every sum. ConfigError if two processes
-    share a GPU, ProcessError if not all came.
+    share a GPU or only some have one, ProcessError if not all came.
     """
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() == 1:
@@ -53,20 +53,21 @@ def join_processes(timeout: float = TIMEOUT) -> ProcessGroup:
             " them with torchrun or accelerate launch"
         ) from error
     processes = ProcessGroup(dist.get_rank(), dist.get_world_size(), device, owned=True)
-    if device.type == "cuda":
-        refuse_shared(processes, str(torch.cuda.get_device_properties(device).uuid))
+    on_gpu = device.type == "cuda"
+    check_gpus(processes, str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "")
     return processes
 
 
-def refuse_shared(processes: ProcessGroup, gpu: str) -> None:
-    """Raise ConfigError on all processes if two compute on one GPU."""
+def check_gpus(processes: ProcessGroup, gpu: str) -> None:
+    """Raise ConfigError on all processes if two compute on one GPU, or some on none ("")."""
     gpus = processes.gather_json(gpu)
-    sharing = [str(process) for process, each in enumerate(gpus) if gpus.count(each) > 1]
-    if sharing:
+    wrong = [process for process, each in enumerate(gpus) if gpus.count(each) > 1 or not each]
+    if wrong and any(gpus):
         processes.close()
+        what = "share a GPU or have none"
         raise ConfigError(
-            f"processes {' and '.join(sharing)} share a GPU; start one process for each GPU, or"
-            " show each process its own with CUDA_VISIBLE_DEVICES"
+            f"processes {' and '.join(map(str, wrong))} {what}; start one process for each GPU,"
+            " show each its own with CUDA_VISIBLE_DEVICES, or set NPT_DEVICE=cpu for all"
         )
 
 
@@ -79,6 +80,12 @@ def _own_device() -> torch.device:
     if forced or default_device().type == "cpu":
         return torch.device("cpu")
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    index = int(rank) if torch.cuda.device_count() > 1 else 0
+    count = torch.cuda.device_count()
+    index = int(rank) if count > 1 else 0
+    if index >= count:
+        raise ConfigError(
+            f"process {rank} of this machine has no GPU of its own, there are {count}; start at"
+            f" most {count} here"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from unittest import mock
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from npt.distributed.join import _own_device, join_processes, refuse_shared
+from npt.distributed.join import _own_device, check_gpus, join_processes
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, ProcessError
 
 
-def test_two_processes_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "wrong"), [("abc", None), ("aba", "0 and 2"), (["a", "", "b"], "1"), ([""] * 3, None)]
+)
+def test_processes_without_a_gpu_of_their_own_are_named(monkeypatch, gpus, wrong) -> None:
     processes = ProcessGroup(2, 3)
-    gather = mock.Mock(side_effect=[["GPU-a", "GPU-b", "GPU-c"], ["GPU-a", "GPU-b", "GPU-a"]])
-    monkeypatch.setattr(processes, "gather_json", gather)
-    refuse_shared(processes, "GPU-c")
-    with pytest.raises(ConfigError, match=r"^processes 0 and 2 share a GPU; start"):
-        refuse_shared(processes, "GPU-a")
+    monkeypatch.setattr(processes, "gather_json", lambda gpu: list(gpus))
+    words = f"^processes {wrong} share a GPU or have none; start"
+    with nullcontext() if wrong is None else pytest.raises(ConfigError, match=words):
+        check_gpus(processes, gpus[2])
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
@@ -32,6 +34,10 @@ def test_a_process_that_is_shown_one_gpu_takes_it(
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
     assert _own_device() == torch.device("cuda", index) and chosen == [index]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"process 2 .* no GPU of its own, there are 2"):
+        _own_device()
 
 
 SEVERAL = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
