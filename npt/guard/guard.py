@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -27,17 +27,19 @@ from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.finding import Finding, weights_of
 from npt.guard.forensics import Forensics, Kept
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts, gathered
+from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
     Trainable,
     all_processes,
     guarded_parameters,
+    parallel,
     share_buffers,
     stepped_parameters,
     unsynchronised,
     unwrapped,
     whole,
 )
+from npt.guard.refusal import gathered
 from npt.guard.settings import GuardSettings
 from npt.guard.spikes import SpikeGuard
 from npt.guard.traces import Buffers, Draws, Seeded
@@ -106,6 +108,7 @@ class Guard:
             )
         self.scheduler, self._trainable = scheduler, trainable
         self._model = trainable if isinstance(trainable, nn.Module) else None
+        self._parallel = parallel(self._model)
         if self._model is None and self.settings.trace:
             raise ConfigError("trace computes micro-batches again; give the guard the model")
         parameters = guarded_parameters(trainable, optimizer)
@@ -173,7 +176,7 @@ class Guard:
             try:
                 at = self.window.committed, self.window.place
                 with (
-                    unsynchronised(self._model),
+                    nullcontext() if self._parallel is None else unsynchronised(self._parallel),
                     self.forensics.watching(at, Kept(drawn_from, inputs, run, names, micro.tokens)),
                     self.draws.drawing(names, offset),
                 ):
@@ -235,8 +238,9 @@ class Guard:
             self._buffers.restore(self._buffers_before, keep=self.window.applied)
         self._buffers_before = None
         self.draws.forget()
-        if self.settings.loss != "share":  # a Trainer does it when it begins a window
-            share_buffers(self._model)
+        # a Trainer does it when it begins a window
+        if self._parallel is not None and self.settings.loss != "share":
+            share_buffers(self._parallel)
         outcomes = self._known(outcomes)
         return outcomes if self.lists else outcomes[0]
 

@@ -12,7 +12,8 @@ from npt.data.batch import Batch
 from npt.data.loader import Window
 from npt.errors import TooManyRefusalsError
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Outcome, gathered
+from npt.guard.outcome import MicroBatchRecord, Outcome
+from npt.guard.refusal import gathered
 from npt.guard.schedule import rate_table
 from npt.guard.window import HISTORY
 from npt.train.run import Run
