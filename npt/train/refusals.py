@@ -12,8 +12,9 @@ from npt.data.batch import Batch
 from npt.data.loader import Window
 from npt.errors import TooManyRefusalsError
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Outcome, gathered
-from npt.guard.schedule import kind_of_run, rate_at
+from npt.guard.outcome import MicroBatchRecord, Outcome
+from npt.guard.refusal import gathered
+from npt.guard.schedule import rate_table
 from npt.guard.window import HISTORY
 from npt.train.run import Run
 
@@ -117,11 +118,11 @@ class Refusals:
         setup, record, path = self._run.setup, self._run.record, self._run.folder.path
         c, total = setup.config, self._run.total_steps
         step = steps if result.snapshot is None else result.steps - result.applied
-        kind = kind_of_run(c.scheduler_type, total)
+        rates = rate_table(c.learning_rate, c.scheduler_type, c.warmup_steps, total)
         entry = {
             "settings": {**record["settings"], **asdict(c)},
             "samples_at_once": setup.splitter.samples or c.batch_size,
-            "rate": rate_at(step, c.learning_rate, kind, c.warmup_steps, total),
+            "rate": rates[min(step, len(rates) - 1)],
         }
         try:
             student = student_part(
