@@ -8,8 +8,8 @@ with npt.guard.protect, compared bit for bit.
 
 Compared are weights, optimizer, schedule, random numbers, the log, what train(), evaluate() and
 predict() return, the Trainer's state, the files of checkpoints, and every callback event with the
-gradients at it. What the guard adds is left out: `refused` in the log and guard.json in
-checkpoints. Nothing is left on the disk. The exit status is 0 when all runs are equal, else 1.
+gradients at it. What the guard adds is left out: `refused` in the log. Nothing is left on the disk.
+The exit status is 0 when all runs are equal, else 1.
 """
 
 import argparse

@@ -70,7 +70,6 @@ RETIRED = {
         ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
         ("device_map", "--shard_base shares a base that is larger than one GPU among processes"),
         ("help_all", "--help shows every flag"),
-        ("measure", "npt doctor --plan predicts; a run prints its tokens per second"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

@@ -126,9 +126,9 @@ def test_other_local_files_need_no_package(name, streaming, monkeypatch, tmp_pat
 
 
 def a_study(folder: Path) -> None:
-    from npt.tools.sweep.storage import Storage
+    from npt.cli.sweep import sweep
 
-    Storage(f"sqlite:///{folder}/study.db", "study")
+    sweep({})
 
 
 def tasks_of_lm_eval(folder: Path) -> None:

@@ -92,8 +92,8 @@ def attach(
     chosen = check_fit(config, model.config)
     for index in chosen:
         check_layer(index, layers[index])
-    for index, layer in enumerate(layers):
-        if is_replaced(layer):
+    for index, decoder_layer in enumerate(layers):
+        if is_replaced(decoder_layer):
             raise ModelError(
                 f"the forward of layer {index} was replaced, so no adapter could take part in it;"
                 " load the model with npt.load_base"

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +68,7 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
     """Make a model compute in fp32, except products of packed weights, which do in `compute_dtype`.
 
     Weights stored in 16 bit stay so. Classes are swapped in place, so parameter names and tied
-    weights remain.
+    weights remain. They are swapped again when the vocabulary is resized, which makes a new head.
     """
     setattr(model, _DECLARED, compute_dtype)
     for _, module in quantized_linears(model):
@@ -81,6 +83,14 @@ def enforce_policy(model: PreTrainedModel, compute_dtype: torch.dtype = torch.fl
     for module in model.modules():
         if type(module) in _UPCAST and module.weight.dtype in _HALF:
             module.__class__ = _UPCAST[type(module)]
+    vars(model)["resize_token_embeddings"] = MethodType(resize_token_embeddings, model)
+
+
+def resize_token_embeddings(model: PreTrainedModel, *arguments: Any, **named: Any) -> Any:
+    """Resize the vocabulary as transformers does, and keep to the policy."""
+    resized = type(model).resize_token_embeddings(model, *arguments, **named)
+    enforce_policy(model, declared_dtype(model))
+    return resized
 
 
 def declared_dtype(model: PreTrainedModel) -> torch.dtype:

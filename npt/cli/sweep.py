@@ -11,6 +11,7 @@ from typing import Any
 from npt.cli.arguments import add_number, add_switch, check_run, tell
 from npt.console import make_console, silent_console
 from npt.errors import NPTError
+from npt.extras import require
 from npt.presets import studies, study_file
 
 
@@ -18,6 +19,7 @@ def sweep(flags: dict[str, Any]) -> int:
     """Run a study: many short runs on one base, shared by as many workers as join, and a table of
     what came out.
     """
+    require("optuna", "a study")
     from npt.tools.sweep.spec import read_design
     from npt.tools.sweep.storage import Storage
     from npt.tools.sweep.study import (

@@ -274,9 +274,7 @@ def read_record(
     if not figures:
         return replace(outcome, refused=tuple(refusals))
     if processes.size > 1:
-        check_alike(
-            figures["data"], figures.get("states", ()), window.index, known_steps, processes
-        )
+        check_alike(figures, window.index, known_steps, processes)
     length = len(figures["reports"]) // max(1, len(window.ran))
     for number, micro in enumerate(window.ran):
         loss, index, norm = figures["losses"][number], micro.index, figures["norms"][number]
@@ -306,17 +304,14 @@ def read_record(
 
 
 def check_alike(
-    data: Sequence[float], states: Sequence[float], window: int, steps: int, processes: ProcessGroup
+    figures: Mapping[str, Sequence[float]], window: int, steps: int, processes: ProcessGroup
 ) -> None:
     """Raise if processes had different data in a window, or differ after `steps` alike steps.
 
-    With different data they would train on some twice, on some never.
-
-    Args:
-        data: by process, the fingerprint of the window's data.
-        states: by process, that of the state it left; 0 if it is not finite.
-        window, steps, processes: as above.
+    With different data they would train on some twice, on some never. A state is 0 if it is not
+    finite.
     """
+    data, states = figures["data"], figures.get("states", ())
     other = next((process for process, mark in enumerate(data) if mark != data[0]), None)
     if other is not None:
         message = (

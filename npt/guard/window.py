@@ -44,7 +44,7 @@ from npt.guard.outcome import (
     send_record,
 )
 from npt.guard.spikes import SpikeGuard
-from npt.guard.update import EXACT, GuardedUpdate, clip_scale, norms_of
+from npt.guard.update import EXACT, GuardedUpdate, norms_of
 
 HISTORY = 256
 """Micro-batches whose loss and gradient norm are remembered, with their sample ids."""
@@ -415,19 +415,17 @@ class GradientWindow:
 
     def _clip(self, window: LaunchedWindow) -> Tensor:
         """Clip the window's gradient; return its norm before, a scalar in fp32."""
-        if self.gradients.reached is not None:
+        gradients = self.gradients
+        if gradients.reached is None:
+            window.norms = norms_of(gradients.sum_views)
+            norm = torch.linalg.vector_norm(window.norms)
+        else:
             # torch's own arithmetic, in the gradients' dtype: that of the loop which is guarded
-            reached = [p for p in self.gradients.parameters if p.grad is not None]
-            norm = get_total_norm([p.grad for p in reached if p.grad is not None])
+            norm = get_total_norm([p.grad for p in gradients.parameters if p.grad is not None])
             if self.spikes is not None or not bool(torch.isfinite(norm)):
-                window.norms = norms_of(self.gradients.sum_views)
-            clip_grads_with_norm_(reached, self.max_grad_norm, norm)
-            return norm.to(self._home, torch.float32)
-        window.norms = norms_of(self.gradients.sum_views)
-        norm = torch.linalg.vector_norm(window.norms)
-        for flat in self.gradients.sums:
-            flat.mul_(clip_scale(norm, self.max_grad_norm).to(flat.device))
-        return norm
+                window.norms = norms_of(gradients.sum_views)
+        clip_grads_with_norm_(gradients.parameters, self.max_grad_norm, norm)
+        return norm.to(self._home, torch.float32)
 
     def _step(self, window: LaunchedWindow, go: Tensor) -> None:
         """Step, verify, restore, and send the record: all on the device."""

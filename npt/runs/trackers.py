@@ -12,7 +12,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,8 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
     except Exception as error:  # the library raises its own
+        with suppress(OSError):  # the library may have left something in it
+            folder.rmdir()
         raise _not_started(first_line(error)) from error
     return tracker
 

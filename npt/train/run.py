@@ -15,7 +15,7 @@ from npt.base.attention import attention_name
 from npt.base.identity import BaseIdentity
 from npt.base.precision import audit_precision, policy_dtype
 from npt.base.recipe import Recipe
-from npt.data.encoding import listed_columns, lost
+from npt.data.encoding import lost
 from npt.data.loader import Position
 from npt.errors import (
     CheckpointError,
@@ -353,8 +353,6 @@ class Run:
             )
             if left_out := lost(counts):
                 self.warn(f"{label}: of {counts.records:,} records read, {left_out}")
-            if counts.unused:
-                self.say(f"{label}: columns not used: {listed_columns(counts.unused)}")
             if begun_again and self.setup.config.max_steps is not None:
                 self.say(f"{label}: came to its end and was begun again {begun_again} times")
 

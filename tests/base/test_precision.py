@@ -1,5 +1,6 @@
 import json
 import math
+from copy import deepcopy
 from dataclasses import asdict
 from operator import attrgetter
 
@@ -131,6 +132,21 @@ def test_the_stream_is_fp32_from_a_bf16_embedding_to_a_bf16_head(load_model, bat
     assert torch.equal(
         output.hidden_states[0], model.model.embed_tokens.weight.float()[batch.input_ids]
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantization", ["nf4", None])
+def test_tokens_are_added_to_a_loaded_base(load_model, batch, quantization):
+    model = load_model(quantization)
+    expected = model(batch.input_ids).logits
+    size = model.config.vocab_size
+    for resized in (deepcopy(model), model):
+        resized.resize_token_embeddings(size + 2, mean_resizing=False)
+        assert resized.get_input_embeddings().weight.shape[0] == size + 2
+        audit_precision(resized)
+        logits = resized(batch.input_ids).logits
+        assert torch.equal(logits[..., :size], expected)
+        assert torch.isfinite(resized(batch.input_ids.new_tensor([[size + 1]])).logits).all()
 
 
 def test_the_upcast_embedding_is_exact_and_keeps_its_padding_row():

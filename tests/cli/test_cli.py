@@ -294,7 +294,6 @@ def test_a_tracker_that_cannot_start_is_one_line_and_leaves_no_folder(
         raise RuntimeError("api_key not configured")
 
     monkeypatch.setattr(WandBTracker, "start", refuse)
-    monkeypatch.setattr("npt.cli.pretrain.load", lambda *_: pytest.fail("the base was loaded"))
     assert run(tmp_path / "run", "--use_wandb --max_steps 1") == 2
     error = capsys.readouterr().err
     assert (
@@ -392,7 +391,7 @@ def test_a_bad_checkpoint_is_one_line_and_status_5_before_loading(
         ("--resume auto --seed 3", "--seed 0", "asks for 3"),
         ("--resume auto --max_length 64", "--max_length 32", "asks for 64"),
         ("--resume auto --quant_type fp4", "--quant_type 'nf4'", "asks for 'fp4'"),
-        ("--resume none", "no checkpoint or run folder none"),
+        ("--resume none", "--resume none is neither a checkpoint"),
     ):
         assert run(stopped_run, f"--gradient_accumulation_steps 2 {line}") == 5
         (error,) = capsys.readouterr().err.splitlines()

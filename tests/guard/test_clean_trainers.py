@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 
 import npt
 from faults.row_faults import VOCABULARY, row
-from npt.errors import CheckpointError, ConfigError
+from npt.errors import ConfigError
 from npt.guard import protect
 from npt.guard.ids import refuse_bad_ids
 
@@ -128,26 +128,6 @@ def test_placeholders_that_are_never_looked_up_are_good(placeholder) -> None:
     assert not model.table._forward_pre_hooks
 
 
-def test_the_guards_state_is_written_before_older_ones_go(tmp_path, monkeypatch) -> None:
-    def rotate(output_dir: str, **_: Any) -> None:
-        seen.append({path.name for path in tmp_path.glob("checkpoint-*/guard.json")})
-
-    seen: list[set[str]] = []
-    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", rotate)
-    trainer = protect(
-        trainer_of(
-            InOrder, points(), tmp_path, Points(Config()), save_strategy="steps", save_steps=3
-        )
-    )
-    trainer.train()
-    assert seen == [{"guard.json"}]
-    (state,) = tmp_path.glob("checkpoint-*/guard.json")
-    state.write_text("{}")
-    again = protect(trainer_of(InOrder, points(), tmp_path, Points(Config()), max_steps=4))
-    with pytest.raises(CheckpointError, match="is not a guard's state"):
-        again.train(resume_from_checkpoint=str(state.parent))
-
-
 def test_a_student_that_no_checkpoint_can_hold_is_refused_at_once(tmp_path) -> None:
     model = small_llama()
     npt.attach(model, npt.NPTConfig(rank=2, layers="all"))
@@ -243,24 +223,3 @@ def test_an_optimizer_is_its_own_again_after_an_error(tmp_path) -> None:
     trainer.model.line.weight.grad = torch.ones_like(before)
     trainer.optimizer.step()
     assert not torch.equal(trainer.model.line.weight, before)
-
-
-class SavingAtOnce(TrainerCallback):
-    """Saves before the first window, as a checkpoint at a signal does."""
-
-    trainer: Any = None
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self.trainer.state.global_step == 0:
-            self.trainer._save_checkpoint(self.trainer.model, None)
-
-
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_save_before_the_first_window_is_looked_at_too(finite, tmp_path) -> None:
-    trainer = protect(trainer_of(InOrder, points(), tmp_path, Points(Config())), max_refused=100)
-    trainer.add_callback(saving := SavingAtOnce())
-    saving.trainer = trainer
-    if not finite:
-        torch.nn.init.constant_(trainer.model.line.weight, float("nan"))
-    trainer.train()
-    assert (tmp_path / "checkpoint-0" / "guard.json").exists() == finite

@@ -162,7 +162,7 @@ def looped(
     console, splitter = Console(file=io.StringIO()), MicroBatchSplitter(config.batch_size)
     of_run = (model, NoTokenizer(), None, config, DataConfig(), processes, console, splitter, {})
     setup = RunSetup(*of_run, stop=stop)
-    identity = BaseIdentity(*[""] * 5).as_record()
+    identity = BaseIdentity(*[""] * 4).as_record()
     record = {"settings": {}, **identity, "versions": {}, "device": "cpu"}
     trackers = Trackers(config, folder.path)
     data, nothing = SimpleNamespace(total_steps=len(windows)), None

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy
+
 from npt.errors import ConfigError
 from npt.files import write_bytes, write_json
 from npt.stored import read_json
@@ -81,8 +83,6 @@ def open_folder(
 ) -> None:
     """Make the folder, or continue in it after `check_folder`."""
     if storage is not None:
-        import sqlalchemy
-
         storage = sqlalchemy.make_url(storage).render_as_string(hide_password=True)
     record = {"name": design.name, "parts": dict(design.parts), "storage": storage}
     folder.mkdir(parents=True, exist_ok=True)

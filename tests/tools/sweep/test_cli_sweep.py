@@ -231,6 +231,7 @@ def test_a_killed_study_continues_and_repeats_nothing(
     # Trials in flight are waited for as long as a worker may be silent; here it need not be that
     # long.
     monkeypatch.setitem(Storage.__init__.__kwdefaults__, "grace", 1.0)
+    monkeypatch.setitem(Storage.__init__.__kwdefaults__, "beat", 0.1)
     monkeypatch.setattr(sweep_worker, "WAIT_SECONDS", 0.2)
     assert start(spec, folder, "--workers", "2").wait() == 0
     assert "4 trials, 0 new" in folder.with_suffix(".log").read_text()
