@@ -118,8 +118,8 @@ class NPTTuner(BaseTuner):
     merge_adapter = merge_and_unload
 
     @classmethod
-    def _get_adapter_state_dict(cls, *_: Any, **given: Any) -> dict[str, Tensor]:
-        return {key: tensor for key, tensor in given["state_dict"].items() if ".npt." in key}
+    def _get_adapter_state_dict(cls, *_: Any, **named: Any) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in named["state_dict"].items() if ".npt." in key}
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
