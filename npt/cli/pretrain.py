@@ -34,15 +34,13 @@ from npt.flags import build, with_safe_mode
 REFUSED_SHARE_WORTH_SAYING = 0.01
 
 
-class _Settings(NamedTuple):
-    """Settings of a run, and what its folder holds.
+class _Run(NamedTuple):
+    """Settings of a run.
 
     Attributes:
         start: the saved adapter to train from, if any.
         any_base: whether its base may be another one.
         resumes: whether a checkpoint is resumed.
-        folder: the run's.
-        resume_at: the step of the run in it.
     """
 
     base: BaseConfig
@@ -52,16 +50,6 @@ class _Settings(NamedTuple):
     start: Any
     any_base: bool
     resumes: bool = False
-    folder: str = ""
-    resume_at: int | None = None
-
-    @classmethod
-    def of(cls, base: BaseConfig, flags: dict[str, Any], any_base: bool) -> _Settings:
-        start = flags.get("adapter")
-        adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
-        return cls(
-            base, adapter, build(DataConfig, flags), build(TrainConfig, flags), start, any_base
-        )
 
 
 def pretrain(flags: dict[str, Any]) -> int:
@@ -69,11 +57,15 @@ def pretrain(flags: dict[str, Any]) -> int:
     tokens = flags.get("calibration_tokens")
     flags, base = with_base(with_safe_mode(with_config(flags)))
     any_base = flags.pop("any_base", False)
-    flags, notes = with_data(flags, base.model_name)
-    chosen = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
-    settings = _Settings.of(base, chosen.flags, any_base)
-    training, start = settings.training, settings.start
-    if tokens is not None and (start is not None or settings.adapter.init != "calibrated"):
+    flags, data_notes = with_data(flags, base.model_name)
+    flags, notes = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
+    data, training, start = (
+        build(DataConfig, flags),
+        build(TrainConfig, flags),
+        flags.get("adapter"),
+    )
+    adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
+    if tokens is not None and (start is not None or adapter.init != "calibrated"):
         raise ConfigError(
             f"--calibration_tokens {tokens} has no effect without a calibrated start: add --init"
             " calibrated and give no --adapter, or remove it"
@@ -86,18 +78,23 @@ def pretrain(flags: dict[str, Any]) -> int:
     from npt.runs.signals import StopOnSignal
     from npt.runs.trackers import start_trackers
 
+    run = _Run(base, adapter, data, training, start, any_base)
     processes = join_processes()
     try:
         with processes.member():
-            _check_placing(base, training.strategy, processes.size, settings.adapter.init)
+            _check_placing(base, training.strategy, processes.size, adapter.init)
             console = make_console() if processes.main else silent_console()
-            console.say(*notes, *chosen.notes)
-            settings = _check(processes, settings)
-            folder, resume_at = Path(settings.folder), settings.resume_at
+            console.say(*data_notes, *notes)
+            # what can be refused before the minutes that loading a large base takes
+            processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
+            resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(run))
+            if resumes:
+                run = run._replace(adapter=replace(adapter, ranks=ranks), resumes=True)
+            check_run(base, run.adapter, data, training, starts=not resumes and start is None)
             with StopOnSignal(at_once=True):  # trackers may wait for a network
-                trackers = start_trackers(processes, training, folder, resume_at=resume_at)
+                trackers = start_trackers(processes, training, Path(folder), resume_at=resume_at)
             with trackers:
-                return _train(processes, console, settings, trackers)
+                return _train(processes, console, run, trackers)
     finally:
         processes.close()
 
@@ -153,25 +150,14 @@ def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -
             raise ConfigError(f"--shard_base shares the base out, but {why}")
 
 
-def _check(processes: Any, settings: _Settings) -> _Settings:
-    """Refuse what can be refused before the minutes that loading a large base takes."""
-    base, adapter, data, training, start, *_ = settings
-    processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
-    resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(settings))
-    if resumes:
-        adapter = replace(adapter, ranks=ranks)
-    check_run(base, adapter, data, training, starts=not resumes and start is None)
-    return settings._replace(adapter=adapter, resumes=resumes, folder=folder, resume_at=resume_at)
-
-
-def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
+def _check_folder(run: _Run) -> tuple[bool, Any, str, int | None]:
     """Check the run's folder; return whether a checkpoint in it is resumed, that one's ranks, the
     folder, and the step of the run in it. All of it can be JSON, for other processes.
     """
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
 
-    adapter, training = settings.adapter, settings.training
+    adapter, training = run.adapter, run.training
     if training.resume is None:
         folder = default_folder() if training.output_dir is None else Path(training.output_dir)
         check_free(folder)
@@ -183,19 +169,19 @@ def _check_folder(settings: _Settings) -> tuple[bool, Any, str, int | None]:
     recorded = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
-    asked = {name: value for part in settings[:4] for name, value in asdict(part).items()}
+    asked = {name: value for part in run[:4] for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
     return True, ranks, str(resumed.folder), resume_at
 
 
-def _train(processes: Any, console: Any, settings: _Settings, trackers: Any) -> int:
+def _train(processes: Any, console: Any, run: _Run, trackers: Any) -> int:
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
     from npt.evaluation.table import print_fidelity
     from npt.runs.signals import StopOnSignal
 
-    base, adapter, data, training, start, any_base, resumes, *_ = settings
+    base, adapter, data, training, start, any_base, resumes = run
     with StopOnSignal(at_once=True) as stop:  # while the base is loaded and the data are prepared
         device, pack_on = ("cpu", processes.device) if base.shard_base else (processes.device, None)
         model, tokenizer = load(base, console, device, pack_on, adapter=start)

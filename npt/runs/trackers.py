@@ -12,7 +12,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +189,15 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
         id=continued,
         resume="allow" if continued else None,
     )
+    made = not folder.exists()
     try:
         with undisturbed():
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
     except Exception as error:  # the library raises its own
+        if made:
+            with suppress(OSError):  # the library may have left something in it
+                folder.rmdir()
         raise ConfigError(
             f"wandb cannot be started: {first_line(error)}; log in first (wandb login), set"
             " WANDB_MODE=offline, or drop --use_wandb"
