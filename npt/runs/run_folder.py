@@ -245,8 +245,6 @@ def tidy(path: Path) -> None:
 def check_free(path: Path) -> None:
     """Raise ConfigError for a folder in use or not writable, before anything expensive."""
     try:
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"--output_dir {path} is a file; name a folder")
         if path.is_dir() and any(item.name not in TRACKED for item in path.iterdir()):
             what, remedy = "other files", "choose another folder or remove it"
             if is_run(path):

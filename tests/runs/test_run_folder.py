@@ -56,7 +56,7 @@ def test_non_finite_values_are_written_as_null_at_any_depth(folder) -> None:
         ("run.json", "another run; continue it with --resume auto"),
         ("checkpoints", "another run; continue it with --resume auto"),
         ("notes.txt", "other files; choose another folder"),
-        (None, "is a file"),
+        (None, "is not a folder"),
     ],
 )
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, name, what) -> None:
