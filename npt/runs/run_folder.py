@@ -55,19 +55,15 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
-            try:
-                if resume_at is not None:
-                    if (self.path / ADAPTER).is_dir():  # the student of an earlier end
-                        remove_folder(self.path / ADAPTER)
-                    _cut_log(self.path / METRICS, resume_at)
-                    _cut_log(self.path / EVENTS, None)
-                self._logs = {
-                    name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                    for name in (METRICS, EVENTS)
-                }
-            except BaseException:
-                os.close(self._lock)
-                raise
+            if resume_at is not None:
+                if (self.path / ADAPTER).is_dir():  # the student of an earlier end
+                    remove_folder(self.path / ADAPTER)
+                _cut_log(self.path / METRICS, resume_at)
+                _cut_log(self.path / EVENTS, None)
+            self._logs = {
+                name: os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                for name in (METRICS, EVENTS)
+            }
         except OSError as error:
             raise ConfigError(
                 f"--output_dir {self.path} cannot be written: {error.strerror}; choose another"
