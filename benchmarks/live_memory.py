@@ -2,91 +2,24 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 
 from npt.config import TrainConfig
-from npt.data.batch import batch_from_tensors
-from npt.distill.step import add_batch, student_guard, summed
-from npt.distill.strategies import drive
-from npt.guard.guard import Guard
-from npt.guard.window import IN_FLIGHT
-
-# The profiler announces its start and end on the terminal at any level below; it reads this at its
-# first use.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
-    """Run `call` once and return by how many bytes the live tensor memory of a device rises.
-
-    On a GPU the caching allocator counts. On the CPU the profiler does, in backward and inside
-    operations too; there, memory that the call frees but did not allocate is not subtracted, so the
-    figure may be too high, never too low.
-    """
-    device = torch.device(device)
-    gc.collect()  # what only a cycle keeps alive would be freed at any moment
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        baseline = torch.cuda.memory_allocated(device)
-        call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - baseline
-    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
-        call()
-    totals, waiting = [], list(profiler.kineto_results.experimental_event_tree())
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        tag, details = event.typed
-        if tag == _EventType.Allocation and details.device.type == device.type:
-            totals.append(
-                (event.start_time_ns, event.id, details.total_allocated, details.alloc_size)
-            )
-    if not totals:
-        return 0
-    *_, first, size = min(totals)
-    return max(0, max(total for *_, total, _ in totals) - (first - size))
+from npt.doctor.measure import window_cost
 
 
 def measure_window(model: Any, config: TrainConfig, samples: int, length: int) -> int:
     """Train the model's adapters on windows of random tokens; return the bytes alive at the highest
     moment, model and moments included.
     """
-    device, held = next(model.parameters()).device, storage_bytes(tensors_of(model))
-    shape = (config.gradient_accumulation_steps, samples, length)
-    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
-    compute = partial(summed, model, drive, config=config)
-    guards: list[Guard] = []
-
-    def window() -> None:
-        for batch in batches:
-            add_batch(guards[0], batch, compute, model.config.vocab_size)
-        guards[0].step()
-
-    def first_windows() -> None:
-        guards.append(student_guard(model, config, [config.learning_rate]))
-        # each that is in flight, as in a run, keeps the state before it
-        for _ in range(1 + IN_FLIGHT * guards[0].update.late):
-            window()
-
-    try:
-        return held + peak_bytes(first_windows, device)
-    finally:
-        for guard in guards:
-            guard.close()
-        model.zero_grad()
+    held = storage_bytes(tensors_of(model))
+    return held + window_cost(model, config, samples, length)[0]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

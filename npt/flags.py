@@ -65,10 +65,11 @@ RETIRED = {
         ("spike_sigmas", "--skip_spikes refuses beyond ten robust standard deviations"),
         ("base_precision", "nothing is rounded; a loaded folder's model.dequantize() unpacks it"),
         ("fidelity message", "the card of a pushed adapter is the one that it was saved with"),
+        ("attribution", "npt.evaluate(..., unquantized=base) says what quantisation costs"),
         ("temperature top_p", "npt generate writes the most likely tokens; see npt.student_view"),
         ("undo", "npt.unconsolidate(model) takes updates back; then npt.save_adapter"),
+        ("device_map", "--shard_base shares a base that is larger than one GPU among processes"),
         ("help_all", "--help shows every flag"),
-        ("measure", "npt doctor --plan predicts; a run prints its tokens per second"),
         ("sample_steps", "npt generate --compare shows texts, npt report the multipliers"),
     )
     for name in names.split()

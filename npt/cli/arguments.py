@@ -205,7 +205,6 @@ def load(
     from npt.base.precision import policy_dtype, quantization_of, set_matmul_precision
     from npt.base.recipe import STORED
 
-    spread = {"device": device} if base.device_map is None else {"device_map": base.device_map}
     recipe, storage = None if adapter is None else adapter.recipe, {}
     form = base.quantization, base.use_fp16
     if recipe is not None and (recipe.quantization, recipe.use_fp16) == form:
@@ -216,8 +215,8 @@ def load(
         use_fp16=base.use_fp16,
         compute_dtype=base.compute_dtype,
         attn_implementation=base.attn_implementation,
+        device=device,
         pack_on=pack_on,
-        **spread,
         **storage,
     )
     packed, computing = quantization_of(model), policy_dtype(model)

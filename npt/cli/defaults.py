@@ -132,9 +132,8 @@ def _missing(defaults: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
 
 def _why_random(flags: Mapping[str, Any]) -> str | None:
     """Return the reason against a calibrated start, as far as the flags tell."""
-    for name in ("shard_base", "device_map"):
-        if flags.get(name):
-            return f"--{name}: solving needs the base on one device"
+    if flags.get("shard_base"):
+        return "--shard_base: solving needs the base on one device"
     if flags.get("residual") == "keep":
         return "--residual keep, whose random start is its base already"
     if flags.get("mult_form") == "half_sigmoid":

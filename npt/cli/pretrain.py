@@ -59,11 +59,8 @@ def pretrain(flags: dict[str, Any]) -> int:
     any_base = flags.pop("any_base", False)
     flags, data_notes = with_data(flags, base.model_name)
     flags, notes = with_defaults(flags, _resumed_flags(flags), model_name=base.model_name)
-    data, training, start = (
-        build(DataConfig, flags),
-        build(TrainConfig, flags),
-        flags.get("adapter"),
-    )
+    data, training = build(DataConfig, flags), build(TrainConfig, flags)
+    start = flags.get("adapter")
     adapter = build(NPTConfig, flags) if start is None else _form_of(start, flags)
     if tokens is not None and (start is not None or adapter.init != "calibrated"):
         raise ConfigError(
@@ -75,8 +72,6 @@ def pretrain(flags: dict[str, Any]) -> int:
             "--any_base has no effect without --resume or --adapter: add one, or remove --any_base"
         )
     from npt.distributed.join import join_processes
-    from npt.runs.signals import StopOnSignal
-    from npt.runs.trackers import start_trackers
 
     run = _Run(base, adapter, data, training, start, any_base)
     processes = join_processes()
@@ -87,14 +82,11 @@ def pretrain(flags: dict[str, Any]) -> int:
             console.say(*data_notes, *notes)
             # what can be refused before the minutes that loading a large base takes
             processes.agree({"--resume": training.resume, "--output_dir": training.output_dir})
-            resumes, ranks, folder, resume_at = processes.first(lambda: _check_folder(run))
+            resumes, ranks = processes.first(lambda: _check_folder(run))
             if resumes:
                 run = run._replace(adapter=replace(adapter, ranks=ranks), resumes=True)
             check_run(base, run.adapter, data, training, starts=not resumes and start is None)
-            with StopOnSignal(at_once=True):  # trackers may wait for a network
-                trackers = start_trackers(processes, training, Path(folder), resume_at=resume_at)
-            with trackers:
-                return _train(processes, console, run, trackers)
+            return _train(processes, console, run)
     finally:
         processes.close()
 
@@ -134,14 +126,9 @@ def _form_of(start: Any, flags: dict[str, Any]) -> NPTConfig:
 
 def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -> None:
     """Refuse ways to place the base that do not suit the processes or the strategy."""
-    if processes > 1 and base.device_map is not None:
-        raise ConfigError(
-            f"--device_map {base.device_map} gives all GPUs to one process, but {processes} were"
-            " started; take --shard_base"
-        )
     teacher = base.teacher_precision
     for refused, why in (
-        (processes == 1, "there is one process; start several with torchrun, or take --device_map"),
+        (processes == 1, "there is one process; start several with torchrun"),
         (init == "calibrated", "--init calibrated needs all of it; use --init random"),
         (teacher is not None, f"--teacher_precision {teacher} loads a whole unquantised model"),
         (strategy != "local", f"--strategy {strategy} does not support it; take --strategy local"),
@@ -150,31 +137,29 @@ def _check_placing(base: BaseConfig, strategy: str, processes: int, init: str) -
             raise ConfigError(f"--shard_base shares the base out, but {why}")
 
 
-def _check_folder(run: _Run) -> tuple[bool, Any, str, int | None]:
-    """Check the run's folder; return whether a checkpoint in it is resumed, that one's ranks, the
-    folder, and the step of the run in it. All of it can be JSON, for other processes.
+def _check_folder(run: _Run) -> tuple[bool, Any]:
+    """Check the run's folder; return whether a checkpoint in it is resumed, and that one's ranks,
+    as JSON for other processes.
     """
     from npt.runs.resume import changed_settings, find_resumed
     from npt.runs.run_folder import check_free, default_folder
 
     adapter, training = run.adapter, run.training
     if training.resume is None:
-        folder = default_folder() if training.output_dir is None else Path(training.output_dir)
-        check_free(folder)
-        return False, None, str(folder), None
+        check_free(Path(training.output_dir or default_folder()))
+        return False, None
     resumed = find_resumed(training.resume, training.output_dir)
-    resume_at = resumed.step if resumed.goes_on else None
     if resumed.checkpoint is None:
-        return False, None, str(resumed.folder), resume_at
+        return False, None
     recorded = resumed.checkpoint.record["settings"]
     # the ranks that a budget was spent on
     ranks = recorded.get("ranks") if adapter.spends_ranks else adapter.ranks
     asked = {name: value for part in run[:4] for name, value in asdict(part).items()}
     changed_settings(recorded, {**asked, "ranks": ranks})
-    return True, ranks, str(resumed.folder), resume_at
+    return True, ranks
 
 
-def _train(processes: Any, console: Any, run: _Run, trackers: Any) -> int:
+def _train(processes: Any, console: Any, run: _Run) -> int:
     """Train as one of the run's processes."""
     import npt
     from npt.adapters.attach import AttachReport
@@ -207,7 +192,6 @@ def _train(processes: Any, console: Any, run: _Run, trackers: Any) -> int:
             processes=processes,
             teacher=teacher,
             any_base=any_base,
-            trackers=trackers,
         )
         stop.check()  # an error raised inside a destructor is lost
         result = trainer.train()

@@ -10,8 +10,7 @@ from npt.errors import ConfigError
 
 QUANT_TYPES = ("nf4", "fp4")
 COMPUTE_DTYPES = ("fp32", "bf16")
-ATTENTIONS = ("sdpa", "eager", "flex_attention")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+ATTENTIONS = ("sdpa", "eager")
 
 _base = partial(setting, group="base")
 _QUANTISED = Need(lambda c: c.use_quantization, "--use_quantization")
@@ -51,9 +50,7 @@ class BaseConfig(SettingsGroup):
         choices=("auto", "highest", "high"),
     )
     attn_implementation: str = _base(
-        "sdpa",
-        "attention: sdpa (memory-efficient kernel on CUDA), eager (keeps every score), or"
-        " flex_attention (needs a compiler)",
+        "sdpa", "attention: sdpa (memory-efficient kernel on CUDA), or eager (keeps every score)"
     )
     teacher_precision: str | None = _base(
         None,
@@ -61,20 +58,12 @@ class BaseConfig(SettingsGroup):
         choices=("bf16", "fp32"),
         need=_QUANTISED,
     )
-    device_map: str | None = _base(
-        None, "spread the base over all GPUs of this one process", choices=DEVICE_MAPS
-    )
     shard_base: bool = _base(False, "share the base among all processes (FSDP2)")
     share_embeddings: bool = _base(False, "accepted: teacher and student share the whole base")
 
     def check(self) -> None:
-        """Refuse an attention that nothing trains with, and two ways to spread a base."""
+        """Refuse an attention that nothing trains with."""
         check_attention(self.attn_implementation)
-        if self.shard_base and self.device_map is not None:
-            raise ConfigError(
-                f"--shard_base is for several processes, --device_map {self.device_map} for one;"
-                " drop one of the two"
-            )
 
     @property
     def quantization(self) -> str | None:

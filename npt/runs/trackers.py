@@ -31,10 +31,18 @@ _PAGES = (REPORT, "trace/health.html", "trace/health.png")
 
 
 def check_trackers(config: TrainConfig) -> list[str]:
-    """Return the trackers that the configuration asks for; ConfigError if one is not installed."""
+    """Return the trackers that the configuration asks for; ConfigError if one is not installed, or
+    Weights & Biases has no key.
+    """
     names = [name for name in ("wandb", "tensorboard") if getattr(config, f"use_{name}")]
     for name in names:
         require(name, f"--use_{name}")
+    if "wandb" in names:
+        import wandb
+
+        online = wandb.setup().settings.mode == "online"
+        if online and not wandb.login(prompt=False, verify=False):
+            raise _not_started("there is no API key")
     return names
 
 
@@ -52,7 +60,7 @@ def start_trackers(
 
 
 class Trackers:
-    """The trackers of one run, opened before its base is loaded; a context, which closes them.
+    """The trackers of one run; a context, which closes them.
 
     One that cannot be started is a ConfigError. A call that fails later is a warning; the run
     continues with the same random numbers.
@@ -189,20 +197,22 @@ def _started_wandb(config: TrainConfig, folder: Path, run: str | None) -> Any:
         id=continued,
         resume="allow" if continued else None,
     )
-    made = not folder.exists()
     try:
         with undisturbed():
             folder.mkdir(parents=True, exist_ok=True)
             tracker.start()
     except Exception as error:  # the library raises its own
-        if made:
-            with suppress(OSError):  # the library may have left something in it
-                folder.rmdir()
-        raise ConfigError(
-            f"wandb cannot be started: {first_line(error)}; log in first (wandb login), set"
-            " WANDB_MODE=offline, or drop --use_wandb"
-        ) from error
+        with suppress(OSError):  # the library may have left something in it
+            folder.rmdir()
+        raise _not_started(first_line(error)) from error
     return tracker
+
+
+def _not_started(why: str) -> ConfigError:
+    return ConfigError(
+        f"wandb cannot be started: {why}; log in first (wandb login), set WANDB_MODE=offline, or"
+        " drop --use_wandb"
+    )
 
 
 def _log_files(run: Any, folder: Path, record: Mapping[str, Any]) -> None:

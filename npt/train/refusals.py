@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from npt.data.batch import Batch
+from npt.data.loader import Window
 from npt.errors import TooManyRefusalsError
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Outcome
+from npt.guard.outcome import MicroBatchRecord, Outcome, gathered
 from npt.guard.schedule import kind_of_run, rate_at
-from npt.guard.shared import gathered
 from npt.guard.window import HISTORY
-from npt.train.run_context import RunContext, Window
+from npt.train.run import Run
 
 REFUSED_SHARE = 0.2
 """A run stops when more of its micro-batches were refused."""
@@ -27,8 +27,8 @@ SHARE_COUNTS_FROM = 50
 class Refusals:
     """Counts of a run's refused micro-batches and windows."""
 
-    def __init__(self, context: RunContext, guard: Guard):
-        self._context, self._guard = context, guard
+    def __init__(self, run: Run, guard: Guard):
+        self._run, self._guard = run, guard
         self.by_kind: Counter[str] = Counter()
         self._diagnoses = 0
 
@@ -53,22 +53,22 @@ class Refusals:
 
     def add(self, window: Window, outcome: Outcome, step: int) -> None:
         """Count and report what was refused at a step, and what the tracer found of it."""
-        context = self._context
+        run = self._run
         for refusal in outcome.refused:
             self.by_kind[refusal.kind] += 1
-            context.folder.event("refusal", step=step, epoch=window.epoch, **refusal.as_dict())
-            context.say(f"refused at step {step}, {refusal}")
+            run.folder.event("refusal", step=step, epoch=window.position.epoch, **refusal.as_dict())
+            run.say(f"refused at step {step}, {refusal}")
         if not outcome.refused:
             return
         traced = [(finding.refusal.micro_batch, finding.told) for finding in outcome.findings]
-        for micro_batch, message in itertools.chain(*context.setup.processes.gather_json(traced)):
+        for micro_batch, message in itertools.chain(*run.setup.processes.gather_json(traced)):
             self._diagnoses += 1
-            context.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
-            context.say(f"  diagnosis: {message}")
+            run.folder.event("diagnosis", step=step, micro_batch=micro_batch, message=message)
+            run.say(f"  diagnosis: {message}")
 
     def excess(self, longest: int, micro_batches: int) -> str | None:
         """Return why the run must stop, or None, after a longest run of refusals in a row."""
-        most = self._context.setup.config.max_consecutive_bad
+        most = self._run.setup.config.max_consecutive_bad
         if longest >= most:
             return f"{longest} refusals in a row (--max_consecutive_bad {most})"
         if micro_batches < SHARE_COUNTS_FROM or self.total <= REFUSED_SHARE * micro_batches:
@@ -86,8 +86,8 @@ class Refusals:
             accepted: the last window without one.
             steps: applied by now.
         """
-        context, (window, result) = self._context, last
-        processes, history = context.setup.processes, self._guard.window.history
+        run, (window, result) = self._run, last
+        processes, history = run.setup.processes, self._guard.window.history
         if processes.size > 1:  # the last micro-batches of every process, in their order
             records = gathered(history, MicroBatchRecord, processes)
             records.sort(key=lambda record: (record.window, record.micro_batch))
@@ -96,8 +96,8 @@ class Refusals:
         message = f"stopped at step {steps}: {reason}{ending}"
         batches = () if accepted is None else accepted.batches
         bundle = processes.first(lambda: self._bundle(reason, window, result, batches, steps))
-        context.folder.event("stopped", step=steps, reason=reason, **bundle)
-        path = context.folder.path
+        run.folder.event("stopped", step=steps, reason=reason, **bundle)
+        path = run.folder.path
         if bundle["postmortem"] is None:
             message += (
                 f"; no post-mortem could be written below {path}: {bundle['error']}; free or choose"
@@ -114,8 +114,8 @@ class Refusals:
         from npt.forensics.bundle import write_postmortem  # few runs end so
         from npt.forensics.student import student_part
 
-        setup, record, path = self._context.setup, self._context.record, self._context.folder.path
-        c, total = setup.config, self._context.total_steps
+        setup, record, path = self._run.setup, self._run.record, self._run.folder.path
+        c, total = setup.config, self._run.total_steps
         step = steps if result.snapshot is None else result.steps - result.applied
         kind = kind_of_run(c.scheduler_type, total)
         entry = {

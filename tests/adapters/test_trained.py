@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npt
-from live_memory import peak_bytes
 from npt.adapters import fused, trained
 from npt.adapters.converted import adapter_parameters, decoder_layers
 from npt.adapters.fused import unfused
@@ -27,6 +26,7 @@ from npt.base.rows import set_rows
 from npt.config import TARGETS, NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
+from npt.doctor.measure import peak_bytes
 
 N, D, F = 11, 64, 128
 FORMS = [

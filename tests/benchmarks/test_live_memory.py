@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import live_memory
-from live_memory import peak_bytes, storage_bytes, tensors_of
+from live_memory import storage_bytes, tensors_of
+from npt.doctor.measure import peak_bytes
 
 MIB = 1 << 20
 
@@ -121,7 +122,7 @@ GROWN = """
 import gc
 from pathlib import Path
 import torch
-from live_memory import peak_bytes
+from npt.doctor.measure import peak_bytes
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

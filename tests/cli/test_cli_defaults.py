@@ -67,7 +67,6 @@ def test_a_start_that_was_chosen_is_said():
     ("flags", "reason"),
     [
         ({"shard_base": True}, "--shard_base"),
-        ({"device_map": "auto"}, "--device_map"),
         ({"residual": "keep"}, "--residual keep"),
         ({"mult_form": "half_sigmoid"}, "--mult_form half_sigmoid"),
         ({"targets": "gate,up"}, "--targets gate,up, without stream"),

@@ -11,15 +11,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import npt
-from live_memory import measure_window, peak_bytes, storage_bytes, tensors_of
+from live_memory import measure_window, storage_bytes, tensors_of
 from npt.adapters.converted import adapter_parameters, decoder_layers
-from npt.base.random_base import random_base
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import Sample
+from npt.doctor.measure import peak_bytes
 from npt.doctor.plan import Workload, base_bytes, shown
 from npt.doctor.shape import SHAPES, Shape, llama_config, shape_named
 from npt.evaluation.evaluate import evaluate
 from npt.guard.window import IN_FLIGHT
+from random_base import random_base
 
 SMALL = Shape(5, 64, 160, 4, 2, 16, 5000)
 

@@ -14,12 +14,12 @@ from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import npt
-from live_memory import peak_bytes
 from npt.adapters.converted import adapter_parameters
 from npt.base.attention import _has_exact_backward, repeats_exactly, sdpa_attention
 from npt.config import NPTConfig, TrainConfig
 from npt.data.batch import batch_from_tensors
 from npt.distill.strategies import drive
+from npt.doctor.measure import peak_bytes
 
 pytestmark = pytest.mark.gpu
 

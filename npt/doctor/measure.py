@@ -1,0 +1,128 @@
+"""Windows of a run, measured on this device: the memory that they take, and their time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+
+from npt.adapters.attach import attach
+from npt.base.device import wait_for
+from npt.config import TrainConfig
+from npt.data.batch import batch_from_tensors
+from npt.distill.step import add_batch, free_memory, student_guard, summed
+from npt.distill.strategies import drive
+from npt.doctor.plan import Workload
+from npt.errors import is_out_of_memory
+from npt.guard.guard import Guard
+from npt.guard.window import IN_FLIGHT
+
+# The profiler announces its start and end on the terminal at any level below; it reads this at its
+# first use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
+    """Run `call` once and return by how many bytes the live tensor memory of a device rises.
+
+    On a GPU the caching allocator counts. On the CPU the profiler does, in backward and inside
+    operations too; there, memory that the call frees but did not allocate is not subtracted, so the
+    figure may be too high, never too low.
+    """
+    device = torch.device(device)
+    gc.collect()  # what only a cycle keeps alive would be freed at any moment
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        baseline = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - baseline
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        call()
+    totals, waiting = [], list(profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        tag, details = event.typed
+        if tag == _EventType.Allocation and details.device.type == device.type:
+            totals.append(
+                (event.start_time_ns, event.id, details.total_allocated, details.alloc_size)
+            )
+    if not totals:
+        return 0
+    *_, first, size = min(totals)
+    return max(0, max(total for *_, total, _ in totals) - (first - size))
+
+
+def window_cost(
+    model: Any, config: TrainConfig, samples: int, length: int, teacher: Any = None
+) -> tuple[int, float]:
+    """Train the model's adapters on windows of random tokens, `samples` of them in a micro-batch.
+
+    Returns:
+        The bytes by which memory rises, moments included, and a window's seconds.
+    """
+    device, guards = next(model.parameters()).device, list[Guard]()
+    shape = (config.gradient_accumulation_steps, samples, length)
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batches = [batch_from_tensors(rows, torch.ones_like(rows)) for rows in ids]
+    compute = partial(summed, model, partial(drive, teacher=teacher), config=config)
+
+    def window() -> None:
+        for batch in batches:
+            add_batch(guards[0], batch, compute, model.config.vocab_size)
+        guards[0].step()
+
+    def first_windows() -> None:
+        guards.append(student_guard(model, config, [config.learning_rate]))
+        # each that is in flight, as in a run, keeps the state before it
+        for _ in range(1 + IN_FLIGHT * guards[0].update.late):
+            window()
+
+    try:
+        rise = peak_bytes(first_windows, device)
+        wait_for(device)
+        started = time.perf_counter()
+        window()
+        wait_for(device)
+        return rise, time.perf_counter() - started
+    finally:
+        for guard in guards:
+            guard.close()
+        model.zero_grad()
+
+
+def measured_windows(
+    workload: Workload, model: Any, teacher: Any, limit: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yield windows of 1, 2, 4, ... samples a micro-batch, up to the workload's, as they are run.
+
+    Base and adapters, which lie there before, are counted by formula. The last window may be one
+    that does not fit into `limit` bytes, its peak and seconds None: by its formula, since a host
+    without memory ends the process, or by the device's own error.
+    """
+    config = workload.training
+    attach(model, replace(workload.adapter, init="random", ranks=tuple(workload.ranks.values())))
+    sizes = {2**power for power in range(config.batch_size.bit_length())}
+    for samples in sorted({*sizes, config.batch_size}):
+        plan = replace(workload, training=replace(config, batch_size=samples)).plan()
+        predicted, peak, seconds = plan.of("micro-batch", "step"), None, None
+        if limit is None or predicted <= limit:
+            try:
+                rise, seconds = window_cost(model, config, samples, workload.length, teacher)
+                peak = plan.loaded + rise
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            free_memory()
+        yield {"samples": samples, "predicted": predicted, "peak": peak, "seconds": seconds}
+        if peak is None:
+            break
