@@ -109,14 +109,3 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """
     pairs = itertools.zip_longest(one, other)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-
-
-def shared_text(
-    tokenizer: Any, prompt: Sequence[int], ids: Sequence[int], position: int | None
-) -> tuple[str, str]:
-    """Return a text up to a token (None: all of it), and the rest. The second part is cut from the
-    whole, since tokens may share a character.
-    """
-    whole = continuation_text(tokenizer, prompt, ids)
-    common = continuation_text(tokenizer, prompt, ids[:position]).rstrip("\ufffd")
-    return (common, whole[len(common) :]) if whole.startswith(common) else ("", whole)
