@@ -204,10 +204,10 @@ def design_of(content: Any, where: str) -> Design:
             origins = tuple(dict.fromkeys(first.origins + trial.origins))
             trials[trial.key] = replace(first, origins=origins)
     values = [trial.settings.values() for trial in trials.values()]
-    varied = tuple(n for n in values[0] if len({repr(each[n]) for each in values}) > 1)
-    return Design(
-        name, tuple(parts), tuple(trials.values()), tuple(n for n in varied if n != "seed")
+    varied = tuple(
+        n for n in values[0] if n != "seed" and len({repr(each[n]) for each in values}) > 1
     )
+    return Design(name, tuple(parts), tuple(trials.values()), varied)
 
 
 def _trials_of(

@@ -31,11 +31,6 @@ POLL_SECONDS, LOOK_SECONDS = 1.0, 15.0
 """Between looks at whether workers have ended, and at how far their study is."""
 
 
-def is_study(folder: Path) -> bool:
-    """Return whether `npt sweep` made the folder."""
-    return (folder / STUDY).is_file()
-
-
 def study_name(folder: Path) -> Any:
     """Return the name of the study that a folder holds."""
     return read_json(folder / STUDY, ConfigError).get("name")
@@ -50,7 +45,7 @@ def check_folder(folder: Path, spec: Path, design: Design) -> None:
     """Refuse a folder of another study or of something else with a ConfigError, and change
     nothing.
     """
-    if not is_study(folder):
+    if not (folder / STUDY).is_file():
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
         # what a study leaves that is killed before `study.json` is written
         if not all(name.startswith((DATABASE, f".{STUDY}.", f".{SPEC}.")) for name in names):
