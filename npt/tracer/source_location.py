@@ -7,6 +7,7 @@ code between modules, such as a residual sum, is attributed as exactly as code i
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import os
@@ -104,13 +105,36 @@ def read_stack(frame: FrameType | None, names: Mapping[int, str]) -> Stack:
 
 def _module(frame: FrameType, names: Mapping[int, str]) -> str | None:
     """Return the module that a frame works for: its `self`, or the function's first argument, as in
-    a hook or an attention function. No other local counts: after a loop over layers the last one is
-    still among the locals.
+    a hook or an attention function.
+
+    If that is the whole model, the variable of a loop around the line says more. No other local
+    does: after a loop over layers the last one is still among the locals.
     """
-    code, variables = frame.f_code, frame.f_locals
+    code, line, variables = frame.f_code, frame.f_lineno, frame.f_locals
     first = ("self", *code.co_varnames[: min(code.co_argcount, 1)])
-    modules = (names.get(id(variables.get(variable))) for variable in first)
-    return next((name for name in modules if name is not None), None)
+    modules = [names.get(id(variables.get(variable))) for variable in first]
+    module = next((name for name in modules if name is not None), None)
+    if module:
+        return module
+    around = [name for start, end, name in _loops(code.co_filename) if start <= line <= end]
+    looped = (names.get(id(variables.get(variable))) for variable in reversed(around))
+    return next((name for name in looped if name is not None), module)
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(file: str) -> list[tuple[int, int, str]]:
+    """Return first line, last line and variable of a file's loops, outer ones first."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    return sorted(
+        (loop.body[0].lineno, loop.body[-1].end_lineno or 0, name.id)
+        for loop in ast.walk(tree)
+        if isinstance(loop, ast.For | ast.AsyncFor)
+        for name in ast.walk(loop.target)
+        if isinstance(name, ast.Name)
+    )
 
 
 def _line(frame: FrameType) -> str:
