@@ -202,7 +202,7 @@ def test_a_trace_names_the_same_operation(load_model, batch, backward, converted
 def test_where_one_graph_is_kept_at_a_time_it_is_refused_in_one_line(strategy) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"--gradient_checkpointing .* saves nothing; use --strategy end_to_end or drop it",
+        match=r"--gradient_checkpointing .* means nothing without --strategy end_to_end; add it or",
     ) as caught:
         TrainConfig(gradient_checkpointing=True, strategy=strategy)
     assert "\n" not in str(caught.value)
