@@ -4,19 +4,19 @@
       window.safetensors    the micro-batches refused last, some accepted ones, their random states
       weights.safetensors   the trained parameters from before the window (undo="none": after it)
       moments.safetensors   what the optimizer keeps for them
-      postmortem.json       refusals, findings, settings, versions
+      postmortem.json       refusals, findings, settings, versions; of an NPT run its student
       manifest.json         sha256 and size of every file
 
-An NPT student's has `adapter/` in place of the weights, and knows its base and settings. A bundle
-appears as a whole or not at all, holds safetensors and JSON only, and may come from somebody else:
-everything in it is checked before it is used.
+A bundle appears as a whole or not at all, holds safetensors and JSON only, and may come from
+somebody else: what is not of this form is refused in one line.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +37,13 @@ from npt.versions import versions
 if TYPE_CHECKING:
     from npt.guard.guard import Guard
 
-VERSION = 3
+VERSION = 4
 WINDOW, WEIGHTS, MOMENTS = "window.safetensors", "weights.safetensors", "moments.safetensors"
 
-_OBJECT_OR_NULL = (dict, type(None))
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "version": (int,),
     "reason": (str,),
     "step": (int,),
-    "process": (int,),
     "device": (str,),
     "refusals": (list,),
     "micro_batches": (list,),
@@ -58,28 +56,10 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "spike_limits": (list, type(None)),
     "settings": (dict,),
     "versions": (dict,),
-    "student": _OBJECT_OR_NULL,
+    "student": (dict, type(None)),
 }
-_MICRO_BATCH: dict[str, tuple[type, ...]] = {
-    "sample_ids": (list,),
-    "tokens": (int, float),
-    "offset": (int,),
-    "refusal": _OBJECT_OR_NULL,
-    "values": (dict,),
-    "autocast": (dict,),
-}
-_REFUSAL: dict[str, tuple[type, ...]] = {
-    "kind": (str,),
-    "detail": (str,),
-    "micro_batch": (int, type(None)),
-    "sample_ids": (list,),
-    "rank": (int,),
-}
-_FINDING: dict[str, tuple[type, ...]] = {
-    "refusal": (dict,),
-    "verdict": _OBJECT_OR_NULL,
-    "why": (str,),
-}
+
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -90,16 +70,14 @@ class StoredMicroBatch:
         inputs: tensors and plain values, nested.
         sample_ids: of its rows.
         tokens: what it weighs in its window.
-        offset: of its samples in the data, for seeded draws.
         refusal: why it was refused, itself or with its whole window; None if it was accepted.
-        random: the state that it was computed from; empty if its draws are seeded.
+        random: the state that it was computed from.
         autocast: by device type, the dtype of an autocast that was on.
     """
 
     inputs: Any
     sample_ids: tuple[str, ...] = ()
-    tokens: float = 1
-    offset: int = 0
+    tokens: int = 1
     refusal: Refusal | None = None
     random: Mapping[str, Tensor] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +88,7 @@ class StoredMicroBatch:
         inputs = kept.batch if kept.inputs is None else kept.inputs
         autocast = kept.calls[0].autocast if kept.calls else {}
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in autocast.items()}
-        return cls(inputs, kept.ids, kept.tokens, 0, refusal, kept.random, dtypes)
+        return cls(inputs, kept.ids, kept.tokens, refusal, kept.random, dtypes)
 
 
 @dataclass(frozen=True)
@@ -119,10 +97,9 @@ class Postmortem:
 
     Attributes:
         folder: its own.
-        micro_batches: that were refused last.
-        accepted: of the last window without a refusal.
-        weights: by name, for `model.load_state_dict(weights, strict=False)`; a student's are in
-            `adapter/`, and none are here.
+        micro_batches: that were refused last; of an NPT run the whole window.
+        accepted: some that were stepped on.
+        weights: by name, for `model.load_state_dict(weights, strict=False)`.
         moments: by `exp_avg of NAME` and so on, also those that are plain numbers.
         limits: of loss and gradient norm, the spike guard's.
         record: the content of `postmortem.json`.
@@ -142,31 +119,25 @@ class Postmortem:
         return int(self.record["step"])
 
     @property
-    def recorded(self) -> tuple[tuple[Refusal, int | None], ...]:
-        """The refusals of the stored micro-batches, with their index here; None of a window."""
-        refusals = {}
-        for index, micro_batch in enumerate(self.micro_batches):
-            if (refusal := micro_batch.refusal) is not None:
-                place = None if refusal.micro_batch is None else index
-                refusals[refusal.kind, place] = refusal
-        return tuple((refusal, place) for (_, place), refusal in refusals.items())
+    def recorded(self) -> dict[tuple[str, int | None], Refusal]:
+        """The refusals of the stored micro-batches, by kind and index here; None of a window."""
+        refusals = [(i, m.refusal) for i, m in enumerate(self.micro_batches) if m.refusal]
+        return {(r.kind, None if r.micro_batch is None else i): r for i, r in refusals}
 
 
 @dataclass(frozen=True)
 class StudentPart:
-    """The parts that only the post-mortem of an NPT student has.
+    """The parts that only the post-mortem of an NPT run has.
 
     Attributes:
         micro_batches: of the window that was refused last.
         accepted: of the last window without a refusal.
         entry: what it takes to load the student again.
-        write_weights: writes weights by name into a folder.
     """
 
     micro_batches: Sequence[StoredMicroBatch]
     accepted: Sequence[StoredMicroBatch]
     entry: Mapping[str, Any]
-    write_weights: Callable[[Path, Mapping[str, Tensor]], None]
 
 
 def write_postmortem(
@@ -208,11 +179,10 @@ def write_postmortem(
         "version": VERSION,
         "reason": reason,
         "step": step,
-        "process": process,
         "device": str(guard.update.parameters[0].device),
         "refusals": [{"window": index, **r.as_dict()} for index, r in guard.refusals],
-        "micro_batches": _entries("", refused, window),
-        "accepted": _entries("accepted.", accepted, window),
+        "micro_batches": _entries("refused", refused, window),
+        "accepted": _entries("accepted", accepted, window),
         "findings": [
             {
                 "refusal": f.refusal.as_dict(),
@@ -231,14 +201,10 @@ def write_postmortem(
         "versions": versions(),
         "student": None if student is None else student.entry,
     }
-    weights = {name: value for name, (value, _) in state.items()}
     with new_folder(folder) as temporary:
         _save(window, temporary / WINDOW)
         _save(tensors, temporary / MOMENTS)
-        if student is None:
-            _save(weights, temporary / WEIGHTS)
-        else:
-            student.write_weights(temporary, weights)
+        _save({name: value for name, (value, _) in state.items()}, temporary / WEIGHTS)
         write_json(temporary / POSTMORTEM, record)
         write_manifest(temporary)
     return folder
@@ -255,46 +221,45 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     path = folder / POSTMORTEM
     require_file(path, "name a complete folder postmortem/step-XXXXXXXX", BundleError)
     record = read_json(path, BundleError)
-    _check_version(path, record)
-    check_entries(path, "", record, _ENTRIES, BundleError)
-    for entry in record["refusals"]:
-        _check_refusal(path, "refusals.", _object(entry), "window")
-    for entry in record["findings"]:
-        check_entries(path, "findings.", _object(entry), _FINDING, BundleError)
-        _check_refusal(path, "findings.refusal.", entry["refusal"])
-    if not 0 <= record["step"] < 2**63:
-        raise BundleError(f"{path}: step is {record['step']}, expected a count; {_DAMAGED}")
-    verify_checkpoint(folder)
-    window = _tensors(folder / WINDOW)
-    micro_batches = _micro_batches(path, "micro_batches", "", record, window)
-    if not micro_batches:
-        raise BundleError(f"{path}: micro_batches names no micro-batch; {_DAMAGED}")
-    accepted = _micro_batches(path, "accepted", "accepted.", record, window)
-    weights = _tensors(folder / WEIGHTS) if record["student"] is None else {}
-    moments = {**record["moments"], **_tensors(folder / MOMENTS)}
-    limits = _limits(path, record["spike_limits"])
-    return Postmortem(folder, micro_batches, accepted, weights, moments, limits, record)
-
-
-_DEEPEST = 32
-_DAMAGED = "the bundle is broken or was changed, copy it again"
-
-
-def _check_version(path: Path, record: Mapping[str, Any]) -> None:
-    """Refuse what another version wrote; the first one called its number `format`."""
-    version = record.get("version", record.get("format"))
-    if version != VERSION:
+    # the first version called its number `format`
+    if (version := record.get("version", record.get("format"))) != VERSION:
         stored = record.get("versions")
         writer = stored.get("npt") if isinstance(stored, dict) else None
-        named = f"npt {shown(writer)}" if writer is not None else "the npt that wrote it"
         raise BundleError(
-            f"{path} is of version {shown(version)}, this npt reads {VERSION}; replay it with"
-            f" {named}"
+            f"{path} is of version {shown(version)}, this npt reads {VERSION}; replay it with the"
+            f" npt that wrote it ({shown(writer)})"
         )
+    check_entries(path, "", record, _ENTRIES, BundleError)
+    verify_checkpoint(folder)
+    window, moments, weights = (_tensors(folder / file) for file in (WINDOW, MOMENTS, WEIGHTS))
+    with well_formed(path):
+        refused = _micro_batches("refused", record["micro_batches"], window)
+        accepted = _micro_batches("accepted", record["accepted"], window)
+        limits = record["spike_limits"]
+        if limits is not None:  # JSON writes an infinite one as null
+            loss, norm = (math.inf if limit is None else float(limit) for limit in limits)
+            limits = loss, norm
+    if not refused:
+        raise BundleError(f"{path}: micro_batches names no micro-batch; copy it again")
+    return Postmortem(
+        folder, refused, accepted, weights, {**record["moments"], **moments}, limits, record
+    )
+
+
+@contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Refuse what is made of a record whose entries are not those that are written."""
+    try:
+        yield
+    except _MALFORMED as error:
+        raise BundleError(
+            f"{path} has an entry that cannot be: {type(error).__name__}: {shown(str(error))};"
+            " copy it again"
+        ) from error
 
 
 def _entries(
-    prefix: str, micro_batches: Sequence[StoredMicroBatch], tensors: dict[str, Tensor]
+    kind: str, micro_batches: Sequence[StoredMicroBatch], tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Return the entries of micro-batches; their tensors are added to `tensors`."""
     entries = []
@@ -302,16 +267,15 @@ def _entries(
         values = {}
         for path, leaf in leaves(stored.inputs):
             if isinstance(leaf, Tensor):
-                tensors[f"{prefix}{number}.{path}"] = leaf
+                tensors[f"{kind}.{number}.{path}"] = leaf
             else:
                 values[path] = _plain(leaf)
         for device, state in stored.random.items():
-            tensors[f"random.{prefix}{number}.{device}"] = state
+            tensors[f"random.{kind}.{number}.{device}"] = state
         entries.append(
             {
                 "sample_ids": list(stored.sample_ids),
                 "tokens": _plain(stored.tokens),
-                "offset": stored.offset,
                 "refusal": None if stored.refusal is None else stored.refusal.as_dict(),
                 "values": values,
                 "autocast": dict(stored.autocast),
@@ -321,57 +285,23 @@ def _entries(
 
 
 def _micro_batches(
-    path: Path, key: str, prefix: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    kind: str, entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
 ) -> tuple[StoredMicroBatch, ...]:
+    """Return the micro-batches that `_entries` described."""
     micro_batches = []
-    for number, entry in enumerate(map(_object, record[key])):
-        name = f"{key}.{number}."
-        check_entries(path, name, entry, _MICRO_BATCH, BundleError)
-        ids, tokens, refusal = entry["sample_ids"], entry["tokens"], entry["refusal"]
-        if not all(isinstance(each, str) for each in ids):
-            raise BundleError(f"{path}: {name}sample_ids is {shown(ids)}, expected names")
-        if not (math.isfinite(tokens) and 0 <= tokens < 2**63 and 0 <= entry["offset"] < 2**63):
-            raise BundleError(
-                f"{path}: {name}tokens and offset are {shown((tokens, entry['offset']))}, expected"
-                f" numbers from 0 on; {_DAMAGED}"
-            )
-        if refusal is not None:
-            _check_refusal(path, f"{name}refusal.", refusal)
-            refusal = Refusal.from_dict(refusal)
-        flat = {**entry["values"], **_below(f"{prefix}{number}.", tensors)}
-        if any(name.count(".") > _DEEPEST for name in flat):
-            raise BundleError(f"{path}: {name}values is nested too deeply; {_DAMAGED}")
-        random = _below(f"random.{prefix}{number}.", tensors)
-        autocast = {
-            kind: dtype
-            for kind, dtype in entry["autocast"].items()
-            if kind in ("cpu", "cuda") and dtype in ("float16", "bfloat16")
-        }
+    for number, entry in enumerate(entries):
+        refusal, autocast = entry["refusal"], entry["autocast"].items()
         micro_batches.append(
             StoredMicroBatch(
-                nested(flat), tuple(ids), tokens, entry["offset"], refusal, random, autocast
+                nested({**entry["values"], **_below(f"{kind}.{number}.", tensors)}),
+                tuple(map(str, entry["sample_ids"])),
+                int(entry["tokens"]),
+                None if refusal is None else Refusal.from_dict(refusal),
+                _below(f"random.{kind}.{number}.", tensors),
+                {on: dtype for on, dtype in autocast if dtype in ("float16", "bfloat16")},
             )
         )
     return tuple(micro_batches)
-
-
-def _object(entry: Any) -> dict[str, Any]:
-    return entry if isinstance(entry, dict) else {}
-
-
-def _check_refusal(path: Path, prefix: str, entry: Mapping[str, Any], *more: str) -> None:
-    entries = {name: value for name, value in entry.items() if name not in ("rows", *more)}
-    check_entries(path, prefix, entries, _REFUSAL, BundleError)
-
-
-def _limits(path: Path, limits: Sequence[Any] | None) -> tuple[float, float] | None:
-    """Return the limits of loss and gradient norm; JSON writes an infinite one as null."""
-    if limits is None:
-        return None
-    numbers = [math.inf if limit is None else limit for limit in limits]
-    if len(numbers) != 2 or not all(type(n) in (int, float) and n >= 0 for n in numbers):
-        raise BundleError(f"{path}: spike_limits is {shown(limits)}, expected two; {_DAMAGED}")
-    return float(numbers[0]), float(numbers[1])
 
 
 def nested(flat: Mapping[str, Any]) -> Any:

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.finding import Finding, weights_of
-from npt.guard.forensics import Forensics, Kept
+from npt.guard.forensics import Finding, Forensics, Kept, weights_of
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
@@ -138,7 +137,7 @@ class Guard:
         if scaler is not None:
             self.window.unscale = self._scale.unscale
         keep = self.settings.postmortem is not None
-        self.forensics = Forensics(self._model, self.settings.trace, keep, self.settings.record)
+        self.forensics = Forensics(self._model, self.settings.trace, keep)
         self.draws: Draws = Draws() if draws is None else draws
         self._buffers = Buffers(None if self._model is None else whole(self._model))
         self.counts = RunCounts()
@@ -274,7 +273,7 @@ class Guard:
         refusals = gathered(refusals_here, Refusal, self.window.processes)
         if refusals:
             self._trace(self.window.committed, refusals_here)
-            self.forensics.settle(self.window.committed, refusals_here)
+            self.forensics.suspect(self.window.committed, refusals_here)
             self.clear()
             self._aside = sorted([*self._aside, *refusals], key=lambda r: r.micro_batch or 0)
         return refusals
@@ -389,7 +388,8 @@ class Guard:
             followers.restore()
             self.window.resume_at(steps)
             raise
-        self._settle(outcome, refused)
+        self.forensics.suspect(outcome.index, refused)
+        self.forensics.accept(outcome)
         self.forensics.forget()
         return outcome
 
@@ -416,29 +416,22 @@ class Guard:
                             self._trace(outcome.index, outcome.refused)
                         if not outcome.applied:
                             self._trace_window(outcome)
-                self._settle(outcome, outcome.refused)
+                self.forensics.suspect(outcome.index, outcome.refused)
+                self.forensics.accept(outcome)
             self.forensics.forget(outcome.index)
             if not outcome.halts:
                 self._ended(outcome)
         return list(outcomes)
 
     def _trace(self, window: int, refusals: Sequence[Refusal]) -> None:
-        self._findings += self.forensics.trace(window, refusals, window + 1)
+        self._findings += self.forensics.trace(window, refusals)
 
     def _trace_window(self, outcome: Outcome) -> None:
         """Trace this process's micro-batch with the largest gradient of those that counted."""
         records = [r for r in self.window.history if r.window == outcome.index]
         counted = [r for r in records if r.micro_batch in outcome.places]
         largest: MicroBatchRecord | None = max(counted, key=lambda r: r.grad_norm, default=None)
-        self._findings += self.forensics.trace_window(
-            outcome.index, outcome.refused, largest, outcome.index + 1
-        )
-
-    def _settle(self, outcome: Outcome, refusals: Sequence[Refusal]) -> None:
-        """Keep this process's refused micro-batches, if a post-mortem may need them."""
-        if not outcome.refused:
-            self.forensics.accept(outcome.index)
-        self.forensics.settle(outcome.index, refusals)
+        self._findings += self.forensics.trace_window(outcome.index, outcome.refused, largest)
 
     def _ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome with its findings, or end a run with too many refusals."""

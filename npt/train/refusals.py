@@ -12,7 +12,6 @@ from npt.data.batch import Batch
 from npt.errors import TooManyRefusalsError
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome
-from npt.guard.schedule import kind_of_run, rate_at
 from npt.guard.shared import gathered
 from npt.guard.window import HISTORY
 from npt.train.run_context import RunContext, Window
@@ -115,17 +114,16 @@ class Refusals:
         from npt.forensics.student import student_part
 
         setup, record, path = self._context.setup, self._context.record, self._context.folder.path
-        c, total = setup.config, self._context.total_steps
         step = steps if result.snapshot is None else result.steps - result.applied
-        kind = kind_of_run(c.scheduler_type, total)
-        entry = {
-            "settings": {**record["settings"], **asdict(c)},
-            "samples_at_once": setup.splitter.samples or c.batch_size,
-            "rate": rate_at(step, c.learning_rate, kind, c.warmup_steps, total),
-        }
         try:
             student = student_part(
-                setup.model, window.batches, result.refused, accepted, entry, record
+                setup.model,
+                {**record["settings"], **asdict(setup.config)},
+                record["base_hash"],
+                setup.splitter.samples or setup.config.batch_size,
+                window.batches,
+                result.refused,
+                accepted,
             )
             folder = path / "postmortem"
             written = write_postmortem(folder, self._guard, result, reason, step, student)
