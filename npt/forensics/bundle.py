@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from npt.errors import BundleError
+from npt.errors import BundleError, ConfigError
 from npt.files import new_folder, write_json
 from npt.guard.forensics import Kept
 from npt.guard.outcome import Outcome, Refusal
@@ -59,7 +59,9 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "student": (dict, type(None)),
 }
 
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_MALFORMED = (
+    ArithmeticError, AttributeError, ConfigError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,28 +127,16 @@ class Postmortem:
         return {(r.kind, None if r.micro_batch is None else i): r for i, r in refusals}
 
 
-@dataclass(frozen=True)
-class StudentPart:
-    """The parts that only the post-mortem of an NPT run has.
-
-    Attributes:
-        micro_batches: of the window that was refused last.
-        accepted: of the last window without a refusal.
-        entry: what it takes to load the student again.
-    """
-
-    micro_batches: Sequence[StoredMicroBatch]
-    accepted: Sequence[StoredMicroBatch]
-    entry: Mapping[str, Any]
-
-
 def write_postmortem(
     folder: str | Path,
     guard: Guard,
     outcome: Outcome,
     reason: str,
     step: int,
-    student: StudentPart | None = None,
+    *,
+    refused: Sequence[StoredMicroBatch] | None = None,
+    accepted: Sequence[StoredMicroBatch] | None = None,
+    student: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `step-XXXXXXXX` below the folder, of other processes than the first with their number.
 
@@ -156,7 +146,8 @@ def write_postmortem(
         outcome: of the window that was refused last.
         reason: why the run ends.
         step: applied ones of the state that is stored.
-        student: of an NPT run.
+        refused, accepted: micro-batches; default those that the guard has kept.
+        student: what it takes to load the student of an NPT run again.
 
     Raises:
         OSError, SafetensorError: it could not be written.
@@ -165,11 +156,10 @@ def write_postmortem(
     number = f"-process-{process}" if process else ""
     folder = Path(folder).absolute() / f"step-{step:08d}{number}"
     window: dict[str, Tensor] = {}
-    if student is None:
+    if refused is None:
         refused = [StoredMicroBatch.of_kept(kept, r) for r, kept in guard.forensics.suspects]
+    if accepted is None:
         accepted = [StoredMicroBatch.of_kept(kept) for kept in guard.forensics.accepted]
-    else:
-        refused, accepted = list(student.micro_batches), list(student.accepted)
     state = outcome.snapshot or guard.update.snapshot()
     moments = {
         f"{key} of {name}": v for name, (_, kept) in state.items() for key, v in kept.items()
@@ -183,14 +173,7 @@ def write_postmortem(
         "refusals": [{"window": index, **r.as_dict()} for index, r in guard.refusals],
         "micro_batches": _entries("refused", refused, window),
         "accepted": _entries("accepted", accepted, window),
-        "findings": [
-            {
-                "refusal": f.refusal.as_dict(),
-                "verdict": None if f.verdict is None else f.verdict.as_dict(),
-                "why": f.why,
-            }
-            for f in guard.findings
-        ],
+        "findings": [finding.as_dict() for finding in guard.findings],
         "history": [asdict(entry) for entry in guard.window.history],
         "moments": _plain_values({n: v for n, v in moments.items() if n not in tensors}),
         "optimizer": type(guard.update.optimizer).__name__,
@@ -199,7 +182,7 @@ def write_postmortem(
         "settings": _plain_values(vars(settings))
         | {"refuse": [kind.__name__ for kind in classes_of(settings.refuse)]},
         "versions": versions(),
-        "student": None if student is None else student.entry,
+        "student": student,
     }
     with new_folder(folder) as temporary:
         _save(window, temporary / WINDOW)

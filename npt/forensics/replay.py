@@ -8,8 +8,8 @@ micro-batches are tried in the same state.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from npt.distributed.processes import ProcessGroup
 from npt.errors import BundleError, ConfigError, printable_lines
 from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
-from npt.guard.forensics import Finding, Kept, loss_in, traced
+from npt.guard.forensics import Finding, Kept, loss_in, traced, values_in
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Refusal
 from npt.guard.parameters import plain_name
@@ -187,7 +187,7 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
         loss: may also run backward itself, and return an object with `loss` and `tokens`.
     """
     state, stored = StoredState(postmortem, model, loss), postmortem.micro_batches
-    with state.loaded():
+    with values_in(state.parameters, state.weights):
         findings = state.findings()
         refusals, records = state.window(stored, postmortem.limits)
         refused = {refusal.micro_batch: refusal for refusal in refusals}
@@ -254,26 +254,6 @@ class StoredState:
         self.parameters = {name: named[name] for name in self.weights}
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Give the parameters the stored weights within the context."""
-        kept = [(p, p.detach().clone(), p.grad) for p in self.parameters.values()]
-        self.restore()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value, gradient in kept:
-                    parameter.copy_(value)
-                    parameter.grad = gradient
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the parameters the stored weights, and remove gradients."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.weights[name])
-            parameter.grad = None
-
     def window(
         self, micro_batches: Sequence[StoredMicroBatch], limits: tuple[float, float] | None = None
     ) -> tuple[tuple[Refusal, ...], tuple[MicroBatchRecord, ...]]:
@@ -286,7 +266,7 @@ class StoredState:
         """
         buffers = Buffers(self.model)
         copies = buffers.copy()
-        with self._guard() as guard:
+        with values_in(self.parameters, self.weights), self._guard() as guard:
             if limits is None:
                 guard.window.spikes = None
             elif guard.window.spikes is not None:
@@ -309,7 +289,6 @@ class StoredState:
             refusals = guard.step().refused
             records = tuple(guard.window.history)
         buffers.restore(copies)
-        self.restore()
         return refusals, records
 
     def compute(self, micro_batch: StoredMicroBatch) -> Any:
@@ -350,17 +329,9 @@ class StoredState:
             chosen["loss"] = "mean"
         refuse = [getattr(builtins, str(name), None) for name in settings.get("refuse") or ()]
         chosen["refuse"] = [kind for kind in refuse if kind is not None]
-        alone = ProcessGroup()
-        try:
-            with well_formed(self.postmortem.folder / POSTMORTEM):
-                optimizer = self._optimizer()
-                return Guard(
-                    self.model, optimizer, max_refused=float("inf"), processes=alone, **chosen
-                )
-        except ConfigError as error:
-            raise BundleError(
-                f"{self.postmortem.folder} has settings that cannot work: {error}"
-            ) from error
+        chosen |= {"max_refused": float("inf"), "processes": ProcessGroup()}
+        with well_formed(self.postmortem.folder / POSTMORTEM):
+            return Guard(self.model, self._optimizer(), **chosen)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """Return the run's optimizer; of one that is not torch's, whose step cannot be made again,

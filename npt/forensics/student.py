@@ -25,42 +25,58 @@ from npt.distill.local import BatchSums
 from npt.distill.step import MicroBatchSplitter, summed
 from npt.distill.strategies import drive
 from npt.errors import BundleError, ConfigError, ModelError
-from npt.forensics.bundle import (
-    Postmortem,
-    StoredMicroBatch,
-    StudentPart,
-    read_postmortem,
-    well_formed,
-)
+from npt.forensics.bundle import Postmortem, StoredMicroBatch, read_postmortem, well_formed
 from npt.forensics.replay import Replay, replayed
-from npt.guard.forensics import KEPT
 from npt.guard.outcome import Refusal
 from npt.manifest import POSTMORTEM
 from npt.random_state import kept_random_state, micro_batch_draws, random_state
+from npt.stored import check_entries
+
+_STUDENT: dict[str, tuple[type, ...]] = {
+    "base": (str,),
+    "base_hash": (str,),
+    ENTRY: (dict, type(None)),
+    "adapter": (dict,),
+    "settings": (dict,),
+    "samples_at_once": (int,),
+    "matmul_precision": (str,),
+}
 
 
-def student_part(
-    model: PreTrainedModel,
-    settings: Mapping[str, Any],
-    hash_of_base: str,
-    samples_at_once: int,
-    window: Sequence[Batch],
-    refused: Sequence[Refusal],
-    accepted: Sequence[Batch],
-) -> StudentPart:
-    """Return what a student's post-mortem has of its own.
+def stored_batches(
+    batches: Sequence[Batch], seed: int, refused: Sequence[Refusal] = ()
+) -> list[StoredMicroBatch]:
+    """Return micro-batches of a run, as collated, for its post-mortem.
+
+    Args:
+        batches: in the order of their places in the window.
+        seed: of the run.
+        refused: among them.
+    """
+    by_place = {refusal.micro_batch: refusal for refusal in refused}
+    stored = []
+    for place, batch in enumerate(batches):
+        refusal = by_place.get(place, by_place.get(None))
+        with micro_batch_draws(seed, batch.sample_ids, batch.offset):
+            state = random_state()
+        rows, ids = batch.row_tensors, batch.sample_ids
+        stored.append(StoredMicroBatch(rows, ids, batch.tokens, refusal, state))
+    return stored
+
+
+def student_entry(
+    model: PreTrainedModel, settings: Mapping[str, Any], hash_of_base: str, samples_at_once: int
+) -> dict[str, Any]:
+    """Return what it takes to load a student again.
 
     Args:
         model: with adapters attached.
         settings: of the run's `run.json`, as they are in this stage.
         hash_of_base: when the run began.
         samples_at_once: that were computed of a micro-batch.
-        window: the micro-batches that ended the run, as collated.
-        refused: among them.
-        accepted: the micro-batches of the last window without a refusal.
     """
     recipe = Recipe.of(model)
-    entry = {
+    return {
         "base": model.config._name_or_path,
         "base_hash": hash_of_base,
         ENTRY: None if recipe is None else recipe.as_record(),
@@ -70,18 +86,6 @@ def student_part(
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
 
-    def stored(batch: Batch, refusal: Refusal | None = None) -> StoredMicroBatch:
-        with micro_batch_draws(settings["seed"], batch.sample_ids, batch.offset):
-            state = random_state()
-        return StoredMicroBatch(batch.row_tensors, batch.sample_ids, batch.tokens, refusal, state)
-
-    by_place = {refusal.micro_batch: refusal for refusal in refused}
-    return StudentPart(
-        [stored(batch, by_place.get(i, by_place.get(None))) for i, batch in enumerate(window)],
-        [stored(batch) for batch in accepted[:KEPT]],
-        entry,
-    )
-
 
 @dataclass(frozen=True)
 class StudentPostmortem:
@@ -89,28 +93,17 @@ class StudentPostmortem:
 
     Attributes:
         postmortem: all that it has in common with others.
-        base: the name of its base.
-        base_hash: of the base when the run began.
+        entry: what `student_entry` returned.
         recipe: how its base was loaded.
         adapter: the form of its adapters.
         config: of the run.
-        samples_at_once: that were computed of a micro-batch.
-        matmul_precision: of fp32 products.
     """
 
     postmortem: Postmortem
-    base: str
-    base_hash: str
+    entry: Mapping[str, Any]
     recipe: Recipe
     adapter: NPTConfig
     config: TrainConfig
-    samples_at_once: int
-    matmul_precision: str
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        settings: Mapping[str, Any] = self.postmortem.record["student"]["settings"]
-        return settings
 
     def load(
         self, name: str | None = None, device: str | torch.device | None = None
@@ -126,28 +119,29 @@ class StudentPostmortem:
             BundleError: a model that is not the recorded one, or cannot be loaded.
             ConfigError: there is no such device.
         """
-        folder, name = self.postmortem.folder, self.base if name is None else name
-        recorded = self.postmortem.record["device"]
+        folder, settings = self.postmortem.folder, self.entry["settings"]
+        base, recorded = self.entry["base"], self.postmortem.record["device"]
+        name = base if name is None else name
         if device is None and recorded == "cpu":
             device = "cpu"
         try:
             device = None if device is None else torch.device(device)
         except RuntimeError as error:
             raise ConfigError(f"--device is {device!r}; name one such as cpu or cuda:0") from error
-        teacher, precision = None, self.settings.get("teacher_precision")
-        attention = self._attention("attn_implementation")
+        teacher, precision = None, settings.get("teacher_precision")
+        attention = settings.get("attn_implementation")
+        attention = attention if attention in ATTENTIONS else "sdpa"
         try:
             model, _ = load_base(
                 name, device=device, attn_implementation=attention, **self.recipe.arguments
             )
+            hashes = {"base": (self.entry["base_hash"], base_hash(model))}
             if precision is not None:
-                attention = self._attention("teacher_attention", "attn_implementation")
+                attention = settings.get("teacher_attention", attention)
                 teacher = load_teacher(
                     name, precision, device=model.device, attn_implementation=attention
                 )
-            hashes = {"base": (self.base_hash, base_hash(model))}
-            if teacher is not None:
-                hashes["teacher"] = str(self.settings.get("teacher")), base_hash(teacher)
+                hashes["teacher"] = settings.get("teacher"), base_hash(teacher)
             attach(model, self.adapter)
         except (ConfigError, ModelError) as error:
             raise BundleError(
@@ -157,18 +151,11 @@ class StudentPostmortem:
         for kind, (then, now) in hashes.items():
             if then != now:
                 raise BundleError(
-                    f"{folder} was recorded on {kind} {then[:12]} ({self.base!r} on {recorded}),"
+                    f"{folder} was recorded on {kind} {str(then)[:12]} ({base!r} on {recorded}),"
                     f" {name!r} on {model.device} is {now[:12]}; pass the run's own --model_name,"
                     " and its kind of --device, on which statistics of 4-bit weights depend"
                 )
         return model.eval(), teacher
-
-    def _attention(self, *names: str) -> str:
-        """Return the attention recorded under the first of these settings; the default if none is
-        recorded, or one that `load_base` does not know.
-        """
-        recorded = next((self.settings[name] for name in names if name in self.settings), None)
-        return recorded if recorded in ATTENTIONS else "sdpa"
 
 
 def read_student(folder: str | Path) -> StudentPostmortem:
@@ -185,48 +172,26 @@ def read_student(folder: str | Path) -> StudentPostmortem:
             f"{path} is of a guarded loop, whose model is yours; in Python:"
             f" print(npt.guard.replay({str(postmortem.folder)!r}, model))"
         )
-    for micro_batch in (*postmortem.micro_batches, *postmortem.accepted):
-        _check_rows(path, micro_batch)
+    check_entries(path, "student.", entry, _STUDENT, BundleError)
     with well_formed(path):
+        for micro_batch in (*postmortem.micro_batches, *postmortem.accepted):
+            _check_rows(micro_batch)
         recipe = Recipe.of_record(entry)
         if recipe is None:
             raise ValueError("npt.load_base cannot load a base like this one")
-        if entry["matmul_precision"] not in ("highest", "high", "medium"):
-            raise ValueError(f"matmul_precision is {entry['matmul_precision']}")
         names = [setting.name for setting in fields(TrainConfig)]
-        try:
-            return StudentPostmortem(
-                postmortem,
-                str(entry["base"]),
-                str(entry["base_hash"]),
-                recipe,
-                NPTConfig(**entry["adapter"]),
-                TrainConfig(**{name: entry["settings"][name] for name in names}),
-                max(1, int(entry["samples_at_once"])),
-                entry["matmul_precision"],
-            )
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
+        config = TrainConfig(**{name: entry["settings"][name] for name in names})
+        return StudentPostmortem(postmortem, entry, recipe, NPTConfig(**entry["adapter"]), config)
 
 
-def _check_rows(path: Path, micro_batch: StoredMicroBatch) -> None:
+def _check_rows(micro_batch: StoredMicroBatch) -> None:
     """Check names, types and shapes of a batch's tensors."""
-    rows = micro_batch.inputs if isinstance(micro_batch.inputs, dict) else {}
-    kinds = {(t.dtype, t.shape) if isinstance(t, Tensor) else None for t in rows.values()}
-    named = {*rows, "documents"} == set(ROW_TENSORS)
-    size = len(micro_batch.sample_ids)
-    if (
-        not named
-        or len(kinds) != 1
-        or not all(
-            kind is not None and kind[0] == torch.int64 and len(kind[1]) == 2 and kind[1][0] == size
-            for kind in kinds
-        )
-    ):
-        raise BundleError(
-            f"{path}: a micro-batch does not hold {', '.join(ROW_TENSORS)} as int64 [B, T] with B"
-            " sample ids; copy it again"
-        )
+    rows, size = micro_batch.inputs, len(micro_batch.sample_ids)
+    kinds = {(tensor.dtype, tensor.shape) for tensor in rows.values()}
+    expected = {(torch.int64, torch.Size([size, rows["input_ids"].shape[-1]]))}
+    if {*rows, "documents"} != set(ROW_TENSORS) or kinds != expected:
+        names = ", ".join(ROW_TENSORS)
+        raise ValueError(f"a micro-batch of {size} samples does not hold {names} as int64 [B, T]")
 
 
 def batch_of(rows: Mapping[str, Tensor]) -> Batch:
@@ -255,7 +220,7 @@ def replay_student(
     precision = torch.get_float32_matmul_precision()
     with kept_random_state():
         try:
-            torch.set_float32_matmul_precision(student.matmul_precision)
+            torch.set_float32_matmul_precision(student.entry["matmul_precision"])
             model, teacher = student.load(model_name, device)
             return replayed(student.postmortem, model, loss_of(student, teacher))
         finally:
@@ -267,7 +232,7 @@ def loss_of(student: StudentPostmortem, teacher: PreTrainedModel | None = None) 
     may depend.
     """
     strategy = partial(drive, teacher=teacher)
-    splitter = MicroBatchSplitter(student.samples_at_once)
+    splitter = MicroBatchSplitter(max(1, student.entry["samples_at_once"]))
 
     def loss(model: PreTrainedModel, rows: Mapping[str, Tensor]) -> BatchSums:
         return summed(model, strategy, batch_of(rows), student.config, splitter)

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal, Snapshot
+from npt.guard.outcome import MicroBatchRecord, Outcome, Refusal
 from npt.guard.parameters import unsynchronised, whole
 from npt.guard.traces import States
-from npt.guard.update import GuardedUpdate
 from npt.random_state import kept_random_state, random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -109,6 +108,10 @@ class Finding:
         """The answer without the refusal."""
         return "\n".join(str(part) for part in (self.why, self.verdict) if part)
 
+    def as_dict(self) -> dict[str, Any]:
+        verdict = None if self.verdict is None else self.verdict.as_dict()
+        return {"refusal": self.refusal.as_dict(), "verdict": verdict, "why": self.why}
+
     def __str__(self) -> str:
         return f"{self.refusal}\n{self.told}"
 
@@ -161,22 +164,25 @@ def _unexplained(refusal: Refusal, outcome: Any) -> str:
 
 
 @contextmanager
-def weights_of(snapshot: Snapshot | None, update: GuardedUpdate) -> Iterator[None]:
-    """Give the parameters the values of a snapshot within the context; None leaves them."""
-    values = {name: value for name, (value, _) in (snapshot or {}).items()}
-    parameters = dict(zip(update.names, update.parameters, strict=True))
-    now = {name: parameters[name].detach().clone() for name in values}
-
-    @torch.no_grad()
-    def assign(new: Mapping[str, torch.Tensor]) -> None:
-        for name, value in new.items():
-            parameters[name].copy_(value)
-
-    assign(values)
+def values_in(
+    parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Give parameters these values, and no gradients, within the context; their own are put back
+    after it.
+    """
+    chosen = [(parameters[name], value) for name, value in values.items()]
+    kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in chosen]
     try:
+        with torch.no_grad():
+            for parameter, value in chosen:
+                parameter.copy_(value)
+                parameter.grad = None
         yield
     finally:
-        assign(now)
+        with torch.no_grad():
+            for parameter, value, gradient in kept:
+                parameter.copy_(value)
+                parameter.grad = gradient
 
 
 class Hook:

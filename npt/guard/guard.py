@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
-from npt.guard.forensics import Finding, Forensics, Kept, weights_of
+from npt.guard.forensics import Finding, Forensics, Kept, values_in
 from npt.guard.mixed_precision import LossScale
 from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
@@ -411,7 +411,9 @@ class Guard:
             if not outcome.halts:
                 outcome.longest = self.counts.add(outcome, self.window.processes)
                 if self.forensics.left and outcome.refused:
-                    with weights_of(outcome.snapshot, self.update):
+                    names, parameters = self.update.names, self.update.parameters
+                    before = {n: value for n, (value, _) in (outcome.snapshot or {}).items()}
+                    with values_in(dict(zip(names, parameters, strict=True)), before):
                         if self.update.late:
                             self._trace(outcome.index, outcome.refused)
                         if not outcome.applied:

@@ -10,6 +10,7 @@ from typing import Any
 
 from npt.data.batch import Batch
 from npt.errors import TooManyRefusalsError
+from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
 from npt.guard.outcome import MicroBatchRecord, Outcome
 from npt.guard.shared import gathered
@@ -111,22 +112,23 @@ class Refusals:
     ) -> dict[str, Any]:
         """Return the bundle's path, or why there is none; the run reports its end either way."""
         from npt.forensics.bundle import write_postmortem  # few runs end so
-        from npt.forensics.student import student_part
+        from npt.forensics.student import stored_batches, student_entry
 
         setup, record, path = self._context.setup, self._context.record, self._context.folder.path
         step = steps if result.snapshot is None else result.steps - result.applied
         try:
-            student = student_part(
-                setup.model,
-                {**record["settings"], **asdict(setup.config)},
-                record["base_hash"],
-                setup.splitter.samples or setup.config.batch_size,
-                window.batches,
-                result.refused,
-                accepted,
+            settings = {**record["settings"], **asdict(setup.config)}
+            samples = setup.splitter.samples or setup.config.batch_size
+            written = write_postmortem(
+                path / "postmortem",
+                self._guard,
+                result,
+                reason,
+                step,
+                refused=stored_batches(window.batches, settings["seed"], result.refused),
+                accepted=stored_batches(accepted[:KEPT], settings["seed"]),
+                student=student_entry(setup.model, settings, record["base_hash"], samples),
             )
-            folder = path / "postmortem"
-            written = write_postmortem(folder, self._guard, result, reason, step, student)
             return {"postmortem": str(written.relative_to(path.absolute()))}
         except Exception as error:
             return {"postmortem": None, "error": str(error)}

@@ -253,7 +253,7 @@ def test_the_process_is_left_as_it_was(bundle) -> None:
 
 
 def test_another_base_is_refused_and_both_hashes_are_named(bundle, tiny_folder) -> None:
-    recorded = read_student(bundle).base_hash
+    recorded = read_student(bundle).entry["base_hash"]
     other = npt.base_hash(npt.load_base(str(tiny_folder), quantization="nf4", device="cpu")[0])
     with pytest.raises(BundleError) as caught:
         replay(bundle, model_name=str(tiny_folder))

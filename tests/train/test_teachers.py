@@ -98,7 +98,7 @@ def test_a_replay_loads_the_teacher_with_the_attention_that_it_had(here, llama_f
         trainer.train()
     (bundle,) = (here.place / "run" / "postmortem").iterdir()
     student = read_student(bundle)
-    assert student.settings["teacher_attention"] == own
+    assert student.entry["settings"]["teacher_attention"] == own
     model, found = student.load(str(llama_folder))
     assert attention_name(model) == "sdpa" and attention_name(found) == own
 
