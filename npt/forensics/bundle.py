@@ -59,9 +59,11 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
     "student": (dict, type(None)),
 }
 
+_TENSOR = "tensor"
 _MALFORMED = (
-    ArithmeticError, AttributeError, ConfigError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
+    *(ArithmeticError, AttributeError, ConfigError, LookupError),
+    *(RecursionError, TypeError, ValueError),
+)
 
 
 @dataclass(frozen=True)
@@ -216,8 +218,8 @@ def read_postmortem(folder: str | Path) -> Postmortem:
     verify_checkpoint(folder)
     window, moments, weights = (_tensors(folder / file) for file in (WINDOW, MOMENTS, WEIGHTS))
     with well_formed(path):
-        refused = _micro_batches("refused", record["micro_batches"], window)
-        accepted = _micro_batches("accepted", record["accepted"], window)
+        refused = tuple(_micro_batch(entry, window) for entry in record["micro_batches"])
+        accepted = tuple(_micro_batch(entry, window) for entry in record["accepted"])
         limits = record["spike_limits"]
         if limits is not None:  # JSON writes an infinite one as null
             loss, norm = (math.inf if limit is None else float(limit) for limit in limits)
@@ -245,79 +247,53 @@ def _entries(
     kind: str, micro_batches: Sequence[StoredMicroBatch], tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Return the entries of micro-batches; their tensors are added to `tensors`."""
-    entries = []
-    for number, stored in enumerate(micro_batches):
-        values = {}
-        for path, leaf in leaves(stored.inputs):
-            if isinstance(leaf, Tensor):
-                tensors[f"{kind}.{number}.{path}"] = leaf
-            else:
-                values[path] = _plain(leaf)
-        for device, state in stored.random.items():
-            tensors[f"random.{kind}.{number}.{device}"] = state
-        entries.append(
-            {
-                "sample_ids": list(stored.sample_ids),
-                "tokens": _plain(stored.tokens),
-                "refusal": None if stored.refusal is None else stored.refusal.as_dict(),
-                "values": values,
-                "autocast": dict(stored.autocast),
-            }
-        )
-    return entries
+    return [
+        {
+            "inputs": _described(stored.inputs, f"{kind}.{number}", tensors),
+            "sample_ids": list(stored.sample_ids),
+            "tokens": _plain(stored.tokens),
+            "refusal": None if stored.refusal is None else stored.refusal.as_dict(),
+            "random": _described(stored.random, f"random.{kind}.{number}", tensors),
+            "autocast": dict(stored.autocast),
+        }
+        for number, stored in enumerate(micro_batches)
+    ]
 
 
-def _micro_batches(
-    kind: str, entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
-) -> tuple[StoredMicroBatch, ...]:
-    """Return the micro-batches that `_entries` described."""
-    micro_batches = []
-    for number, entry in enumerate(entries):
-        refusal, autocast = entry["refusal"], entry["autocast"].items()
-        micro_batches.append(
-            StoredMicroBatch(
-                nested({**entry["values"], **_below(f"{kind}.{number}.", tensors)}),
-                tuple(map(str, entry["sample_ids"])),
-                int(entry["tokens"]),
-                None if refusal is None else Refusal.from_dict(refusal),
-                _below(f"random.{kind}.{number}.", tensors),
-                {on: dtype for on, dtype in autocast if dtype in ("float16", "bfloat16")},
-            )
-        )
-    return tuple(micro_batches)
+def _micro_batch(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoredMicroBatch:
+    """Return the micro-batch of an entry."""
+    refusal, autocast = entry["refusal"], entry["autocast"].items()
+    return StoredMicroBatch(
+        _restored(entry["inputs"], tensors),
+        tuple(map(str, entry["sample_ids"])),
+        int(entry["tokens"]),
+        None if refusal is None else Refusal.from_dict(refusal),
+        _restored(entry["random"], tensors),
+        {kind: dtype for kind, dtype in autocast if dtype in ("float16", "bfloat16")},
+    )
 
 
-def nested(flat: Mapping[str, Any]) -> Any:
-    """Return inputs by name, or in their order, from values by their paths."""
-    parts = {path: value for path, value in flat.items() if "." not in path}
-    deeper: dict[str, dict[str, Any]] = {}
-    for path, value in flat.items():
-        first, _, rest = path.partition(".")
-        if rest:
-            deeper.setdefault(first, {})[rest] = value
-    parts |= {name: nested(part) for name, part in deeper.items()}
-    if not parts or not all(name.isdecimal() for name in parts):
-        return parts
-    return tuple(parts[name] for name in sorted(parts, key=int))
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield tensors and other values of nested inputs, by their paths."""
-    items: Any = None
+def _described(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return nested inputs for JSON: tensors are added to `tensors`, and named in their place."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {_TENSOR: name}
     if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple) and any(isinstance(v, Tensor | Mapping) for v in value):
-        items = enumerate(value)
-    if items is None:
-        if path or value is not None:
-            yield path or "input", value
-        return
-    for key, item in items:
-        yield from leaves(item, f"{path}.{key}" if path else str(key))
+        return {str(key): _described(v, f"{name}.{key}", tensors) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(v, f"{name}.{place}", tensors) for place, v in enumerate(value)]
+    return _plain(value)
 
 
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what `_described` was given; tuples have become lists."""
+    if isinstance(value, list):
+        return [_restored(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_TENSOR}:
+        return tensors[value[_TENSOR]]
+    return {key: _restored(item, tensors) for key, item in value.items()}
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

@@ -85,8 +85,8 @@ class Replay:
         if any(self.findings.values()) or any(self.trials):
             return "state"
         verdicts = [finding.verdict for finding in self.traces.values()]
-        bad_inputs = all(verdict is not None and verdict.phase == "data" for verdict in verdicts)
-        return "data" if self.trials or bad_inputs else "undecided"
+        bad = [verdict is not None and verdict.phase == "data" for verdict in verdicts]
+        return "data" if self.trials or (bad and all(bad)) else "undecided"
 
     @property
     def reproduced(self) -> bool:
@@ -191,27 +191,23 @@ def replayed(postmortem: Postmortem, model: nn.Module, loss: Loss | None = None)
         findings = state.findings()
         refusals, records = state.window(stored, postmortem.limits)
         refused = {refusal.micro_batch: refusal for refusal in refusals}
-        traces = {}
-        for index in suspects(refusals, records)[:TRACED]:
-            refusal = refused.get(index) or refused[None]
-            if refusal.kind == "data":
-                traces[index] = Finding(refusal, None, "nothing is computed on it")
-            else:
-                traces[index] = state.trace(stored[index], refusal)
+        traces = {
+            index: state.trace(stored[index], refused.get(index) or refused[None])
+            for index in suspects(refusals, records)[:TRACED]
+        }
         trials = _trials(state, refusals)
     return Replay(postmortem, str(state.device), refusals, records, findings, traces, trials)
 
 
 def suspects(refusals: Sequence[Refusal], records: Sequence[MicroBatchRecord]) -> list[int]:
     """Return the micro-batches of a window to trace: those refused for their numbers, else, if the
-    whole window was refused, the computed one with the largest gradient; else those refused for
-    their inputs.
+    whole window was refused, the one with the largest gradient.
     """
-    single = [(r.micro_batch, r.kind) for r in refusals if r.micro_batch is not None]
-    computed = [index for index, kind in single if kind != "data"]
-    if not computed and len(single) < len(refusals) and records:
-        return [max(records, key=lambda record: record.grad_norm).micro_batch]
-    return computed or [index for index, _ in single]
+    computed = [refusal.micro_batch for refusal in refusals if refusal.kind != "data"]
+    single = [index for index in computed if index is not None]
+    if single or not computed or not records:
+        return single
+    return [max(records, key=lambda record: record.grad_norm).micro_batch]
 
 
 def _trials(state: StoredState, refusals: Sequence[Refusal]) -> tuple[bool, ...]:
@@ -300,7 +296,9 @@ class StoredState:
             inputs = tree_map_only(Tensor, lambda t: t.to(self.device), micro_batch.inputs)
             if self.loss is not None:
                 return self.loss(self.model, inputs)
-            return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
+            if isinstance(inputs, Mapping):
+                return self.model(**inputs)
+            return self.model(*inputs if isinstance(inputs, list) else [inputs])
 
     def trace(self, micro_batch: StoredMicroBatch, refusal: Refusal) -> Finding:
         """Look for the operation that made the first bad number of a refused micro-batch."""

@@ -142,7 +142,6 @@ class StudentPostmortem:
                     name, precision, device=model.device, attn_implementation=attention
                 )
                 hashes["teacher"] = settings.get("teacher"), base_hash(teacher)
-            attach(model, self.adapter)
         except (ConfigError, ModelError) as error:
             raise BundleError(
                 f"{folder} was recorded on a model that cannot be loaded: {error}; pass the run's"
@@ -155,6 +154,7 @@ class StudentPostmortem:
                     f" {name!r} on {model.device} is {now[:12]}; pass the run's own --model_name,"
                     " and its kind of --device, on which statistics of 4-bit weights depend"
                 )
+        attach(model, self.adapter)
         return model.eval(), teacher
 
 

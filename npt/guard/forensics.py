@@ -6,7 +6,7 @@ The model's calls are noted, not copied: overwrite no input before `guard.step()
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -263,23 +263,27 @@ class Forensics:
         kept = [(refusal, self._open[at]) for refusal, at in places if at in self._open]
         return [self._traced(refusal, each) for refusal, each in kept[: self.left]]
 
-    def trace_window(
-        self, window: int, refusals: Sequence[Refusal], largest: MicroBatchRecord | None
-    ) -> list[Finding]:
-        """Trace the largest micro-batch of a window whose norm overflowed or spiked.
+    def trace_window(self, outcome: Outcome, history: Iterable[MicroBatchRecord]) -> list[Finding]:
+        """Trace this process's micro-batch with the largest gradient, of those that counted in a
+        window whose norm overflowed or spiked.
 
         A step that spoilt weights or moments is the optimizer's: no pass made the bad number.
         """
-        size = next((r for r in refusals if r.kind in ("norm", "spike")), None)
-        kept = None if largest is None else self._open.get((window, largest.micro_batch))
-        if size is None or largest is None or kept is None or not self.left:
+        size = next((r for r in outcome.refused if r.kind in ("norm", "spike")), None)
+        records = [
+            record
+            for record in history
+            if record.window == outcome.index and record.micro_batch in outcome.places
+        ]
+        if size is None or not records or not self.left:
             return []
+        largest = max(records, key=lambda record: record.grad_norm)
         samples = f" (samples {', '.join(largest.sample_ids)})" if largest.sample_ids else ""
         why = (
             f"micro-batch {largest.micro_batch}{samples} has the largest gradient, of norm"
             f" {largest.grad_norm:.3g}"
         )
-        return [self._traced(size, kept, why)]
+        return [self._traced(size, self._open[outcome.index, largest.micro_batch], why)]
 
     def _traced(self, refusal: Refusal, kept: Kept, why: str = "") -> Finding:
         assert self._model is not None

@@ -27,7 +27,7 @@ from npt.distributed.processes import ProcessGroup
 from npt.errors import ConfigError, TooManyRefusalsError
 from npt.guard.forensics import Finding, Forensics, Kept, values_in
 from npt.guard.mixed_precision import LossScale
-from npt.guard.outcome import MicroBatch, MicroBatchRecord, Outcome, Refusal, RunCounts
+from npt.guard.outcome import MicroBatch, Outcome, Refusal, RunCounts
 from npt.guard.parameters import (
     Guarded,
     Trainable,
@@ -429,11 +429,7 @@ class Guard:
         self._findings += self.forensics.trace(window, refusals)
 
     def _trace_window(self, outcome: Outcome) -> None:
-        """Trace this process's micro-batch with the largest gradient of those that counted."""
-        records = [r for r in self.window.history if r.window == outcome.index]
-        counted = [r for r in records if r.micro_batch in outcome.places]
-        largest: MicroBatchRecord | None = max(counted, key=lambda r: r.grad_norm, default=None)
-        self._findings += self.forensics.trace_window(outcome.index, outcome.refused, largest)
+        self._findings += self.forensics.trace_window(outcome, self.window.history)
 
     def _ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome with its findings, or end a run with too many refusals."""

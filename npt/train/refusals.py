@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,9 +12,7 @@ from npt.data.batch import Batch
 from npt.errors import TooManyRefusalsError
 from npt.guard.forensics import KEPT
 from npt.guard.guard import Guard
-from npt.guard.outcome import MicroBatchRecord, Outcome
-from npt.guard.shared import gathered
-from npt.guard.window import HISTORY
+from npt.guard.outcome import Outcome
 from npt.train.run_context import RunContext, Window
 
 REFUSED_SHARE = 0.2
@@ -86,12 +84,7 @@ class Refusals:
             accepted: the last window without one.
             steps: applied by now.
         """
-        context, (window, result) = self._context, last
-        processes, history = context.setup.processes, self._guard.window.history
-        if processes.size > 1:  # the last micro-batches of every process, in their order
-            records = gathered(history, MicroBatchRecord, processes)
-            records.sort(key=lambda record: (record.window, record.micro_batch))
-            self._guard.window.history = deque(records, maxlen=HISTORY * processes.size)
+        context, (window, result), processes = self._context, last, self._context.setup.processes
         ending = f", the last: {result.refused[-1]}" if result.refused else ""
         message = f"stopped at step {steps}: {reason}{ending}"
         batches = () if accepted is None else accepted.batches

@@ -190,16 +190,17 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a refusal of a micro-batch that is a number": (entry(*FIRST, "refusal")(1), "TypeError"),
     "no micro-batch": (entry("micro_batches")([]), "names no micro-batch"),
     "one that is a number": (entry("micro_batches")([1]), "TypeError"),
-    "more micro-batches than there are": (
-        lambda said: said["micro_batches"].append(said["micro_batches"][0]),
-        "KeyError: \"'input_ids'\"",
-    ),
     "more samples than rows": (
         lambda said: said["micro_batches"][0]["sample_ids"].append("x"),
         "a micro-batch of 2 samples does not hold",
     ),
     "tokens that are none": (entry(*FIRST, "tokens")("a"), "ValueError"),
-    "a path without end": (entry(*FIRST, "values")({"a." * 9999: 1}), "RecursionError"),
+    "rows that are not all there": (
+        lambda said: said["micro_batches"][0]["inputs"].pop("labels"),
+        "does not hold input_ids, attention_mask",
+    ),
+    "a tensor that is not there": (entry(*FIRST, "random")({"tensor": "x"}), "KeyError"),
+    "a tensor without a name": (entry(*FIRST, "random")({"tensor": []}), "TypeError"),
     "one limit": (entry("spike_limits")([1.0]), "ValueError"),
     "a number of samples that is a text": (
         entry(STUDENT, "samples_at_once")("a"),
@@ -235,8 +236,6 @@ def one_more(tensors: dict[str, torch.Tensor]) -> None:
 ROW, ROWS = "refused.0.", ("input_ids", "attention_mask", "position_ids", "labels")
 
 WINDOWS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
-    "a tensor missing": lambda t: t.pop("refused.1.labels"),
-    "a tensor too many": lambda t: t.update({"refused.0.more": torch.zeros(1)}),
     "ids of 32 bits": lambda t: t.update({f"{ROW}input_ids": t[f"{ROW}input_ids"].int()}),
     "one dimension": lambda t: t.update({f"{ROW}{n}": t[f"{ROW}{n}"][0] for n in ROWS}),
     "labels of another length": one_more,

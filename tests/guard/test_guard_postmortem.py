@@ -16,7 +16,6 @@ from faults.row_faults import plant, row
 from npt.cli.main import main
 from npt.errors import BundleError, CheckpointError, ConfigError, TooManyRefusalsError
 from npt.forensics import bundle
-from npt.forensics.bundle import nested
 from npt.guard import Guard, protect, read_postmortem, replay
 from npt.manifest import write_manifest
 
@@ -109,7 +108,6 @@ def test_nested_inputs_and_other_values_are_stored_by_path(tmp_path) -> None:
     first, deeper = stored.inputs.pop("a")
     assert torch.equal(first, x) and torch.equal(deeper["b"], x[:1])
     assert stored.inputs == {"text": ["one"], "kind": "torch.float32", "none": None}
-    assert nested({"1": 2, "0": 1}) == (1, 2)
 
 
 def test_a_trainer_writes_it_into_its_output_folder(tmp_path) -> None:
